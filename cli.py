@@ -1,0 +1,43 @@
+"""Command lines and errors for people: one line that says what is wrong, where, and what to do.
+
+Every script's last line is `run(main, Config)`. A user's mistake (a missing file, a bad row, a flag that does not fit)
+raises `UserError` and ends with its message and exit status 2, without a traceback; a bug keeps its traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+
+class UserError(Exception):
+    """A mistake in the input. The message is one line: what is wrong, where, and what to do about it."""
+
+
+class RunStopped(Exception):
+    """A run that ends early on purpose, with the exit status to end with (130 for Ctrl-C, 1 for a non-finite loss)."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+def run(main: Callable[[Any], None], config: type) -> None:
+    """Parse the command line into `config`, call `main` with it, and turn expected errors into one line on stderr.
+
+    Unknown flags are refused with the nearest known one named (exit status 2). Under torchrun only the first rank
+    prints what concerns the command line, since every rank reads the same one; later errors carry their rank.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    args = tyro.cli(config, use_underscores=True, console_outputs=rank == 0)
+    try:
+        main(args)
+    except (UserError, RunStopped) as error:
+        where = f"[rank {rank}] " if rank else ""
+        print(f"{where}{'error: ' if isinstance(error, UserError) else ''}{error}", file=sys.stderr, flush=True)
+        # Not sys.exit: after a rank-local error the other ranks wait in a collective that interpreter shutdown would
+        # join; leaving at once lets torchrun end them.
+        sys.stdout.flush()
+        os._exit(2 if isinstance(error, UserError) else error.status)

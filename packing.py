@@ -1,0 +1,326 @@
+"""Shared-prefix packing: a prompt and its G completions as one sequence, the prompt computed once.
+
+GRPO samples G completions of every prompt, so a plain trainer runs every prompt, image tokens and all, G times. Here
+the policy runs once over
+
+    segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in all
+    keys of the prompt:          prompt                                            causal
+    keys of completion cj:       prompt ++ cj                                      causal, aligned bottom-right
+    positions of cj:             go on after the prompt's largest position         (M-RoPE: all three rows)
+    log-probability of cj[0]:    from the prompt's last hidden state
+
+Every layer but attention works token by token and needs no change; attention becomes one gather of keys and values and
+one variable-length attention call. The result equals the plain one-sequence-at-a-time forward (tests/test_packing.py,
+1e-5 in float32, gradients too).
+
+Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L completion tokens of one completion,
+H heads, E head dimension, D hidden size, V vocabulary, R rows of positions (3 with M-RoPE, else 1).
+"""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+LOGIT_ROWS = 1024  # completion tokens per lm_head call: bounds the (rows, V) float32 logits to 0.6 GB for V = 152k
+
+
+@dataclass
+class Segments:
+    """Which packed tokens attend to which: the arguments of one variable-length attention call."""
+
+    kv_index: Tensor
+    """(K,) packed index of every key, segment after segment."""
+    cu_q: Tensor
+    """(segments + 1,) int32, cumulative query lengths."""
+    cu_k: Tensor
+    """(segments + 1,) int32, cumulative key lengths."""
+    q_lens: list[int]
+    """The lengths behind `cu_q`, on the host, so that no kernel launch waits for the device."""
+    k_lens: list[int]
+    """The lengths behind `cu_k`."""
+
+
+@dataclass
+class Group:
+    """A prompt and some of its completions. `rows` says which completions of the batch they are."""
+
+    prompt_ids: Tensor
+    """(S,) token ids, every image expanded to its tokens."""
+    positions: Tensor
+    """(R, S) from `prompt_positions`."""
+    completions: list[Tensor]
+    """token ids, (L,) each, end-of-sequence token included when it was sampled."""
+    rows: list[int]
+    """the caller's index of each completion."""
+    vision: dict[str, Tensor] = field(default_factory=dict)
+    """what the model's vision tower takes (`pixel_values`, `image_grid_thw`, ...); empty for a text prompt."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + sum(map(len, self.completions))
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch: several groups in one row of tokens."""
+
+    input_ids: Tensor
+    """(1, T)"""
+    position_ids: Tensor
+    """(3, 1, T) with M-RoPE, else (1, T)"""
+    segments: Segments
+    predict_from: Tensor
+    """(C,) packed index whose hidden state predicts each completion token."""
+    targets: Tensor
+    """(C,) the completion tokens themselves."""
+    row_of_token: Tensor
+    """(C,) 0, 0, ..., 1, ...: which of `rows` each completion token belongs to."""
+    rows: list[int]
+    """the caller's index of each completion, in packed order."""
+    vision: dict[str, Tensor]
+    """as in `Group`, concatenated."""
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        move = functools.partial(Tensor.to, device=device, non_blocking=True)
+        segments = replace(
+            self.segments,
+            kv_index=move(self.segments.kv_index),
+            cu_q=move(self.segments.cu_q),
+            cu_k=move(self.segments.cu_k),
+        )
+        tensors = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor) and name != "segments"
+        }
+        return replace(self, **tensors, segments=segments, vision={k: move(v) for k, v in self.vision.items()})
+
+
+def prompt_positions(model: nn.Module, prompt_ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+    """(R, S) positions of a prompt as the model itself counts them: M-RoPE where it has it, else 0, 1, 2, ..."""
+    index = getattr(model.model, "get_rope_index", None)
+    if index is None:
+        return torch.arange(len(prompt_ids))[None]
+    is_image = (prompt_ids == model.config.image_token_id).int()
+    positions, _ = index(
+        prompt_ids[None], image_grid_thw=vision.get("image_grid_thw"), mm_token_type_ids=is_image[None]
+    )
+    return positions[:, 0]
+
+
+def pack(groups: Sequence[Group]) -> PackedBatch:
+    """Lay `groups` out as one sequence.
+
+    Raises ValueError for a completion without tokens: it has nothing to train on, and dropping it is the caller's call.
+    """
+    ids, positions, kv, q_lens, k_lens, predict_from, targets, rows, lengths = [], [], [], [], [], [], [], [], []
+    t = 0  # packed tokens so far
+    for group in groups:
+        start, s = t, len(group.prompt_ids)
+        prompt = torch.arange(start, start + s)
+        ids.append(group.prompt_ids)
+        positions.append(group.positions)
+        kv.append(prompt)
+        q_lens.append(s)
+        k_lens.append(s)
+        t += s
+        next_position = int(group.positions.max()) + 1
+        for row, completion in zip(group.rows, group.completions, strict=True):
+            length = len(completion)
+            if length == 0:
+                raise ValueError(f"completion {row} has no tokens")
+            own = torch.arange(t, t + length)
+            ids.append(completion)
+            positions.append((next_position + torch.arange(length)).expand(len(group.positions), -1))
+            kv += [prompt, own]
+            q_lens.append(length)
+            k_lens.append(s + length)
+            predict_from += [prompt[-1:], own[:-1]]
+            targets.append(completion)
+            rows.append(row)
+            lengths.append(length)
+            t += length
+    position_ids = torch.cat(positions, dim=1)  # (R, T)
+    keys = {key for group in groups for key in group.vision}
+    return PackedBatch(
+        input_ids=torch.cat(ids)[None],
+        position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
+        segments=Segments(torch.cat(kv), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
+        predict_from=torch.cat(predict_from),
+        targets=torch.cat(targets),
+        row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
+        rows=rows,
+        vision={key: torch.cat([g.vision[key] for g in groups if key in g.vision]) for key in sorted(keys)},
+    )
+
+
+def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
+    """Cut `groups` into micro-batches of at most `budget` tokens, in order.
+
+    A group over the budget is split between its completions, each part with the prompt again; a single prompt and
+    completion over the budget makes a micro-batch of its own. The loss weights are fixed before the cut, so gradients
+    do not depend on it.
+    """
+    parts = [part for group in groups for part in _split(group, budget)]
+    batches: list[list[Group]] = []
+    room = 0
+    for part in parts:
+        if part.tokens > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(part)
+        room -= part.tokens
+    return [pack(batch) for batch in batches]
+
+
+def _split(group: Group, budget: int) -> list[Group]:
+    parts: list[tuple[list[Tensor], list[int]]] = []
+    room = 0
+    for completion, row in zip(group.completions, group.rows, strict=True):
+        if not parts or len(completion) > room:
+            parts.append(([], []))
+            room = budget - len(group.prompt_ids)
+        parts[-1][0].append(completion)
+        parts[-1][1].append(row)
+        room -= len(completion)
+    return [replace(group, completions=completions, rows=rows) for completions, rows in parts]
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def shared_prefix_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls in place of its own, for the language model and the vision tower.
+
+    `query` (1, H, T, E), `key` and `value` (1, H_kv, T, E); returns (1, T, H, E). Vision towers give their own windows
+    as `cu_seq_lens_q` and attend in both directions; the language model gives `segments`.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
+    if cu_seq_lens_q is not None:
+        lengths = cu_seq_lens_q.diff().tolist() if q.device.type == "cpu" else []
+        longest = int(max_length_q) if max_length_q is not None else max(lengths)
+        windows = Segments(torch.empty(0), cu_seq_lens_q, cu_seq_lens_q, lengths or [longest], lengths or [longest])
+        return attend(q, k, v, windows, scaling, causal=False)[None], None
+    if segments is None:
+        raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
+    return attend(q, k[segments.kv_index], v[segments.kv_index], segments, scaling, causal=True)[None], None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
+    """Variable-length attention, (T, H, E) with keys and values (K, H_kv, E): `flash_attn` when it is installed, else
+    torch's own `varlen_attn` on a GPU (both half precision only), else one SDPA call for each segment."""
+    if q.device.type == "cpu" or q.dtype == torch.float32:
+        return _attend_sdpa(q, k, v, segments, scale, causal)
+    longest = max(segments.q_lens), max(segments.k_lens)
+    if (flash := _flash_attn()) is not None:
+        return flash(q, k, v, segments.cu_q, segments.cu_k, *longest, softmax_scale=scale, causal=causal)
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *longest, **options)
+
+
+@functools.cache
+def _flash_attn():
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
+    out = []
+    for q_seg, k_seg, v_seg in zip(q.split(segments.q_lens), k.split(segments.k_lens), v.split(segments.k_lens)):
+        mask = None
+        if causal:  # the last query sees every key
+            ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)
+            mask = ones.tril(len(k_seg) - len(q_seg))
+        q_seg, k_seg, v_seg = (x.transpose(0, 1)[None] for x in (q_seg, k_seg, v_seg))
+        o = F.scaled_dot_product_attention(q_seg, k_seg, v_seg, mask, scale=scale, enable_gqa=True)
+        out.append(o[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+# Only a name with "flash" in it makes the Qwen vision towers hand over their windows in one call instead of looping
+# over them; the language model must not have such a name, or its mask code would look for the flash-attn package.
+AttentionInterface.register("shared_prefix", shared_prefix_attention)
+AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
+
+
+def use_shared_prefix_attention(model: nn.Module) -> None:
+    """Route the attention of `model` (a transformers causal or image-text model) through this file, in place.
+
+    Set on the configs after loading: given to `from_pretrained`, the vision tower's name would demand flash-attn.
+    """
+    model.config._attn_implementation_internal = "shared_prefix"
+    language_model(model).config._attn_implementation_internal = "shared_prefix"
+    if (visual := getattr(model.model, "visual", None)) is not None:
+        visual.config._attn_implementation_internal = "flash_shared_prefix"
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The decoder stack: `.layers`, `.embed_tokens`, `.norm`."""
+    return getattr(model.model, "language_model", model.model)
+
+
+# --- log-probabilities ---------------------------------------------------------------------------------------------
+
+
+def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability of every completion token and the entropy of the distribution it came from, (C,) float32 each.
+
+    Both are those of the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
+    lm_head runs on completion tokens only, `LOGIT_ROWS` at a time, and again in the backward pass, so that the full
+    (C, V) logits never exist.
+    """
+    hidden = model.model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask={"full_attention": None} if hasattr(model.model, "get_rope_index") else None,
+        segments=batch.segments,
+        use_cache=False,
+        **batch.vision,
+    ).last_hidden_state[0]  # (T, D)
+    hidden = hidden[batch.predict_from]  # (C, D)
+    weight = model.lm_head.weight  # (V, D)
+    chunks = [
+        checkpoint(_logprob_chunk, h, weight, y, temperature, use_reentrant=False)
+        for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))
+    ]
+    logp, entropy = zip(*chunks)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = (hidden @ weight.T).float() / temperature  # (rows, V)
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    with torch.no_grad():
+        entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+    return logp, entropy

@@ -1,0 +1,131 @@
+"""Explicit reward functions: `fn(completion, answer, **sample_fields) -> float | None`.
+
+A reward is a plain function of text; the completion has no end-of-sequence token left in it. `None` means «no verdict»
+and leaves the completion out of its group. Each docstring names the range, an example and an exploit that the function
+closes. `REWARDS` is the reward of each task, `is_exact` what counts as an exact match in evaluation.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+
+Reward = Callable[..., float | None]
+
+_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def split_think_answer(completion: str) -> tuple[str, str] | None:
+    """The bodies of `<think>…</think><answer>…</answer>` when the completion is exactly that, else None."""
+    if any(completion.count(tag) != 1 for tag in _TAGS):
+        return None
+    match = _THINK_ANSWER.fullmatch(completion)
+    if match is None or not match[1].strip() or not match[2].strip():
+        return None
+    return match[1], match[2]
+
+
+def format_reward(completion: str, answer: str = "", **_: object) -> float:
+    """1 for `<think>…</think><answer>…</answer>` and nothing else, 0 otherwise; range {0, 1}.
+
+    Each tag occurs exactly once, lower case, in order; only white space around and between the blocks; neither is blank.
+    Example: «<think>a</think><answer>b</answer>» is 1. Closes: several answer blocks, one of them right; text after the
+    answer; an empty think block.
+    """
+    return float(split_think_answer(completion) is not None)
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+# A whole number: a thousands group («1,234») is one number, a decimal («3.7») is none, and so is a number glued to a
+# Latin letter or underscore («x3»); CJK neighbours are fine.
+_WHOLE_NUMBER = re.compile(r"(?<![A-Za-z_\d.])(?<!\d,)(\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?![A-Za-z_]|\.?\d)")
+_ANSWER_BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def first_count(text: str) -> int | None:
+    """The first whole number of the `<answer>` block when there is one, else of the text; None without a number."""
+    block = _ANSWER_BLOCK.search(text)
+    text = unicodedata.normalize("NFKC", block[1] if block else text)
+    match = _WHOLE_NUMBER.search(text)
+    return int(match[1].replace(",", "")[:18]) if match else None
+
+
+def count_reward(completion: str, answer: str | int, **_: object) -> float:
+    """How close the count is; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
+
+    With d the distance to the gold count: 0 → 1, 1 → 0.85, 2 → 0.7, 3 to 5 → 0.5 − 0.1·(d − 2), else 0; 0 without a
+    number. Example: «A photo of 12 apples» for «A photo of 10 apples» is 0.7. Closes: listing many numbers (the first
+    one counts), counting in the think block, hedging with a decimal.
+    """
+    said, gold = first_count(completion), first_count(str(answer))
+    if said is None or gold is None:
+        return 0.0
+    d = abs(said - gold)
+    if d <= 2:
+        return (1.0, 0.85, 0.7)[d]
+    return round(0.5 - 0.1 * (d - 2), 4) if d <= 5 else 0.0
+
+
+def count_format(completion: str, **_: object) -> float:
+    """1 for «A photo of [NUMBER] [OBJECT_TYPE]», 0 otherwise. Reported in evaluation; not part of the reward."""
+    return float(re.fullmatch(r"\s*A photo of \d+ \S[^\n]*", completion) is not None)
+
+
+# --- visual question answering ----------------------------------------------------------------------------------------
+
+
+def words(text: str) -> list[str]:
+    """The words of a short answer as they are compared: «5.6cm.» → [«5.6», «cm»].
+
+    NFKC, lower case, digits apart from letters, a point kept only between digits, every other punctuation a space.
+    """
+    text = unicodedata.normalize("NFKC", text).lower()
+    text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
+    text = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", text)
+    return re.sub(r"[^\w.]|_", " ", text).split()
+
+
+def vqa_reward(completion: str, answer: str, **_: object) -> float:
+    """Answer accuracy once the format holds; range 0, or 0.5 to 1.
+
+    A gold «yes» or «no»: 1 when the answer's first word is it and the opposite is nowhere, else 0. Any other gold: 1
+    when the words are equal, else their F1 when it is at least 0.5, else 0. Example: answer «CT scan», gold «ct» → 2/3.
+    Closes: «yes and no»; «abnormal» holding «no»; a list of every possible answer.
+    """
+    parts = split_think_answer(completion)
+    gold = words(str(answer))
+    if parts is None or not gold:
+        return 0.0
+    said = words(parts[1])
+    if gold in (["yes"], ["no"]):
+        opposite = "no" if gold == ["yes"] else "yes"
+        return float(said[:1] == gold and opposite not in said)
+    if said == gold:
+        return 1.0
+    common = (Counter(said) & Counter(gold)).total()
+    f1 = 2 * common / (len(said) + len(gold))
+    return f1 if f1 >= 0.5 else 0.0
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward}
+FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward}
+
+
+def is_exact(reward: float | None) -> bool:
+    """Whether a reward of a task in `REWARDS` means that the answer was right, not only near."""
+    return reward is not None and reward >= 1.0
+
+
+def gold_problem(task: str, answer: str) -> str | None:
+    """Why no completion could ever be right for this gold answer, or None when it is fine."""
+    if not str(answer).strip():
+        return "the answer is empty"
+    if task == "count" and first_count(str(answer)) is None:
+        return f"the answer {str(answer)[:40]!r} has no whole number to count to"
+    if task == "vqa" and not words(str(answer)):
+        return f"the answer {str(answer)[:40]!r} has no word to compare"
+    return None

@@ -1,0 +1,147 @@
+"""Tiny models of every supported family, built from their configs with random weights, and prompts for them."""
+
+import torch
+from torch import Tensor
+from transformers import (
+    AriaConfig,
+    AriaForConditionalGeneration,
+    AriaTextConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.idefics3 import Idefics3VisionConfig
+
+from packing import Group, prompt_positions
+
+IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
+TEXT = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    vocab_size=256,
+    max_position_embeddings=512,
+)
+TOKENS = dict(
+    image_token_id=IMAGE, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, video_token_id=VIDEO
+)
+
+
+def mrope(section: list[int], **more: object) -> dict:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, **more}
+
+
+def qwen2_vl():
+    vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=64, mlp_ratio=2)
+    text = dict(**TEXT, rope_parameters=mrope([2, 3, 3]))
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **TOKENS))
+
+
+def qwen2_5_vl():
+    vision = dict(
+        depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64, fullatt_block_indexes=[1]
+    )
+    text = dict(**TEXT, rope_parameters=mrope([2, 3, 3]))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **TOKENS))
+
+
+def qwen3_vl():
+    vision = dict(
+        depth=3,
+        hidden_size=64,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=64,
+        patch_size=14,
+        deepstack_visual_indexes=[0, 1],
+        num_position_embeddings=64,
+    )
+    text = dict(**TEXT, head_dim=16, rope_parameters=mrope([4, 2, 2], mrope_interleaved=True))
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **TOKENS))
+
+
+def aria():
+    text = AriaTextConfig(**TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0)
+    vision = Idefics3VisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    config = AriaConfig(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, projector_patch_to_query_dict={4: 3}
+    )
+    return AriaForConditionalGeneration(config)
+
+
+def qwen2_5():
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT))
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=16))
+
+
+FAMILIES = {f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, aria, qwen2_5, qwen3)}
+
+
+def build(family: str, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().float()
+    for parameter in model.parameters():  # norms and biases too, so that none is at a value that hides a mistake
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and parameter.mean() == 1), std=0.1)
+    return model
+
+
+def make_group(
+    model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], first_row: int, g
+) -> Group:
+    """A prompt of `text` random tokens with one image for each (height, width) in patches, and random completions."""
+
+    def words(n: int) -> Tensor:
+        return torch.randint(0, 200, (n,), generator=g)
+
+    ids, vision = [words(text)], {}
+    if family == "aria" and grids:
+        for _ in grids:
+            ids += [torch.full((3,), IMAGE), words(2)]
+        pixel_mask = torch.ones(len(grids), 28, 28, dtype=torch.bool)
+        vision = {"pixel_values": torch.randn(len(grids), 3, 28, 28, generator=g), "pixel_mask": pixel_mask}
+    elif grids:
+        config = model.config.vision_config
+        patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        for h, w in grids:
+            ids += [
+                torch.tensor([VISION_START]),
+                torch.full((h * w // 4,), IMAGE),
+                torch.tensor([VISION_END]),
+                words(2),
+            ]
+        pixels = torch.randn(sum(h * w for h, w in grids), patch, generator=g)
+        vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
+    prompt_ids = torch.cat(ids)
+    completions = [words(n) for n in lengths]
+    rows = list(range(first_row, first_row + len(lengths)))
+    return Group(prompt_ids, prompt_positions(model, prompt_ids, vision), completions, rows, vision)
+
+
+def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
+    """(L,) log-probabilities from the unmodified model: one sequence, its own call, full logits."""
+    ids = torch.cat([group.prompt_ids, completion])[None]
+    inputs = dict(group.vision)
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
+    logp = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+    return logp.gather(-1, completion[:, None])[:, 0]

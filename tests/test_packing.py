@@ -1,0 +1,118 @@
+"""Shared-prefix packing against the plain forward of the unmodified transformers model.
+
+Guards against: attention across completions or groups, positions that do not go on after the image, a first token
+predicted from the wrong place, images given to the wrong group, and gradients lost in the gather.
+"""
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, build, make_group, plain_logprobs
+
+from packing import pack, pack_groups, token_logprobs, use_shared_prefix_attention
+
+VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
+# For each group of the pack: text tokens, image grids in patches, completion lengths (1 = only an end token).
+SHAPES = {
+    "one image": [(5, [(4, 4)], [4, 1, 7]), (3, [(2, 6)], [2, 2])],
+    "several images": [(4, [(4, 4), (2, 2), (4, 8)], [3, 5]), (6, [(2, 2), (4, 4)], [1, 4, 2])],
+    "no image": [(6, [], [4, 1, 6]), (9, [], [3, 3])],
+    "text and images in one pack": [
+        (7, [], [2, 5]),
+        (3, [(4, 4)], [4, 1]),
+        (5, [], [1]),
+        (2, [(2, 2), (2, 4)], [6, 3]),
+    ],
+}
+CASES = [(f, s) for f in FAMILIES for s in SHAPES if f in VISION or s == "no image"]
+
+
+def groups_for(model, family, shape):
+    g = torch.Generator().manual_seed(1)
+    groups, row = [], 0
+    for text, grids, lengths in SHAPES[shape]:
+        groups.append(make_group(model, family, text, grids, lengths, row, g))
+        row += len(lengths)
+    return groups
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_logprobs_and_gradients_equal_the_plain_forward(family, shape):
+    plain = build(family)
+    packed = copy.deepcopy(plain)
+    use_shared_prefix_attention(packed)
+    groups = groups_for(plain, family, shape)
+    batch = pack(groups)
+    weights = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(2))
+
+    want = torch.cat([plain_logprobs(plain, g, c, temperature=0.7) for g in groups for c in g.completions])
+    got, entropy = token_logprobs(packed, batch, temperature=0.7)
+    assert want.std() > 0.05, "the model is too flat for the comparison to mean anything"
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert (entropy >= 0).all()
+
+    (want * weights).sum().backward()
+    (got * weights).sum().backward()
+    reached = 0
+    for (name, p), q in zip(plain.named_parameters(), packed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            reached += 1
+            scale = max(1.0, p.grad.abs().max().item())
+            torch.testing.assert_close(
+                q.grad / scale, p.grad / scale, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert reached > 20
+
+
+def test_completions_do_not_see_each_other():
+    model = build("qwen2_5_vl")
+    use_shared_prefix_attention(model)
+    group = groups_for(model, "qwen2_5_vl", "one image")[0]
+    before, _ = token_logprobs(model, pack([group]))
+    group.completions[0] = (group.completions[0] + 1) % 200
+    after, _ = token_logprobs(model, pack([group]))
+    first = len(group.completions[0])
+    assert (before[:first] != after[:first]).all()
+    assert torch.equal(before[first:], after[first:])
+
+
+@pytest.mark.parametrize("budget", [1, 20, 30, 50, 10_000])
+def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
+    model = build("qwen2_5_vl")
+    use_shared_prefix_attention(model)
+    groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
+    whole = pack(groups)
+    logp, _ = token_logprobs(model, whole)
+    want = {row: logp[whole.row_of_token == i] for i, row in enumerate(whole.rows)}
+    batches = pack_groups(groups, budget)
+    assert sorted(row for b in batches for row in b.rows) == sorted(want)
+    for batch in batches:
+        assert batch.input_ids.shape[1] <= budget or len(batch.rows) == 1
+        got, _ = token_logprobs(model, batch)
+        for i, row in enumerate(batch.rows):
+            torch.testing.assert_close(got[batch.row_of_token == i], want[row], atol=1e-5, rtol=0)
+    if budget == 10_000:
+        assert len(batches) == 1
+
+
+def test_entropy_is_that_of_the_sampling_distribution():
+    model = build("qwen2_5")
+    use_shared_prefix_attention(model)
+    group = groups_for(model, "qwen2_5", "no image")[0]
+    _, entropy = token_logprobs(model, pack([group]), temperature=0.5)
+    model.config._attn_implementation_internal = "eager"
+    model.model.config._attn_implementation_internal = "eager"
+    ids = torch.cat([group.prompt_ids, group.completions[0]])[None]
+    logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1] / 0.5
+    want = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropy[: len(want)], want, atol=1e-5, rtol=0)
+
+
+def test_an_empty_completion_is_refused():
+    model = build("qwen2_5")
+    group = groups_for(model, "qwen2_5", "no image")[0]
+    group.completions[1] = group.completions[1][:0]
+    with pytest.raises(ValueError, match="completion 1 has no tokens"):
+        pack([group])

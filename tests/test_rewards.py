@@ -1,0 +1,111 @@
+"""Rewards against the specification's cases and against cases like them that only a careful reading gets right."""
+
+import json
+import pathlib
+
+import pytest
+
+import rewards
+
+VECTORS = pathlib.Path(__file__).parent / "vectors"
+
+
+def cases(name: str) -> list[dict]:
+    return [json.loads(line) for line in (VECTORS / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", cases("format"), ids=lambda c: c["note"])
+def test_format_vectors(case):
+    assert rewards.format_reward(case["completion"]) == case["want"]
+
+
+@pytest.mark.parametrize("case", cases("count"), ids=lambda c: c["note"])
+def test_count_vectors(case):
+    assert rewards.count_reward(case["completion"], case["answer"]) == pytest.approx(case["want"], abs=1e-9)
+
+
+@pytest.mark.parametrize("case", cases("vqa"), ids=lambda c: c["note"])
+def test_vqa_vectors(case):
+    assert rewards.vqa_reward(case["completion"], case["answer"]) == pytest.approx(case["want"], abs=5e-5)
+
+
+def think(answer: str) -> str:
+    return f"<think>t</think>\n<answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("1,234 apples", 1234),
+        ("12,345,678", 12345678),
+        ("1,2 and 3", 1),  # a list, not a thousands group
+        ("1234,567", 1234),  # four digits in front: not a thousands group
+        ("there are 3.", 3),  # a full stop is no decimal point
+        ("3.5 or 4", 4),  # a decimal is not a count
+        (".5 of 6", 6),
+        ("x3 y4z 5", 5),
+        ("７", 7),
+        ("有12隻", 12),
+        ("<answer>none</answer> 4", None),  # the answer block decides, even without a number
+        ("<answer>4", 4),  # never closed: no block
+        ("²", 2),  # NFKC
+        ("", None),
+        ("-3", 3),
+        ("0", 0),
+        ("9" * 5000, int("9" * 18)),  # Python refuses to read 5,000 digits; any bound will do
+    ],
+)
+def test_first_count(text, want):
+    assert rewards.first_count(text) == want
+
+
+def test_count_reward_by_distance():
+    got = [rewards.count_reward(f"A photo of {10 + d} cats", 10) for d in range(8)]
+    assert got == pytest.approx([1.0, 0.85, 0.7, 0.4, 0.3, 0.2, 0.0, 0.0])
+    assert [rewards.count_reward(f"A photo of {10 - d} cats", 10) for d in range(8)] == pytest.approx(got)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("5.6cm.", ["5.6", "cm"]),
+        ("T1-weighted", ["t", "1", "weighted"]),
+        ("A.B", ["a", "b"]),
+        ("don't_know", ["don", "t", "know"]),
+        ("ＭＲＩ", ["mri"]),
+        ("3.", ["3"]),
+        (".5", ["5"]),
+        ("?!", []),
+        ("1.2.3", ["1.2.3"]),
+        ("肺炎", ["肺炎"]),
+    ],
+)
+def test_words(text, want):
+    assert rewards.words(text) == want
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "want"),
+    [
+        ("Yes, yes", "yes", 1.0),
+        ("yes - not no", "yes", 0.0),
+        ("right lung", "right upper lung", 0.8),
+        ("the the the ct", "ct", 0.0),  # multiset: 2·1/5 = 0.4
+        ("yes", "yes it is", 0.5),  # a longer gold is compared by words: 2·1/4
+        ("anything", "?!", 0.0),
+    ],
+)
+def test_vqa_beyond_the_vectors(answer, gold, want):
+    assert rewards.vqa_reward(think(answer), gold) == pytest.approx(want)
+
+
+def test_gold_problems_are_named():
+    assert "no whole number" in rewards.gold_problem("count", "three apples")
+    assert "no word" in rewards.gold_problem("vqa", "?!")
+    assert "empty" in rewards.gold_problem("vqa", "  ")
+    assert rewards.gold_problem("count", "7個") is None
+
+
+def test_count_format():
+    assert rewards.count_format("A photo of 3 red circles") == 1
+    assert rewards.count_format("3") == 0
