@@ -86,6 +86,8 @@ class PackedBatch:
     """the caller's index of each completion, in packed order."""
     vision: dict[str, Tensor]
     """as in `Group`, concatenated."""
+    dummy_vision: bool = False
+    """no image here, but another rank has one and the vision tower is trained: run it on a blank image."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         move = functools.partial(Tensor.to, device=device, non_blocking=True)

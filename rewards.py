@@ -29,7 +29,7 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 def format_reward(completion: str, answer: str = "", **_: object) -> float:
     """1 for `<think>…</think><answer>…</answer>` and nothing else, 0 otherwise; range {0, 1}.
 
-    Each tag occurs exactly once, lower case, in order; only white space around and between the blocks; neither is blank.
+    Each tag occurs once, lower case, in order; only white space around and between the blocks; neither is blank.
     Example: «<think>a</think><answer>b</answer>» is 1. Closes: several answer blocks, one of them right; text after the
     answer; an empty think block.
     """
@@ -38,18 +38,21 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
-# A whole number: a thousands group («1,234») is one number, a decimal («3.7») is none, and so is a number glued to a
-# Latin letter or underscore («x3»); CJK neighbours are fine.
-_WHOLE_NUMBER = re.compile(r"(?<![A-Za-z_\d.])(?<!\d,)(\d{1,3}(?:,\d{3})+(?![,\d])|\d+)(?![A-Za-z_]|\.?\d)")
+# Any number: a thousands group («1,234») or digits, with the decimals and letters that would make it no whole number.
+_NUMBER = re.compile(r"(?<![A-Za-z_.\d])(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 _ANSWER_BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def first_count(text: str) -> int | None:
-    """The first whole number of the `<answer>` block when there is one, else of the text; None without a number."""
+    """The first whole number of the `<answer>` block when there is one, else of the text; None without a number.
+
+    «1,234» is one number; «3.7» and «x3» are none; CJK neighbours and full-width digits are fine.
+    """
     block = _ANSWER_BLOCK.search(text)
     text = unicodedata.normalize("NFKC", block[1] if block else text)
-    match = _WHOLE_NUMBER.search(text)
-    return int(match[1].replace(",", "")[:18]) if match else None
+    whole = (m[1] for m in _NUMBER.finditer(text) if not m[2])
+    number = next(whole, None)
+    return int(number.replace(",", "")[:18]) if number else None
 
 
 def count_reward(completion: str, answer: str | int, **_: object) -> float:

@@ -44,6 +44,10 @@ def think(answer: str) -> str:
         ("3.5 or 4", 4),  # a decimal is not a count
         (".5 of 6", 6),
         ("x3 y4z 5", 5),
+        ("1,234, maybe", 1234),
+        ("1,234.5 or 8", 8),
+        ("1.2.3", None),
+        ("3rd: 4", 4),
         ("７", 7),
         ("有12隻", 12),
         ("<answer>none</answer> 4", None),  # the answer block decides, even without a number

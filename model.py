@@ -1,0 +1,120 @@
+"""Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+import parallel
+from cli import UserError
+from packing import PackedBatch, language_model, token_logprobs, use_shared_prefix_attention
+
+
+class Policy(nn.Module):
+    """A model behind one forward: packed batch in, token log-probabilities out.
+
+    FSDP2 gathers a parameter only around the forward of the module it was sharded with, so whatever touches the
+    embedding and the lm_head runs inside this one.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """(C,) log-probabilities and (C,) entropies of `batch`'s completion tokens; see `token_logprobs`."""
+        logp, entropy = token_logprobs(self.model, batch, temperature)
+        if batch.dummy_vision:
+            logp = logp + 0.0 * self._blank_image()
+        return logp, entropy
+
+    def _blank_image(self) -> Tensor:
+        """The vision tower on the smallest blank image: joins the collectives of the ranks that have real ones."""
+        config = self.model.config.vision_config
+        merge = config.spatial_merge_size
+        device = next(self.parameters()).device
+        values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        pixels = torch.zeros(merge * merge, values, device=device)
+        return self.model.model.visual(pixels, grid_thw=torch.tensor([[1, merge, merge]], device=device))[1].sum()
+
+
+def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal or image-text model saved at `name`, on the CPU. Raises UserError when it cannot be loaded."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+        multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        return loader.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
+            "Hugging Face layout or a hub name within reach"
+        ) from None
+
+
+def load_policy(name: str, train_vision: bool = False, checkpointing: bool = False) -> Policy:
+    """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`."""
+    model = load_model(name, torch.float32)
+    use_shared_prefix_attention(model)
+    for parameter in vision_parameters(model):
+        parameter.requires_grad_(train_vision)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return Policy(model)
+
+
+def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of the vision tower, its merger included; none for a text model."""
+    tower = getattr(model.model, "visual", None)
+    return list(tower.parameters()) if tower is not None else []
+
+
+def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> Policy:
+    """Shard `policy` over all processes: every decoder layer a unit, the rest (embedding, lm_head) with the root.
+
+    Master weights stay float32, compute runs in `compute_dtype`, gradients are summed in float32. They are summed, not
+    averaged: `token_weights` already sums to one over all processes. A frozen vision tower stays whole on every
+    process, so a batch of text alone touches no collective of it.
+    """
+    mesh = init_device_mesh(device.type, (parallel.world_size(),))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
+    vision = vision_parameters(policy.model)
+    frozen = {p for p in vision if not p.requires_grad}
+    policy.to(device)
+    for parameter in frozen:
+        parameter.data = parameter.data.to(compute_dtype)
+    if vision and not frozen:
+        for block in policy.model.model.visual.blocks:
+            fully_shard(block, **options)
+    for layer in language_model(policy.model).layers:
+        fully_shard(layer, **options)
+    fully_shard(policy, ignored_params=frozen, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    return policy
+
+
+def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """(in-memory name, whole tensor) of every parameter; every process must go through all of it together."""
+    for name, parameter in policy.model.named_parameters():
+        weight = parameter.detach()
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def saved_dtype(name: str) -> torch.dtype:
+    """The dtype the model at `name` was saved in: what an export of its trained weights is saved in again."""
+    dtype = AutoConfig.from_pretrained(name).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer_eos: int | None) -> list[int]:
+    """Every token that ends a completion, from the generation config and the tokenizer."""
+    eos = model.generation_config.eos_token_id
+    found = set(eos if isinstance(eos, list) else [eos]) | {tokenizer_eos}
+    return sorted(token for token in found if token is not None)

@@ -1,0 +1,72 @@
+"""Processes: one of them is a world of size 1, so nothing else asks whether the run is distributed."""
+
+import os
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def start() -> torch.device:
+    """Join the process group (of torchrun, or a world of one) and return this process's device."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def all_sum(value: Tensor) -> Tensor:
+    """The sum of `value` over all processes; `value` itself is left as it is."""
+    value = value.clone()
+    if world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def all_max(value: Tensor) -> Tensor:
+    """The elementwise maximum of `value` over all processes."""
+    value = value.clone()
+    if world_size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
+def my_share(items: list[T]) -> list[T]:
+    """This process's items of a list that every process holds: every world_size-th one."""
+    return items[rank() :: world_size()]
+
+
+def gather_shares(mine: list[T]) -> list[T]:
+    """The inverse of `my_share`: every process's items, in the order of the whole list, on every process."""
+    if world_size() == 1:
+        return list(mine)
+    shares: list[list[T]] = [[] for _ in range(world_size())]
+    dist.all_gather_object(shares, mine)
+    longest = max(map(len, shares))
+    return [share[i] for i in range(longest) for share in shares if i < len(share)]
+
+
+def wait_for_all() -> None:
+    if world_size() > 1:
+        dist.barrier()
