@@ -31,7 +31,14 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import rewards
@@ -74,10 +81,36 @@ class Prompt:
     """(S,) token ids, images expanded: the trainer's"""
     engine_ids: list[int]
     """the same with one placeholder for each image: the sampler's"""
-    images: list[Image.Image]
+    positions: Tensor
+    """(R, S) positions as the model counts them: 3 rows with M-RoPE, else 1"""
+    images: list[Image.Image] = field(default_factory=list)
     """fitted, in order"""
-    vision: dict[str, Tensor]
-    """`pixel_values` (patches, patch values) and `image_grid_thw` (images, 3); empty without images"""
+    vision: dict[str, Tensor] = field(default_factory=dict)
+    """what the vision tower takes: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
+    images"""
+
+
+@dataclass
+class Rollout:
+    """One completion, and what the step learns about it on the way."""
+
+    ids: Tensor
+    """(L,) token ids, the stop token included when one was sampled"""
+    sampler_logp: Tensor
+    """(L,) log-probability of each token under the distribution it was drawn from, temperature and top-p included"""
+    truncated: bool = False
+    """it ran into the length limit before a stop token"""
+    text: str = ""
+    """the decoded tokens, without the stop token"""
+    reward: float = math.nan
+    """NaN: no verdict, left out of its group"""
+    advantage: float = 0.0
+    weight: float = 0.0
+    """of each of its tokens in the loss, from `token_weights`"""
+    old_logp: Tensor | None = None
+    """(L,) under the policy that sampled it, when that is no longer the policy"""
+    ref_logp: Tensor | None = None
+    """(L,) under the reference, when there is a KL term"""
 
 
 @dataclass
@@ -86,6 +119,8 @@ class Processor:
 
     tokenizer: PreTrainedTokenizerBase
     image_processor: Qwen2VLImageProcessorPil | None
+    skeleton: PreTrainedModel
+    """the model without weights, for the positions it gives to tokens"""
     system: str | None
     template: jinja2.Template
     min_pixels: int
@@ -124,7 +159,28 @@ def load_processor(
     system, text = TASKS[task]
     if template is not None:
         system, text = None, read_text(template, "--template")
-    return Processor(tokenizer, image_processor, system, jinja2.Template(text), min_pixels, max_pixels)
+    skeleton = _skeleton(AutoConfig.from_pretrained(model))
+    return Processor(tokenizer, image_processor, skeleton, system, jinja2.Template(text), min_pixels, max_pixels)
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The architecture of `config` cut to one layer, on the meta device: it counts positions and holds no memory."""
+    for part in (config, getattr(config, "text_config", None)):
+        if hasattr(part, "num_hidden_layers"):
+            part.num_hidden_layers = 1
+            if getattr(part, "layer_types", None):
+                part.layer_types = part.layer_types[:1]
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+def prompt_positions(model: PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+    """(R, S) positions of a prompt as `model` itself counts them: M-RoPE where it has it, else 0, 1, 2, ..."""
+    if not hasattr(model, "get_rope_index"):
+        return torch.arange(len(ids))[None]
+    is_image = (ids == model.config.image_token_id).int()
+    grid = vision.get("image_grid_thw")
+    return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=is_image[None])[0][:, 0]
 
 
 def read_text(path: str, flag: str) -> str:
@@ -206,12 +262,14 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     """
     engine_ids = _engine_ids(sample, processor)
     if not sample.images:
-        return Prompt(torch.tensor(engine_ids), engine_ids, [], {})
+        ids = torch.tensor(engine_ids)
+        return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}))
     limits = (processor.min_pixels, processor.max_pixels, processor.factor)
     images = [fit_image(source, *limits) for source in sample.images]
     vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
     counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
-    return Prompt(_expand(engine_ids, processor.image_token_id, counts), engine_ids, images, vision)
+    ids = _expand(engine_ids, processor.image_token_id, counts)
+    return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, vision), images, vision)
 
 
 def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
@@ -403,3 +461,22 @@ def _check(
     if max_prompt_length is not None and length > max_prompt_length:
         return f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}"
     return None
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def row_at(place: int, rows: int, seed: int) -> int:
+    """The row at `place` of an endless stream that goes through all rows in a new order each time."""
+    epoch, index = divmod(place, rows)
+    return int(_order(rows, seed, epoch)[index])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+def prompt_seed(seed: int, place: int) -> int:
+    """The sampling seed of the prompt at `place` of the stream: its completions follow from it alone."""
+    return int(np.random.SeedSequence([seed, place]).generate_state(1)[0])

@@ -11,7 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import parallel
 from cli import UserError
-from packing import PackedBatch, language_model, token_logprobs, use_shared_prefix_attention
+from data import Prompt, Rollout, prompt_positions
+from packing import (
+    Group,
+    PackedBatch,
+    language_model,
+    pack,
+    pack_groups,
+    take_packed_batches,
+    token_logprobs,
+)
 
 
 class Policy(nn.Module):
@@ -59,7 +68,7 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 def load_policy(name: str, train_vision: bool = False, checkpointing: bool = False) -> Policy:
     """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`."""
     model = load_model(name, torch.float32)
-    use_shared_prefix_attention(model)
+    take_packed_batches(model)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(train_vision)
     if checkpointing:
@@ -100,11 +109,33 @@ def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype)
     return policy
 
 
+def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
+    """`groups` packed and moved to the policy's device: as many micro-batches on every process, so that all of them
+    take part in the same collectives, with blank ones (weight zero) where this process has fewer."""
+    batches = pack_groups(groups, budget)
+    most = int(parallel.all_max(torch.tensor(max(1, len(batches)))))
+    if len(batches) < most:
+        token = torch.zeros(1, dtype=torch.long)
+        blank = Rollout(token, torch.zeros(1), old_logp=torch.zeros(1), ref_logp=torch.zeros(1))
+        prompt = Prompt(token, [0], prompt_positions(policy.model.model, token, {}))
+        batches += [pack([Group(prompt, [blank])]) for _ in range(most - len(batches))]
+    if any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
+        with_images = parallel.all_max(torch.tensor([bool(batch.vision) for batch in batches]).int())
+        for batch, anywhere in zip(batches, with_images.tolist()):
+            batch.dummy_vision = bool(anywhere) and not batch.vision
+    device = next(policy.parameters()).device
+    return (batch.to(device) for batch in batches)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; every process calls it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """(in-memory name, whole tensor) of every parameter; every process must go through all of it together."""
     for name, parameter in policy.model.named_parameters():
-        weight = parameter.detach()
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, whole(parameter.detach())
 
 
 def saved_dtype(name: str) -> torch.dtype:

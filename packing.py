@@ -20,13 +20,15 @@ H heads, E head dimension, D hidden size, V vocabulary, R rows of positions (3 w
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+
+from data import Prompt, Rollout, Sample
 
 LOGIT_ROWS = 1024  # completion tokens per lm_head call: bounds the (rows, V) float32 logits to 0.6 GB for V = 152k
 
@@ -49,22 +51,18 @@ class Segments:
 
 @dataclass
 class Group:
-    """A prompt and some of its completions. `rows` says which completions of the batch they are."""
+    """A prompt and its completions, or some of them."""
 
-    prompt_ids: Tensor
-    """(S,) token ids, every image expanded to its tokens."""
-    positions: Tensor
-    """(R, S) from `prompt_positions`."""
-    completions: list[Tensor]
-    """token ids, (L,) each, end-of-sequence token included when it was sampled."""
-    rows: list[int]
-    """the caller's index of each completion."""
-    vision: dict[str, Tensor] = field(default_factory=dict)
-    """what the model's vision tower takes (`pixel_values`, `image_grid_thw`, ...); empty for a text prompt."""
+    prompt: Prompt
+    rollouts: list[Rollout]
+    ordinal: int = 0
+    """the prompt's place in the step"""
+    sample: Sample | None = None
+    """the row it comes from"""
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt_ids) + sum(map(len, self.completions))
+        return len(self.prompt.ids) + sum(len(rollout.ids) for rollout in self.rollouts)
 
 
 @dataclass
@@ -72,7 +70,7 @@ class PackedBatch:
     """One micro-batch: several groups in one row of tokens."""
 
     input_ids: Tensor
-    """(1, T)"""
+    """(1, T); completion tokens as −1 − id, see `_completion_ids_back`"""
     position_ids: Tensor
     """(3, 1, T) with M-RoPE, else (1, T)"""
     segments: Segments
@@ -81,13 +79,19 @@ class PackedBatch:
     targets: Tensor
     """(C,) the completion tokens themselves."""
     row_of_token: Tensor
-    """(C,) 0, 0, ..., 1, ...: which of `rows` each completion token belongs to."""
-    rows: list[int]
-    """the caller's index of each completion, in packed order."""
+    """(C,) 0, 0, ..., 1, ...: which of `rollouts` each completion token belongs to."""
+    rollouts: list[Rollout]
+    """the completions in packed order."""
     vision: dict[str, Tensor]
-    """as in `Group`, concatenated."""
+    """the prompts' vision inputs, concatenated; empty without images."""
     dummy_vision: bool = False
     """no image here, but another rank has one and the vision tower is trained: run it on a blank image."""
+
+    def column(self, name: str) -> Tensor:
+        """(C,) the attribute `name` of the completions, token by token, on the batch's device."""
+        values = [getattr(rollout, name) for rollout in self.rollouts]
+        values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
+        return torch.cat(values).to(self.targets.device, non_blocking=True)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         move = functools.partial(Tensor.to, device=device, non_blocking=True)
@@ -97,22 +101,8 @@ class PackedBatch:
             cu_q=move(self.segments.cu_q),
             cu_k=move(self.segments.cu_k),
         )
-        tensors = {
-            name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor) and name != "segments"
-        }
+        tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors, segments=segments, vision={k: move(v) for k, v in self.vision.items()})
-
-
-def prompt_positions(model: nn.Module, prompt_ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
-    """(R, S) positions of a prompt as the model itself counts them: M-RoPE where it has it, else 0, 1, 2, ..."""
-    index = getattr(model.model, "get_rope_index", None)
-    if index is None:
-        return torch.arange(len(prompt_ids))[None]
-    is_image = (prompt_ids == model.config.image_token_id).int()
-    positions, _ = index(
-        prompt_ids[None], image_grid_thw=vision.get("image_grid_thw"), mm_token_type_ids=is_image[None]
-    )
-    return positions[:, 0]
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
@@ -120,44 +110,42 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
     Raises ValueError for a completion without tokens: it has nothing to train on, and dropping it is the caller's call.
     """
-    ids, positions, kv, q_lens, k_lens, predict_from, targets, rows, lengths = [], [], [], [], [], [], [], [], []
+    ids, positions, kv, q_lens, k_lens, predict_from, rollouts = [], [], [], [], [], [], []
     t = 0  # packed tokens so far
     for group in groups:
-        start, s = t, len(group.prompt_ids)
-        prompt = torch.arange(start, start + s)
-        ids.append(group.prompt_ids)
-        positions.append(group.positions)
+        s = len(group.prompt.ids)
+        prompt = torch.arange(t, t + s)
+        ids.append(group.prompt.ids)
+        positions.append(group.prompt.positions)
         kv.append(prompt)
         q_lens.append(s)
         k_lens.append(s)
         t += s
-        next_position = int(group.positions.max()) + 1
-        for row, completion in zip(group.rows, group.completions, strict=True):
-            length = len(completion)
+        next_position = int(group.prompt.positions.max()) + 1
+        for rollout in group.rollouts:
+            length = len(rollout.ids)
             if length == 0:
-                raise ValueError(f"completion {row} has no tokens")
+                raise ValueError(f"a completion without tokens, of prompt {group.ordinal}")
             own = torch.arange(t, t + length)
-            ids.append(completion)
-            positions.append((next_position + torch.arange(length)).expand(len(group.positions), -1))
+            ids.append(-1 - rollout.ids)
+            positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
             kv += [prompt, own]
             q_lens.append(length)
             k_lens.append(s + length)
             predict_from += [prompt[-1:], own[:-1]]
-            targets.append(completion)
-            rows.append(row)
-            lengths.append(length)
+            rollouts.append(rollout)
             t += length
     position_ids = torch.cat(positions, dim=1)  # (R, T)
-    keys = {key for group in groups for key in group.vision}
+    with_images = [group.prompt.vision for group in groups if group.prompt.vision]
     return PackedBatch(
         input_ids=torch.cat(ids)[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(torch.cat(kv), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
         predict_from=torch.cat(predict_from),
-        targets=torch.cat(targets),
-        row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
-        rows=rows,
-        vision={key: torch.cat([g.vision[key] for g in groups if key in g.vision]) for key in sorted(keys)},
+        targets=torch.cat([rollout.ids for rollout in rollouts]),
+        row_of_token=torch.repeat_interleave(torch.tensor([len(rollout.ids) for rollout in rollouts])),
+        rollouts=rollouts,
+        vision={key: torch.cat([vision[key] for vision in with_images]) for key in (with_images or [{}])[0]},
     )
 
 
@@ -168,10 +156,9 @@ def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
     completion over the budget makes a micro-batch of its own. The loss weights are fixed before the cut, so gradients
     do not depend on it.
     """
-    parts = [part for group in groups for part in _split(group, budget)]
     batches: list[list[Group]] = []
     room = 0
-    for part in parts:
+    for part in (part for group in groups for part in _split(group, budget)):
         if part.tokens > room:
             batches.append([])
             room = budget
@@ -181,16 +168,15 @@ def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
 
 
 def _split(group: Group, budget: int) -> list[Group]:
-    parts: list[tuple[list[Tensor], list[int]]] = []
+    parts: list[list[Rollout]] = []
     room = 0
-    for completion, row in zip(group.completions, group.rows, strict=True):
-        if not parts or len(completion) > room:
-            parts.append(([], []))
-            room = budget - len(group.prompt_ids)
-        parts[-1][0].append(completion)
-        parts[-1][1].append(row)
-        room -= len(completion)
-    return [replace(group, completions=completions, rows=rows) for completions, rows in parts]
+    for rollout in group.rollouts:
+        if not parts or len(rollout.ids) > room:
+            parts.append([])
+            room = budget - len(group.prompt.ids)
+        parts[-1].append(rollout)
+        room -= len(rollout.ids)
+    return [replace(group, rollouts=part) for part in parts]
 
 
 def _cumulative(lengths: list[int]) -> Tensor:
@@ -275,15 +261,27 @@ AttentionInterface.register("shared_prefix", shared_prefix_attention)
 AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 
 
-def use_shared_prefix_attention(model: nn.Module) -> None:
-    """Route the attention of `model` (a transformers causal or image-text model) through this file, in place.
+def take_packed_batches(model: nn.Module) -> None:
+    """Make `model` (a transformers causal or image-text model) take packed batches, in place.
 
-    Set on the configs after loading: given to `from_pretrained`, the vision tower's name would demand flash-attn.
+    Its attention is routed through this file, set on the configs after loading: given to `from_pretrained`, the vision tower's name would demand flash-attn.
     """
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
+    embedding = language_model(model).embed_tokens
+    if _completion_ids_back not in embedding._forward_pre_hooks.values():
+        embedding.register_forward_pre_hook(_completion_ids_back)
+
+
+def _completion_ids_back(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Before the embedding: −1 − id becomes id again.
+
+    A model may sample its image placeholder. To the sampler that is a token like any other, but the model's forward
+    would look for a picture to put there; packed completions hide their ids until the pictures are in place.
+    """
+    return (torch.where(args[0] < 0, -1 - args[0], args[0]),)
 
 
 def language_model(model: nn.Module) -> nn.Module:

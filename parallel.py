@@ -24,6 +24,10 @@ def start() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -50,6 +54,14 @@ def all_max(value: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value
+
+
+def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of each entry over `parts` and over all processes, of names ending in «_max» the largest; on the CPU."""
+    names = list(parts[0])
+    stacked = torch.stack([torch.stack([part[name].detach().float() for name in names]) for part in parts])
+    sums, largest = all_sum(stacked.sum(0)).cpu(), all_max(stacked.amax(0)).cpu()
+    return {name: (largest if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
 
 
 def my_share(items: list[T]) -> list[T]:

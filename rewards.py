@@ -5,10 +5,17 @@ and leaves the completion out of its group. Each docstring names the range, an e
 closes. `REWARDS` is the reward of each task, `is_exact` what counts as an exact match in evaluation.
 """
 
+import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cli import UserError
+
+if TYPE_CHECKING:  # data.py asks this file whether a gold answer can be scored
+    from data import Rollout, Sample
 
 Reward = Callable[..., float | None]
 
@@ -132,3 +139,21 @@ def gold_problem(task: str, answer: str) -> str | None:
     if task == "vqa" and not words(str(answer)):
         return f"the answer {str(answer)[:40]!r} has no word to compare"
     return None
+
+
+def score(task: str, rollouts: "list[Rollout]", sample: "Sample") -> None:
+    """Give each completion of `sample` its reward; NaN stands for no verdict.
+
+    Raises UserError naming the row and the completion when the reward function fails or gives no finite number.
+    """
+    for j, rollout in enumerate(rollouts):
+        try:
+            reward = REWARDS[task](rollout.text, sample.answer, **sample.fields)
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"it gave {reward!r}")
+        except Exception as error:
+            raise UserError(
+                f"reward {task!r} failed on {sample.source}, completion {j} ({rollout.text[:80]!r}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        rollout.reward = math.nan if reward is None else float(reward)

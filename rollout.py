@@ -10,7 +10,6 @@ Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,23 +18,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import parallel
-from data import Processor, Prompt
+from data import Processor, Prompt, Rollout
 from model import Policy, full_weights, load_model, stop_tokens
-from packing import prompt_positions
-
-
-@dataclass
-class Rollout:
-    """One completion."""
-
-    ids: Tensor
-    """(L,) token ids, the stop token included when one was sampled"""
-    logp: Tensor
-    """(L,) log-probability of each token under the distribution it was drawn from, temperature and top-p included"""
-    truncated: bool
-    """it ran into the length limit before a stop token"""
-    text: str
-    """the decoded tokens, without the stop token"""
 
 
 class Engine(Protocol):
@@ -67,10 +51,10 @@ class Engine(Protocol):
 
 
 def make_engine(name: str, model: str, processor: Processor, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The sampler called `name`, with the weights saved at `model`."""
-    if name == "hf":
-        return HFEngine(load_model(model, dtype).to(device).eval(), processor)
-    raise ValueError(f"unknown engine {name!r}")
+    """The sampler called `name`, with the weights saved at `model`; «auto» is «hf», the only one so far."""
+    if name not in ("auto", "hf"):
+        raise ValueError(f"unknown engine {name!r}")
+    return HFEngine(load_model(model, dtype).to(device).eval(), processor)
 
 
 class HFEngine:
@@ -147,7 +131,7 @@ class HFEngine:
         Returns logits (B, V), the cache, the mask (B, S) and the next position, (3, B) with M-RoPE, else (B,).
         """
         longest = max(len(p.ids) for p in prompts)
-        positions = [prompt_positions(self.model, p.ids, p.vision) for p in prompts]  # (R, S) each
+        positions = [p.positions for p in prompts]  # (R, S) each
 
         def left_pad(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (longest - x.shape[-1], 0))

@@ -19,7 +19,8 @@ from transformers import (
 )
 from transformers.models.idefics3 import Idefics3VisionConfig
 
-from packing import Group, prompt_positions
+from data import Prompt, Rollout, prompt_positions
+from packing import Group
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
 TEXT = dict(
@@ -104,9 +105,7 @@ def build(family: str, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def make_group(
-    model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], first_row: int, g
-) -> Group:
+def make_group(model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], g) -> Group:
     """A prompt of `text` random tokens with one image for each (height, width) in patches, and random completions."""
 
     def words(n: int) -> Tensor:
@@ -122,26 +121,21 @@ def make_group(
         config = model.config.vision_config
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         for h, w in grids:
-            ids += [
-                torch.tensor([VISION_START]),
-                torch.full((h * w // 4,), IMAGE),
-                torch.tensor([VISION_END]),
-                words(2),
-            ]
+            image = torch.full((h * w // 4,), IMAGE)
+            ids += [torch.tensor([VISION_START]), image, torch.tensor([VISION_END]), words(2)]
         pixels = torch.randn(sum(h * w for h, w in grids), patch, generator=g)
         vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
     prompt_ids = torch.cat(ids)
-    completions = [words(n) for n in lengths]
-    rows = list(range(first_row, first_row + len(lengths)))
-    return Group(prompt_ids, prompt_positions(model, prompt_ids, vision), completions, rows, vision)
+    prompt = Prompt(prompt_ids, [], prompt_positions(model.model, prompt_ids, vision), [], vision)
+    return Group(prompt, [Rollout(words(n), torch.zeros(n)) for n in lengths])
 
 
 def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
     """(L,) log-probabilities from the unmodified model: one sequence, its own call, full logits."""
-    ids = torch.cat([group.prompt_ids, completion])[None]
-    inputs = dict(group.vision)
+    ids = torch.cat([group.prompt.ids, completion])[None]
+    inputs = dict(group.prompt.vision)
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (ids == IMAGE).int()
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
-    logp = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)
+    logp = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)
     return logp.gather(-1, completion[:, None])[:, 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import FAMILIES, build, make_group, plain_logprobs
 
-from packing import pack, pack_groups, token_logprobs, use_shared_prefix_attention
+from packing import pack, pack_groups, take_packed_batches, token_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
 # For each group of the pack: text tokens, image grids in patches, completion lengths (1 = only an end token).
@@ -30,23 +30,19 @@ CASES = [(f, s) for f in FAMILIES for s in SHAPES if f in VISION or s == "no ima
 
 def groups_for(model, family, shape):
     g = torch.Generator().manual_seed(1)
-    groups, row = [], 0
-    for text, grids, lengths in SHAPES[shape]:
-        groups.append(make_group(model, family, text, grids, lengths, row, g))
-        row += len(lengths)
-    return groups
+    return [make_group(model, family, text, grids, lengths, g) for text, grids, lengths in SHAPES[shape]]
 
 
 @pytest.mark.parametrize(("family", "shape"), CASES)
 def test_logprobs_and_gradients_equal_the_plain_forward(family, shape):
     plain = build(family)
     packed = copy.deepcopy(plain)
-    use_shared_prefix_attention(packed)
+    take_packed_batches(packed)
     groups = groups_for(plain, family, shape)
     batch = pack(groups)
     weights = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(2))
 
-    want = torch.cat([plain_logprobs(plain, g, c, temperature=0.7) for g in groups for c in g.completions])
+    want = torch.cat([plain_logprobs(plain, g, r.ids, temperature=0.7) for g in groups for r in g.rollouts])
     got, entropy = token_logprobs(packed, batch, temperature=0.7)
     assert want.std() > 0.05, "the model is too flat for the comparison to mean anything"
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
@@ -68,12 +64,12 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape):
 
 def test_completions_do_not_see_each_other():
     model = build("qwen2_5_vl")
-    use_shared_prefix_attention(model)
+    take_packed_batches(model)
     group = groups_for(model, "qwen2_5_vl", "one image")[0]
     before, _ = token_logprobs(model, pack([group]))
-    group.completions[0] = (group.completions[0] + 1) % 200
+    group.rollouts[0].ids = (group.rollouts[0].ids + 1) % 200
     after, _ = token_logprobs(model, pack([group]))
-    first = len(group.completions[0])
+    first = len(group.rollouts[0].ids)
     assert (before[:first] != after[:first]).all()
     assert torch.equal(before[first:], after[first:])
 
@@ -81,31 +77,31 @@ def test_completions_do_not_see_each_other():
 @pytest.mark.parametrize("budget", [1, 20, 30, 50, 10_000])
 def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     model = build("qwen2_5_vl")
-    use_shared_prefix_attention(model)
+    take_packed_batches(model)
     groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
-    want = {row: logp[whole.row_of_token == i] for i, row in enumerate(whole.rows)}
+    want = {id(rollout): logp[whole.row_of_token == i] for i, rollout in enumerate(whole.rollouts)}
     batches = pack_groups(groups, budget)
-    assert sorted(row for b in batches for row in b.rows) == sorted(want)
+    assert sorted(id(rollout) for b in batches for rollout in b.rollouts) == sorted(want)
     for batch in batches:
-        assert batch.input_ids.shape[1] <= budget or len(batch.rows) == 1
+        assert batch.input_ids.shape[1] <= budget or len(batch.rollouts) == 1
         got, _ = token_logprobs(model, batch)
-        for i, row in enumerate(batch.rows):
-            torch.testing.assert_close(got[batch.row_of_token == i], want[row], atol=1e-5, rtol=0)
+        for i, rollout in enumerate(batch.rollouts):
+            torch.testing.assert_close(got[batch.row_of_token == i], want[id(rollout)], atol=1e-5, rtol=0)
     if budget == 10_000:
         assert len(batches) == 1
 
 
 def test_entropy_is_that_of_the_sampling_distribution():
     model = build("qwen2_5")
-    use_shared_prefix_attention(model)
+    take_packed_batches(model)
     group = groups_for(model, "qwen2_5", "no image")[0]
     _, entropy = token_logprobs(model, pack([group]), temperature=0.5)
     model.config._attn_implementation_internal = "eager"
     model.model.config._attn_implementation_internal = "eager"
-    ids = torch.cat([group.prompt_ids, group.completions[0]])[None]
-    logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1] / 0.5
+    ids = torch.cat([group.prompt.ids, group.rollouts[0].ids])[None]
+    logits = model(input_ids=ids).logits[0, len(group.prompt.ids) - 1 : -1] / 0.5
     want = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropy[: len(want)], want, atol=1e-5, rtol=0)
 
@@ -113,6 +109,6 @@ def test_entropy_is_that_of_the_sampling_distribution():
 def test_an_empty_completion_is_refused():
     model = build("qwen2_5")
     group = groups_for(model, "qwen2_5", "no image")[0]
-    group.completions[1] = group.completions[1][:0]
-    with pytest.raises(ValueError, match="completion 1 has no tokens"):
+    group.rollouts[1].ids = group.rollouts[1].ids[:0]
+    with pytest.raises(ValueError, match="without tokens"):
         pack([group])

@@ -1,0 +1,185 @@
+"""Scoring a model on a data set.
+
+    python evaluate.py --model runs/demo/final --data runs/tiny/count-0/test --task count --output runs/demo/after
+    python evaluate.py --model DIR --data FILE --task vqa --n 8 --temperature 0.6        # Pass@1[8]
+
+Samples n completions of every row and writes `predictions.jsonl` (one row an object) and `scores.json`:
+
+    n               rows scored
+    reward          mean reward of the task
+    exact_match     share of completions that are right (reward 1 or more); pass@1 over n completions
+    exact_match_95  95 % interval of it, bootstrap over rows
+    format_rate     share of completions in the task's form
+    mean_length     tokens of a completion
+    truncated       share of completions cut off at max_tokens
+    pass@k          chance that k completions hold a right one, unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1)
+"""
+
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+import cli
+import parallel
+from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed
+from rewards import FORMATS, is_exact, score
+from rollout import Engine, make_engine
+
+CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
+
+
+@dataclass
+class Config:
+    """Score a model on a data set."""
+
+    model: str
+    """A folder in Hugging Face layout or a hub name."""
+    data: str
+    """Rows to score: an EasyR1 .jsonl or .json file, or a folder with main.csv."""
+    task: Literal["count", "vqa"] = "count"
+    """Prompt template and reward."""
+    output: str = "runs/evaluation"
+    """Folder for predictions.jsonl and scores.json."""
+    image_dir: str | None = None
+    """What relative image paths start from; the data file's folder when left out."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used instead of stopping; they are named either way."""
+    template: str | None = None
+    """Jinja file with {{ content }} that replaces the task's prompt template."""
+    min_pixels: int = 56 * 56
+    """Smallest picture, height times width."""
+    max_pixels: int = 1280 * 28 * 28
+    """Largest picture, height times width."""
+    n: int = 1
+    """Completions of each row."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Share of the probability that tokens are drawn from."""
+    max_tokens: int = 1024
+    """Most sampled tokens."""
+    seed: int = 0
+    """Seed of the sampling."""
+    limit: int = 0
+    """Score only the first rows; 0: all."""
+    engine: Literal["auto", "hf"] = "auto"
+    """The sampler."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError("n and max_tokens must be at least 1")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError("n above 1 needs a temperature above 0: all completions would be the same")
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n completions, c of them right, hold a right one: 1 − C(n−c, k) / C(n, k)."""
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def bootstrap_interval(per_row: Sequence[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+    """The 95 % interval of the mean of `per_row`, by resampling rows."""
+    values = np.asarray(per_row, dtype=float)
+    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def evaluate(
+    engine: Engine,
+    processor: Processor,
+    samples: list[Sample],
+    task: str,
+    max_tokens: int,
+    n: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> tuple[dict[str, float], list[dict]]:
+    """Scores and predictions of what `engine` holds: rows are shared out over all processes, results are on each."""
+    mine = parallel.my_share(list(enumerate(samples)))
+    predictions: list[dict] = []
+    silent = None if parallel.is_main() else True
+    for i in tqdm(range(0, len(mine), CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
+        rows = mine[i : i + CHUNK]
+        prompts = [encode_prompt(sample, processor) for _, sample in rows]
+        seeds = [prompt_seed(seed, place) for place, _ in rows]
+        groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
+        for (_, sample), rollouts in zip(rows, groups):
+            score(task, rollouts, sample)
+            predictions.append(
+                {
+                    "source": sample.source,
+                    "prompt": sample.prompt,
+                    "answer": sample.answer,
+                    "responses": [rollout.text for rollout in rollouts],
+                    "rewards": [None if math.isnan(rollout.reward) else rollout.reward for rollout in rollouts],
+                    "lengths": [len(rollout.ids) for rollout in rollouts],
+                    "truncated": [rollout.truncated for rollout in rollouts],
+                }
+            )
+    predictions = parallel.gather_shares(predictions)
+    return summarise(predictions, task), predictions
+
+
+def summarise(predictions: list[dict], task: str) -> dict[str, float]:
+    """The scores of `predictions`, as the head of this file defines them. No verdict counts as wrong."""
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.mean(values)) if len(values) else math.nan
+
+    every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
+    right = [sum(map(is_exact, row["rewards"])) for row in predictions]
+    n = len(predictions[0]["responses"])
+    shares = [c / n for c in right]
+    scores: dict[str, float] = {
+        "n": len(predictions),
+        "completions_per_row": n,
+        "reward": mean([reward for _, reward in every if reward is not None]),
+        "exact_match": mean(shares),
+        "exact_match_95": bootstrap_interval(shares),
+        "format_rate": mean([FORMATS[task](response) for response, _ in every]),
+        "mean_length": mean([length for row in predictions for length in row["lengths"]]),
+        "truncated": mean([cut for row in predictions for cut in row["truncated"]]),
+    }
+    for k in sorted({1, n}):
+        scores[f"pass@{k}"] = mean([pass_at_k(n, c, k) for c in right])
+    return scores
+
+
+def write(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
+    """predictions.jsonl and scores.json in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
+    (folder / "predictions.jsonl").write_text(rows, encoding="utf-8")
+    (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+
+
+def main(cfg: Config) -> None:
+    device = parallel.start()
+    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels)
+    samples = load_samples(cfg.data, cfg.task, cfg.image_dir, processor, skip_bad_rows=cfg.skip_bad_rows)
+    samples = samples[: cfg.limit or None]
+    engine = make_engine(cfg.engine, cfg.model, processor, device, parallel.compute_dtype(device))
+    sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)
+    scores, predictions = evaluate(engine, processor, samples, cfg.task, *sampling)
+    if parallel.is_main():
+        write(pathlib.Path(cfg.output), {"model": cfg.model, "data": cfg.data, "task": cfg.task, **scores}, predictions)
+        low, high = scores["exact_match_95"]
+        print(
+            f"{cfg.model} on {scores['n']} rows of {cfg.data}: exact match {scores['exact_match']:.3f} "
+            f"({low:.3f} to {high:.3f}), reward {scores['reward']:.3f}, form {scores['format_rate']:.3f}, "
+            f"{scores['mean_length']:.0f} tokens; {cfg.output}/scores.json"
+        )
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

@@ -1,0 +1,527 @@
+"""GRPO for vision-language models: config, advantages, loss, the training step and the loop.
+
+    python grpo.py --task count --model runs/tiny/count-0/model --data runs/tiny/count-0/train
+    torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
+
+The algorithm is Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its line numbers stand in the margin of `train_step`.
+Departures: the batch is normalised over all processes at once (`token_weights`); a group whose rewards are all equal
+has advantage exactly zero; the difference between the sampler's and the trainer's arithmetic is corrected by a
+truncated importance weight (Yao et al. 2025, «Your efficient RL framework secretly brings you off-policy RL training»).
+
+Shapes: P prompts of a step over all processes, G completions of each, N this process's completions, L tokens of one
+completion, C completion tokens of one micro-batch.
+"""
+
+import math
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import cli
+import parallel
+from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
+from cli import RunStopped
+from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed, row_at
+from evaluate import evaluate
+from model import Policy, apply_fsdp, load_policy, micro_batches, whole
+from packing import Group, PackedBatch
+from report import RunLog, refuse_to_mix_runs, summarise
+from rewards import score
+from rollout import Engine, make_engine
+
+CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+
+
+@dataclass
+class Config:
+    """Train a vision-language model by GRPO."""
+
+    data: str
+    """Training rows: an EasyR1 .jsonl or .json file, or a folder with main.csv."""
+    task: Literal["count", "vqa"] = "count"
+    """Prompt template and reward."""
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    """The policy to start from, and the KL reference: a folder in Hugging Face layout or a hub name."""
+    output: str = "runs/grpo"
+    """Folder for metrics, curves, completions, checkpoints and the final model."""
+    overwrite: bool = False
+    """Replace a run that is already in `output`."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in `output`."""
+    seed: int = 0
+    """Seed of the data order and of the sampling."""
+
+    image_dir: str | None = None
+    """What relative image paths start from; the data file's folder when left out."""
+    eval_data: str | None = None
+    """Held-out rows, scored before training, every `eval_every` steps and at the end."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used instead of stopping; they are named either way."""
+    template: str | None = None
+    """Jinja file with {{ content }} that replaces the task's prompt template."""
+    min_pixels: int = 56 * 56
+    """Smallest picture, height times width; smaller ones are enlarged."""
+    max_pixels: int = 1280 * 28 * 28
+    """Largest picture, height times width; larger ones are reduced."""
+    max_prompt_length: int = 2048
+    """Most prompt tokens, images expanded; a row over it is a bad row."""
+    max_completion_length: int = 1024
+    """Most sampled tokens; a completion that reaches it without a stop token is truncated."""
+
+    prompts_per_step: int = 32
+    """P: prompts sampled for each step, over all processes."""
+    prompts_per_update: int = 0
+    """Prompts for each optimizer update, over all processes; 0: all P in one update."""
+    num_generations: int = 8
+    """G: completions of each prompt, the group its advantages are relative to."""
+    num_iterations: int = 1
+    """μ: passes over a step's completions."""
+    temperature: float = 1.0
+    """Sampling temperature; the trained log-probabilities are those of the tempered distribution too."""
+    dynamic_sampling: bool = False
+    """Draw further prompts in place of groups whose rewards are all equal (DAPO, arXiv:2503.14476, eq. 11)."""
+    dynamic_sampling_rounds: int = 10
+    """Most rounds of P prompts for one step of dynamic sampling."""
+
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
+    """See `grpo_loss` and `token_weights`."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What advantages are divided by: the standard deviation of the group, of the batch, or nothing."""
+    clip_low: float | None = None
+    """ε_low: the ratio is clipped below 1 − ε_low; the loss type's own default when left out."""
+    clip_high: float | None = None
+    """ε_high: the ratio is clipped above 1 + ε_high; the loss type's own default when left out."""
+    beta: float = 0.0
+    """β: weight of the KL term to the starting model; 0 keeps no reference model."""
+    old_logp: Literal["policy", "sampler"] = "policy"
+    """π_old's log-probabilities: the trainer's own (free with one update a step, else one more forward), or those the
+    sampler reported."""
+    importance_cap: float = 2.0
+    """Truncation of the weight π_old / π_sampler that corrects the sampler's arithmetic; 0 leaves the weight out."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: constant, or a fall to zero at the last update."""
+    warmup: float = 0.0
+    """Updates of linear warm-up; below 1, a share of all updates."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm over all parameters."""
+    epochs: int = 1
+    """Passes over the training rows."""
+    max_steps: int = 0
+    """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
+
+    engine: Literal["auto", "hf"] = "auto"
+    """The sampler: hf is transformers with a KV cache."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    train_vision: bool = False
+    """Train the vision tower too; it is frozen otherwise."""
+    micro_batch_tokens: int = 16384
+    """Most packed tokens of one forward and backward; the gradient does not depend on it."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass: less memory, a third more compute."""
+
+    eval_every: int = 0
+    """Steps between evaluations on `eval_data`; 0: only before and after."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
+    report_every: int = 10
+    """Steps between refreshes of curves.png and completions.html."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, message: str) -> None:
+            if not ok:
+                raise ValueError(message)
+
+        need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
+        need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
+        need(self.prompts_per_step >= 1, "prompts_per_step must be at least 1")
+        self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
+        need(
+            self.prompts_per_step % self.prompts_per_update == 0,
+            f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
+        )
+        for name in ("max_completion_length", "max_prompt_length", "micro_batch_tokens", "num_iterations", "epochs"):
+            need(getattr(self, name) >= 1, f"{name} must be at least 1")
+        for name in ("beta", "learning_rate", "warmup", "weight_decay", "importance_cap", "max_steps"):
+            need(getattr(self, name) >= 0, f"{name} must not be negative")
+        need(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
+        low, high = CLIP[self.loss_type]
+        self.clip_low = low if self.clip_low is None else self.clip_low
+        self.clip_high = high if self.clip_high is None else self.clip_high
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.prompts_per_step // self.prompts_per_update
+
+
+# --- the maths: pure functions of tensors -----------------------------------------------------------------------------
+
+
+def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
+    """Advantages (P, G) of `rewards` (P, G), relative to each row's mean (DeepSeekMath, section 4.1.2).
+
+    NaN marks a completion left out: it counts in no mean and its advantage is 0. `scale` divides by the row's standard
+    deviation («group»), by that of all rewards («batch») or not at all («none», Dr. GRPO, arXiv:2503.20783); deviations
+    are those of a sample (n − 1), as in TRL and veRL. A row whose rewards are all equal gives exactly 0.
+    """
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    here = ~rewards.isnan()
+    top = rewards.nan_to_num(nan=-math.inf).amax(1)
+    varied = (here.sum(1) > 1) & (top > rewards.nan_to_num(nan=math.inf).amin(1))
+    if scale == "none":
+        deviation = torch.ones(len(rewards), 1, dtype=rewards.dtype)
+    else:
+        spread = centred if scale == "group" else (rewards - rewards.nanmean()).reshape(1, -1)
+        counts = (~spread.isnan()).sum(1, keepdim=True)
+        deviation = (spread.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+    return torch.where(here & varied[:, None], centred / deviation, 0.0)
+
+
+def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tensor | None = None) -> Tensor:
+    """The weight of each token of completion i in the loss, (N,) for completion `lengths` (N,).
+
+    «grpo», «gspo»: 1 / (sequences · L_i), the mean over sequences of the mean over tokens. «dapo», «cispo»: 1 / tokens,
+    every token alike. «dr_grpo»: 1 / (sequences · max_length), a constant. Over a whole batch the first four sum to
+    one, so a gradient is the plain sum of its parts, however the batch was cut. `totals` (2,) are the sequences and
+    tokens of the batch over all processes; those of `lengths` when left out. Length 0 marks a completion left out.
+    """
+    if totals is None:
+        totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
+    sequences, tokens = totals.clamp(min=1).double()
+    if loss_type in ("dapo", "cispo"):
+        weights = torch.ones_like(lengths, dtype=torch.float64) / tokens
+    elif loss_type == "dr_grpo":
+        weights = torch.ones_like(lengths, dtype=torch.float64) / (sequences * max_length)
+    else:
+        weights = 1 / (sequences * lengths.clamp(min=1))
+    return weights.float()
+
+
+def grpo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    row_of_token: Tensor,
+    *,
+    loss_type: str = "grpo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    beta: float = 0.0,
+    ref_logp: Tensor | None = None,
+    importance: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one micro-batch and sums over its tokens for the metrics. All tensors are (C,).
+
+    With ratio r = π_θ / π_old, advantage A and token weight w, the loss is Σ w · (−objective + β · KL):
+
+    «grpo», «dr_grpo», «dapo»: min(r·A, clip(r)·A)   DeepSeekMath eq. 3; Dr. GRPO; DAPO eq. 8 (clip_high > clip_low)
+    «gspo»: the same with the sequence's geometric mean of r in place of r   GSPO eq. 5 and 7, arXiv:2507.18071
+    «cispo»: stop_gradient(clip(r)) · A · log π_θ   CISPO eq. 4, arXiv:2506.13585
+
+    `importance`: a constant weight on the objective of each token. KL: the k3 estimate of DeepSeekMath eq. 4.
+    `row_of_token` numbers the completions 0, 1, … for «gspo».
+    """
+    log_ratio = logp - old_logp
+    if loss_type == "gspo":
+        rows = int(row_of_token[-1]) + 1
+        counts = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, torch.ones_like(logp))
+        sums = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, log_ratio)
+        log_ratio = (sums / counts)[row_of_token]
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if loss_type == "cispo":
+        objective = clipped.detach() * advantages * logp
+        is_clipped = ratio != clipped
+    else:
+        objective = torch.minimum(ratio * advantages, clipped * advantages)
+        is_clipped = clipped * advantages < ratio * advantages
+    if importance is not None:
+        objective = objective * importance
+    per_token = -objective
+    kl = torch.zeros_like(logp)
+    if beta:
+        difference = ref_logp - logp
+        kl = difference.exp() - difference - 1
+        per_token = per_token + beta * kl
+    counted = weights > 0
+    stats = {"tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum(), "kl": (kl * counted).sum().detach()}
+    return (weights * per_token).sum(), stats
+
+
+def lr_factor(update: int, total: int, warmup: float, schedule: str) -> float:
+    """The learning rate of update 0, 1, … as a share of its peak."""
+    ramp = warmup * total if warmup < 1 else warmup
+    if update < ramp:
+        return (update + 1) / (ramp + 1)
+    done = (update - ramp) / max(total - ramp, 1)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """Everything a step needs."""
+
+    cfg: Config
+    processor: Processor
+    samples: list[Sample]
+    eval_samples: list[Sample]
+    policy: Policy
+    reference: Policy | None
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    log: RunLog
+    total_steps: int
+    step: int = 0
+    """steps done"""
+    position: int = 0
+    """prompts drawn from the endless shuffled stream of training rows"""
+
+
+def train_step(run: Run) -> dict[str, float]:
+    """One step of GRPO, Algorithm 1 of DeepSeekMath; returns its metrics (see the README's glossary)."""
+    cfg, clock = run.cfg, [time.perf_counter()]
+    run.engine.wake_up()
+    run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
+    clock.append(time.perf_counter())
+    groups, rewards, drawn = collect(run)  # lines 5, 7, 8: prompts, completions, rewards
+    run.engine.sleep()
+    clock.append(time.perf_counter())
+    advantages = group_advantages(rewards, cfg.scale_rewards)  # line 9, (P, G)
+    for group in groups:
+        for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
+            rollout.advantage = advantage
+    if cfg.beta:
+        record_logprobs(run, run.reference, groups, "ref_logp")
+    if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
+        record_logprobs(run, run.policy, groups, "old_logp")
+    updates = []
+    for _ in range(cfg.num_iterations):  # line 10
+        for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
+            part = range(first, first + cfg.prompts_per_update)
+            updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
+    clock.append(time.perf_counter())
+    run.log.completions(run.step + 1, groups)
+    metrics = summarise(cfg.task, groups, drawn, updates)
+    for name, start, end in zip(("time/sync", "time/rollout", "time/train"), clock, clock[1:]):
+        metrics[name] = end - start
+    tokens = metrics.pop("completion_tokens")
+    step_time = clock[-1] - clock[0]
+    return metrics | {
+        "lr": run.scheduler.get_last_lr()[0],
+        "step_time": step_time,
+        "tokens_per_second": tokens / step_time,
+    }
+
+
+def sample_round(run: Run) -> tuple[list[Group], list[list[float]]]:
+    """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G) in order."""
+    cfg = run.cfg
+    mine = parallel.my_share(list(range(cfg.prompts_per_step)))
+    places = [run.position + ordinal for ordinal in mine]
+    run.position += cfg.prompts_per_step
+    samples = [run.samples[row_at(place, len(run.samples), cfg.seed)] for place in places]
+    prompts = [encode_prompt(sample, run.processor) for sample in samples]
+    seeds = [prompt_seed(cfg.seed, place) for place in places]
+    completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
+    groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
+    for group in groups:
+        score(cfg.task, group.rollouts, group.sample)
+    return groups, parallel.gather_shares([[rollout.reward for rollout in group.rollouts] for group in groups])
+
+
+def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
+    """The groups to train on: this process's, everyone's rewards of them (P, G), and every reward that was drawn.
+
+    Dynamic sampling keeps only groups whose rewards differ and draws on until there are P of them or the rounds are
+    over; then the step trains on those there are. The order is that of the data, on any number of processes.
+    """
+    cfg, groups, kept, drawn = run.cfg, [], [], []
+    for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
+        sampled, rewards = sample_round(run)
+        drawn += rewards
+        varied = group_advantages(torch.tensor(rewards), "none").any(1).tolist()
+        wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
+        place = {i: len(kept) + k for k, i in enumerate(wanted[: cfg.prompts_per_step - len(kept)])}
+        groups += [replace(group, ordinal=place[group.ordinal]) for group in sampled if group.ordinal in place]
+        kept += [rewards[i] for i in place]
+        if len(kept) == cfg.prompts_per_step:
+            break
+    if not kept:  # nothing to learn from in any round: a step with zero gradient
+        groups, kept = sampled, rewards
+    return groups, torch.tensor(kept), torch.tensor(drawn)
+
+
+def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
+    """The completions that the loss depends on. Those without a verdict are left out; with β = 0 so are those with
+    advantage zero, whose gradient is zero: token weights are given before, so the result is the same for less work."""
+    kept = []
+    for group in groups:
+        rollouts = [r for r in group.rollouts if not math.isnan(r.reward) and (r.advantage or run.cfg.beta)]
+        kept += [replace(group, rollouts=rollouts)] if rollouts else []
+    return kept
+
+
+@torch.no_grad()
+def record_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
+    """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
+    for batch in micro_batches(run.policy, with_gradient(run, groups), run.cfg.micro_batch_tokens):
+        logp, _ = policy(batch, run.cfg.temperature)
+        for rollout, of_rollout in zip(batch.rollouts, logp.cpu().split([len(r.ids) for r in batch.rollouts])):
+            setattr(rollout, name, of_rollout)
+
+
+def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
+    """One optimizer step on `groups`; returns sums over their tokens, of all processes, for the metrics."""
+    cfg = run.cfg
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = torch.tensor([0 if math.isnan(r.reward) else len(r.ids) for r in rollouts], dtype=torch.long)
+    totals = parallel.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum()]))
+    weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals)
+    for rollout, weight in zip(rollouts, weights.tolist()):
+        rollout.weight = weight
+    sums = []
+    for batch in micro_batches(run.policy, with_gradient(run, groups), cfg.micro_batch_tokens):
+        logp, entropy = run.policy(batch, cfg.temperature)
+        loss, stats = batch_loss(cfg, batch, logp)
+        loss.backward()
+        stats["entropy"] = (entropy * (batch.column("weight") > 0)).sum()
+        sums.append(stats)
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
+    stats = parallel.total(sums)
+    if not (stats["loss"].isfinite() and grad_norm.isfinite()):
+        raise RunStopped(
+            f"step {run.step + 1}: loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}; stopped before the update. "
+            f"Checkpoints in {cfg.output} are whole: --resume, with a lower --learning_rate or --dtype float32",
+            status=1,
+        )
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad()
+    return stats | {"grad_norm": grad_norm}
+
+
+def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """`grpo_loss` on one micro-batch with what its completions carry."""
+    sampler_logp = batch.column("sampler_logp")
+    if cfg.updates_per_step == 1 and cfg.old_logp == "policy":
+        old_logp = logp.detach()
+    else:
+        old_logp = batch.column("sampler_logp" if cfg.old_logp == "sampler" else "old_logp")
+    importance = (old_logp - sampler_logp).exp().clamp(max=cfg.importance_cap) if cfg.importance_cap else None
+    loss, stats = grpo_loss(
+        logp,
+        old_logp,
+        batch.column("advantage"),
+        batch.column("weight"),
+        batch.row_of_token,
+        loss_type=cfg.loss_type,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        beta=cfg.beta,
+        ref_logp=batch.column("ref_logp") if cfg.beta else None,
+        importance=importance,
+    )
+    difference = (logp.detach() - sampler_logp).abs() * (batch.column("weight") > 0)
+    stats |= {"loss": loss.detach(), "difference": difference.sum(), "difference_max": difference.max()}
+    return loss, stats
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> None:
+    """Steps until the last one, with evaluation, checkpoints and reports; Ctrl-C saves and ends with status 130."""
+    cfg, interrupted = run.cfg, []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, frame: interrupted.append(number))
+    if run.step == 0:
+        run.log.metrics(0, evaluate_policy(run))
+    bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
+    with bar:
+        while run.step < run.total_steps:
+            metrics = train_step(run)
+            run.step += 1
+            if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
+                metrics |= evaluate_policy(run)
+            run.log.metrics(run.step, metrics)
+            bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
+            bar.update()
+            stop = bool(parallel.all_max(torch.tensor(len(interrupted))))
+            if stop or (cfg.save_every and run.step % cfg.save_every == 0):
+                save_checkpoint(cfg.output, run.policy, run.optimizer, run.scheduler, progress(run))
+            if stop:
+                run.log.refresh()
+                raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
+    run.log.refresh()
+    export(run.policy, cfg.model, f"{cfg.output}/final")
+
+
+def progress(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside the tensors. Nothing here draws from a global random state: the data order and the
+    sampling follow from the seed and `position`."""
+    return {"step": run.step, "position": run.position, "config": asdict(run.cfg)}
+
+
+def evaluate_policy(run: Run) -> dict[str, float]:
+    """Scores of the current policy on the held-out rows, one greedy completion each; nothing without `eval_data`."""
+    if not run.eval_samples:
+        return {}
+    run.engine.wake_up()
+    run.engine.sync_weights(run.policy)
+    scores, _ = evaluate(run.engine, run.processor, run.eval_samples, run.cfg.task, run.cfg.max_completion_length)
+    run.engine.sleep()
+    return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
+
+
+def set_up(cfg: Config) -> Run:
+    """Check everything that can be checked, then load: data before models, so that a bad row costs seconds."""
+    device = parallel.start()
+    resume_from = newest_checkpoint(cfg.output) if cfg.resume else None
+    refuse_to_mix_runs(cfg.output, cfg.overwrite, resume_from)
+    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels)
+    load = partial(load_samples, task=cfg.task, processor=processor, max_prompt_length=cfg.max_prompt_length)
+    samples = load(cfg.data, image_dir=cfg.image_dir, skip_bad_rows=cfg.skip_bad_rows)
+    eval_samples = load(cfg.eval_data, skip_bad_rows=cfg.skip_bad_rows) if cfg.eval_data else []
+    dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
+    policy = apply_fsdp(load_policy(cfg.model, cfg.train_vision, cfg.activation_checkpointing), device, dtype)
+    reference = apply_fsdp(load_policy(cfg.model), device, dtype).requires_grad_(False) if cfg.beta else None
+    engine = make_engine(cfg.engine, cfg.model, processor, device, dtype)
+    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=cfg.learning_rate,
+    )
+    total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
+    updates = total_steps * cfg.updates_per_step
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda u: lr_factor(u, updates, cfg.warmup, cfg.lr_schedule)
+    )
+    start = load_checkpoint(resume_from, policy, optimizer, scheduler) if resume_from else {"step": 0, "position": 0}
+    log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
+    parts = (cfg, processor, samples, eval_samples, policy, reference, engine, optimizer, scheduler, log, total_steps)
+    return Run(*parts, start["step"], start["position"])
+
+
+def main(cfg: Config) -> None:
+    train(set_up(cfg))
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

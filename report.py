@@ -1,0 +1,320 @@
+"""What a run leaves for people: metrics, curves and a page of sampled completions with their pictures.
+
+    python report.py --run runs/demo                                          # draw curves and page again
+    python report.py --run runs/demo --before runs/demo/before --after runs/demo/after      # two scores side by side
+
+A run's folder holds `config.json` (with command and git commit), `metrics.jsonl` (one object a step),
+`completions.jsonl` (sampled groups), and `curves.png` and `completions.html` made from them during the run.
+"""
+
+import base64
+import html
+import io
+import json
+import math
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import torch
+from PIL import Image
+
+import parallel
+from cli import UserError, run
+from data import TAG
+from packing import Group
+from rewards import is_exact
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+GROUPS_A_REPORT = 3  # groups kept of a reported step
+GROUPS_ON_PAGE = 60  # most groups on the page, the newest
+THUMBNAIL = 256  # longest side of a picture on the page
+
+
+@dataclass
+class Config:
+    """Draw a run's curves and completions page, or put two scores side by side."""
+
+    run: str
+    """The run's folder."""
+    before: str | None = None
+    """Folder with the scores.json of the starting model."""
+    after: str | None = None
+    """Folder with the scores.json of the trained model."""
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def summarise(task: str, groups: list[Group], drawn: torch.Tensor, updates: list[dict[str, torch.Tensor]]) -> dict:
+    """A step's metrics from all processes; the README's glossary says what each one means.
+
+    `drawn` (groups, G): the rewards of every group that was sampled. `updates`: sums over the tokens of each update.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
+    truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.float64)
+    sums = parallel.all_sum(torch.stack([lengths.sum(), truncated.sum(), torch.tensor(len(rollouts)).double()]))
+    longest = parallel.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
+    tokens = sum(u["tokens"] for u in updates).clamp(min=1)
+
+    def mean(name: str) -> float:
+        return (sum(u[name] for u in updates) / tokens).item()
+
+    has_verdict = ~drawn.isnan()
+    spread = drawn.nan_to_num(nan=-math.inf).amax(1) > drawn.nan_to_num(nan=math.inf).amin(1)
+    centred = (drawn - drawn.nanmean(1, keepdim=True)).nan_to_num()
+    within = (centred.square().sum(1) / (has_verdict.sum(1) - 1).clamp(min=1)).sqrt()
+    return {
+        "reward": drawn.nanmean().item(),
+        "reward_std": within.mean().item(),
+        f"rewards/{task}": drawn.nanmean().item(),
+        "rewards/no_verdict": 1 - has_verdict.double().mean().item(),
+        "frac_reward_zero_std": 1 - spread.double().mean().item(),
+        "groups_drawn": len(drawn),
+        "completions/mean_length": (sums[0] / sums[2]).item(),
+        "completions/max_length": longest.item(),
+        "completions/clipped_ratio": (sums[1] / sums[2]).item(),
+        "completion_tokens": sums[0].item(),
+        "loss": sum(u["loss"] for u in updates).item() / len(updates),
+        "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
+        "clip_ratio": mean("clip_ratio"),
+        "kl": mean("kl"),
+        "entropy": mean("entropy"),
+        "sampling/logp_difference_mean": mean("difference"),
+        "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+    }
+
+
+class RunLog:
+    """Writes a run's files from the first process; on the others it does nothing."""
+
+    def __init__(self, folder: str, config: dict[str, Any], every: int, first_step: int = 0):
+        self.folder, self.every = pathlib.Path(folder), every
+        if not parallel.is_main():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        about = {"command": shlex.join(sys.argv), "git_commit": git_commit(), "world_size": parallel.world_size()}
+        (self.folder / "config.json").write_text(json.dumps(config | about, indent=1) + "\n")
+        for name in ("metrics.jsonl", "completions.jsonl"):  # a resumed run writes the steps after its checkpoint again
+            kept = [row for row in read_rows(self.folder / name) if row["step"] <= first_step and first_step]
+            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl; every `every` steps the curves and the page are drawn again."""
+        if not parallel.is_main() or not metrics:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if step % self.every == 0 and step:
+            self.refresh()
+
+    def completions(self, step: int, groups: list[Group]) -> None:
+        """A few of this process's groups, at the first step and every `every` steps."""
+        if not parallel.is_main() or (step % self.every and step != 1):
+            return
+        with (self.folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+            for group in groups[:GROUPS_A_REPORT]:
+                row = {
+                    "step": step,
+                    "source": group.sample.source,
+                    "question": group.sample.prompt.replace(TAG, "").strip(),
+                    "answer": group.sample.answer,
+                    "images": [thumbnail(image) for image in group.prompt.images],
+                    "completions": [
+                        {"text": r.text, "reward": r.reward, "advantage": r.advantage, "truncated": r.truncated}
+                        for r in group.rollouts
+                    ],
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def refresh(self) -> None:
+        """Draw curves.png and completions.html again."""
+        if parallel.is_main():
+            draw_curves(self.folder)
+            write_page(self.folder)
+
+
+def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
+    """Raise UserError when `folder` holds a run that this one would write into, unless it replaces or resumes it."""
+    if not (pathlib.Path(folder) / "metrics.jsonl").is_file() or resumed:
+        return
+    if not overwrite:
+        raise UserError(
+            f"{folder!r} holds a run: --resume goes on with it, --overwrite replaces it; or name an --output"
+        )
+    parallel.wait_for_all()
+    if parallel.is_main():
+        for path in [*pathlib.Path(folder).glob("checkpoint-*"), pathlib.Path(folder) / "final"]:
+            shutil.rmtree(path, ignore_errors=True)
+    parallel.wait_for_all()
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with «-dirty» when files differ from it; None outside one."""
+    here = pathlib.Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    done = (
+        subprocess.run(command, cwd=here, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    )
+    return done.stdout.strip() if done and done.returncode == 0 else None
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """The objects of a .jsonl file, a last line broken off by a kill left out; none when there is no file."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def draw_curves(folder: pathlib.Path) -> None:
+    """curves.png: reward, held-out exact match, completion length, and KL or the sampler's difference, over steps."""
+    rows = read_rows(folder / "metrics.jsonl")
+    if not rows:
+        return
+
+    def series(name: str) -> tuple[list[int], list[float]]:
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    (reward, match), (length, difference) = axes
+    _draw(reward, *series("reward"), "mean reward of a step", "reward", smooth=True)
+    steps, values = series("eval/exact_match")
+    match.plot(steps, values, "o-", color="#0b7a75")
+    match.set(title="held-out exact match, greedy", ylabel="share right", ylim=(-0.02, 1.02))
+    _draw(length, *series("completions/mean_length"), "mean completion length", "tokens", smooth=True)
+    if any(row.get("kl") for row in rows):
+        _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats a token", smooth=True)
+    else:
+        name = "sampling/logp_difference_mean"
+        _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats a token")
+        difference.set_yscale("log", nonpositive="clip")
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        if not axis.has_data():
+            axis.text(0.5, 0.5, "not measured yet", ha="center", va="center", transform=axis.transAxes)
+    _save(figure, folder / "curves.png")
+
+
+def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, smooth: bool = False) -> None:
+    axis.plot(steps, values, color="#d1495b", alpha=0.35 if smooth else 1.0, linewidth=1, label="step")
+    if smooth and values:
+        running, average = values[0], []
+        for value in values:
+            running += 0.15 * (value - running)
+            average.append(running)
+        axis.plot(steps, average, color="#d1495b", linewidth=2, label="running mean")
+        axis.legend()
+    axis.set(title=title, ylabel=unit)
+
+
+def _save(figure, path: pathlib.Path) -> None:
+    """Written beside its place and renamed: a viewer never sees half a picture."""
+    figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
+    plt.close(figure)
+    path.with_suffix(".partial").rename(path)
+
+
+# --- page -------------------------------------------------------------------------------------------------------------
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 66em; padding: 0 1em; color: #222; }
+article { display: flex; flex-wrap: wrap; gap: 1.2em; border-top: 1px solid #ddd; padding: 1.2em 0; }
+figure { margin: 0; flex: 0 0 15em; } figure img { width: 100%; image-rendering: pixelated; border: 1px solid #ccc; }
+figcaption b { display: block; margin-top: .4em; } section { flex: 1 1 30em; min-width: 0; }
+table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .25em .6em; vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: .9em; }
+tr.right { background: #e5f4e3; } tr.wrong { background: #fbeaea; } tr.near { background: #fdf6e0; }
+"""
+
+
+def write_page(folder: pathlib.Path) -> None:
+    """completions.html: picture, question, right answer and the completions with reward and advantage."""
+    rows = read_rows(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
+    articles = "\n".join(_article(row) for row in reversed(rows))
+    text = (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>Completions of {html.escape(folder.name)}</title><style>{STYLE}</style>"
+        f"<h1>Completions of {html.escape(folder.name)}</h1><p>Sampled during training, newest first: each picture "
+        f"with its question, the right answer, and the group of completions that GRPO compares.</p>\n{articles}</html>\n"
+    )
+    partial = folder / "completions.html.partial"
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(folder / "completions.html")
+
+
+def _article(row: dict) -> str:
+    pictures = "".join(f"<img alt='' src='{source}'>" for source in row["images"])
+    lines = []
+    for completion in row["completions"]:
+        reward = completion["reward"]
+        kind = "right" if is_exact(reward) else "near" if reward > 0 else "wrong"
+        text = html.escape(completion["text"]) + (" <i>… cut off</i>" if completion["truncated"] else "")
+        shown = "no verdict" if math.isnan(reward) else f"{reward:.2f}"
+        lines.append(
+            f"<tr class='{kind}'><td class='number'>{shown}</td>"
+            f"<td class='number'>{completion['advantage']:+.2f}</td><td class='text'>{text}</td></tr>"
+        )
+    return (
+        f"<article><figure>{pictures}<figcaption><b>{html.escape(row['question'])}</b>right answer: "
+        f"{html.escape(row['answer'])}<br>step {row['step']}</figcaption></figure><section><table>"
+        f"<tr><th>reward</th><th>advantage</th><th>completion</th></tr>{''.join(lines)}</table></section></article>"
+    )
+
+
+def thumbnail(image: Image.Image) -> str:
+    """The picture as a data URI, reduced when it is large."""
+    small = image.copy()
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    small.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+
+def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> None:
+    """Write scores.json with both scores and print them side by side."""
+    scores = {}
+    for name, source in (("before", before), ("after", after)):
+        try:
+            scores[name] = json.loads((source / "scores.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"no scores in {source} ({error}): run evaluate.py with --output {source} first") from None
+    (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+    print(f"\n{'':24}{'before':>10}{'after':>10}")
+    for name in ("exact_match", "reward", "format_rate", "mean_length", "n"):
+        values = [scores[which][name] for which in ("before", "after")]
+        print(f"{name:24}" + "".join(f"{v:10.3f}" if isinstance(v, float) else f"{v:10}" for v in values))
+    print(f"\ncurves       {folder / 'curves.png'}\ncompletions  {folder / 'completions.html'}")
+    print(f"scores       {folder / 'scores.json'}\nmodel        {folder / 'final'}")
+
+
+def main(cfg: Config) -> None:
+    folder = pathlib.Path(cfg.run)
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"no run in {cfg.run!r}: give the folder that grpo.py wrote (--output)")
+    draw_curves(folder)
+    write_page(folder)
+    if cfg.before and cfg.after:
+        compare(folder, pathlib.Path(cfg.before), pathlib.Path(cfg.after))
+
+
+if __name__ == "__main__":
+    run(main, Config)
