@@ -5,6 +5,7 @@ raises `UserError` and ends with its message and exit status 2, without a traceb
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,22 @@ class RunStopped(Exception):
         self.status = status
 
 
+def note_interrupts() -> list[int]:
+    """From now on Ctrl-C and SIGTERM only add to the returned list, for the caller to stop where nothing is lost. The
+    second one ends the process at once."""
+    noted: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        noted.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("\nstopping after this step with a checkpoint; again to stop at once", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return noted
+
+
 def run(main: Callable[[Any], None], config: type) -> None:
     """Parse the command line into `config`, call `main` with it, and turn expected errors into one line on stderr.
 
@@ -34,6 +51,9 @@ def run(main: Callable[[Any], None], config: type) -> None:
     args = tyro.cli(config, use_underscores=True, console_outputs=rank == 0)
     try:
         main(args)
+    except KeyboardInterrupt:
+        print("interrupted before anything was at stake", file=sys.stderr, flush=True)
+        os._exit(130)
     except (UserError, RunStopped) as error:
         where = f"[rank {rank}] " if rank else ""
         print(f"{where}{'error: ' if isinstance(error, UserError) else ''}{error}", file=sys.stderr, flush=True)

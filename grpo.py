@@ -13,15 +13,15 @@ completion, C completion tokens of one micro-batch.
 """
 
 import math
-import signal
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import get_scheduler
 
 import cli
 import parallel
@@ -29,7 +29,7 @@ from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoi
 from cli import RunStopped
 from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed, row_at
 from evaluate import evaluate
-from model import Policy, apply_fsdp, load_policy, micro_batches, whole
+from model import Policy, apply_fsdp, load_policy, make_optimizer, micro_batches, whole
 from packing import Group, PackedBatch
 from report import RunLog, refuse_to_mix_runs, summarise
 from rewards import score
@@ -260,15 +260,6 @@ def grpo_loss(
     return (weights * per_token).sum(), stats
 
 
-def lr_factor(update: int, total: int, warmup: float, schedule: str) -> float:
-    """The learning rate of update 0, 1, … as a share of its peak."""
-    ramp = warmup * total if warmup < 1 else warmup
-    if update < ramp:
-        return (update + 1) / (ramp + 1)
-    done = (update - ramp) / max(total - ramp, 1)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
-
-
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
@@ -317,16 +308,7 @@ def train_step(run: Run) -> dict[str, float]:
             updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
     clock.append(time.perf_counter())
     run.log.completions(run.step + 1, groups)
-    metrics = summarise(cfg.task, groups, drawn, updates)
-    for name, start, end in zip(("time/sync", "time/rollout", "time/train"), clock, clock[1:]):
-        metrics[name] = end - start
-    tokens = metrics.pop("completion_tokens")
-    step_time = clock[-1] - clock[0]
-    return metrics | {
-        "lr": run.scheduler.get_last_lr()[0],
-        "step_time": step_time,
-        "tokens_per_second": tokens / step_time,
-    }
+    return summarise(cfg.task, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
 def sample_round(run: Run) -> tuple[list[Group], list[list[float]]]:
@@ -399,7 +381,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     for batch in micro_batches(run.policy, with_gradient(run, groups), cfg.micro_batch_tokens):
         logp, entropy = run.policy(batch, cfg.temperature)
         loss, stats = batch_loss(cfg, batch, logp)
-        loss.backward()
+        (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
         stats["entropy"] = (entropy * (batch.column("weight") > 0)).sum()
         sums.append(stats)
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
@@ -447,9 +429,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 def train(run: Run) -> None:
     """Steps until the last one, with evaluation, checkpoints and reports; Ctrl-C saves and ends with status 130."""
-    cfg, interrupted = run.cfg, []
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, frame: interrupted.append(number))
+    cfg, interrupted = run.cfg, cli.note_interrupts()
     if run.step == 0:
         run.log.metrics(0, evaluate_policy(run))
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
@@ -464,18 +444,14 @@ def train(run: Run) -> None:
             bar.update()
             stop = bool(parallel.all_max(torch.tensor(len(interrupted))))
             if stop or (cfg.save_every and run.step % cfg.save_every == 0):
-                save_checkpoint(cfg.output, run.policy, run.optimizer, run.scheduler, progress(run))
+                # No global random state to save: data order and sampling follow from the seed and the position.
+                progress = {"step": run.step, "position": run.position, "config": asdict(cfg)}
+                save_checkpoint(cfg.output, run.policy, run.optimizer, run.scheduler, progress)
             if stop:
                 run.log.refresh()
                 raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
     run.log.refresh()
     export(run.policy, cfg.model, f"{cfg.output}/final")
-
-
-def progress(run: Run) -> dict[str, Any]:
-    """What a checkpoint holds beside the tensors. Nothing here draws from a global random state: the data order and the
-    sampling follow from the seed and `position`."""
-    return {"step": run.step, "position": run.position, "config": asdict(run.cfg)}
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
@@ -502,17 +478,12 @@ def set_up(cfg: Config) -> Run:
     policy = apply_fsdp(load_policy(cfg.model, cfg.train_vision, cfg.activation_checkpointing), device, dtype)
     reference = apply_fsdp(load_policy(cfg.model), device, dtype).requires_grad_(False) if cfg.beta else None
     engine = make_engine(cfg.engine, cfg.model, processor, device, dtype)
-    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=cfg.learning_rate,
-    )
+    optimizer = make_optimizer(policy, cfg.learning_rate, cfg.weight_decay)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     updates = total_steps * cfg.updates_per_step
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda u: lr_factor(u, updates, cfg.warmup, cfg.lr_schedule)
-    )
+    warmup = math.ceil(cfg.warmup * updates if cfg.warmup < 1 else cfg.warmup)
+    schedule = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
+    scheduler = get_scheduler(schedule, optimizer, warmup, updates)
     start = load_checkpoint(resume_from, policy, optimizer, scheduler) if resume_from else {"step": 0, "position": 0}
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     parts = (cfg, processor, samples, eval_samples, policy, reference, engine, optimizer, scheduler, log, total_steps)

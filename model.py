@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -36,10 +36,10 @@ class Policy(nn.Module):
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(C,) log-probabilities and (C,) entropies of `batch`'s completion tokens; see `token_logprobs`."""
+        # First, as where the images are real: every process must gather the same shards in the same order.
+        nothing = 0.0 * self._blank_image() if batch.dummy_vision else 0.0
         logp, entropy = token_logprobs(self.model, batch, temperature)
-        if batch.dummy_vision:
-            logp = logp + 0.0 * self._blank_image()
-        return logp, entropy
+        return logp + nothing, entropy
 
     def _blank_image(self) -> Tensor:
         """The vision tower on the smallest blank image: joins the collectives of the ranks that have real ones."""
@@ -86,9 +86,8 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> Policy:
     """Shard `policy` over all processes: every decoder layer a unit, the rest (embedding, lm_head) with the root.
 
-    Master weights stay float32, compute runs in `compute_dtype`, gradients are summed in float32. They are summed, not
-    averaged: `token_weights` already sums to one over all processes. A frozen vision tower stays whole on every
-    process, so a batch of text alone touches no collective of it.
+    Master weights stay float32, compute runs in `compute_dtype`, gradients are averaged in float32. A frozen vision
+    tower stays whole on every process, so a batch of text alone touches no collective of it.
     """
     mesh = init_device_mesh(device.type, (parallel.world_size(),))
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
@@ -103,10 +102,16 @@ def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype)
     for layer in language_model(policy.model).layers:
         fully_shard(layer, **options)
     fully_shard(policy, ignored_params=frozen, **options)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
     return policy
+
+
+def make_optimizer(policy: Policy, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay}
+    return torch.optim.AdamW(
+        [decayed, {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}], lr=learning_rate
+    )
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:

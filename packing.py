@@ -264,7 +264,8 @@ AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 def take_packed_batches(model: nn.Module) -> None:
     """Make `model` (a transformers causal or image-text model) take packed batches, in place.
 
-    Its attention is routed through this file, set on the configs after loading: given to `from_pretrained`, the vision tower's name would demand flash-attn.
+    Its attention is routed through this file by the configs, after loading: given to `from_pretrained`, the vision
+    tower's name would demand the flash-attn package.
     """
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"

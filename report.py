@@ -53,10 +53,13 @@ class Config:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def summarise(task: str, groups: list[Group], drawn: torch.Tensor, updates: list[dict[str, torch.Tensor]]) -> dict:
+def summarise(
+    task: str, groups: list[Group], drawn: torch.Tensor, updates: list[dict[str, torch.Tensor]], clock: list[float]
+) -> dict[str, float]:
     """A step's metrics from all processes; the README's glossary says what each one means.
 
     `drawn` (groups, G): the rewards of every group that was sampled. `updates`: sums over the tokens of each update.
+    `clock`: seconds at the start of the step and after sync, rollout and training.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
@@ -82,7 +85,11 @@ def summarise(task: str, groups: list[Group], drawn: torch.Tensor, updates: list
         "completions/mean_length": (sums[0] / sums[2]).item(),
         "completions/max_length": longest.item(),
         "completions/clipped_ratio": (sums[1] / sums[2]).item(),
-        "completion_tokens": sums[0].item(),
+        "step_time": clock[-1] - clock[0],
+        "time/sync": clock[1] - clock[0],
+        "time/rollout": clock[2] - clock[1],
+        "time/train": clock[3] - clock[2],
+        "tokens_per_second": sums[0].item() / (clock[-1] - clock[0]),
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
         "clip_ratio": mean("clip_ratio"),
@@ -247,11 +254,12 @@ def write_page(folder: pathlib.Path) -> None:
     """completions.html: picture, question, right answer and the completions with reward and advantage."""
     rows = read_rows(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
     articles = "\n".join(_article(row) for row in reversed(rows))
+    name = html.escape(folder.name)
     text = (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>Completions of {html.escape(folder.name)}</title><style>{STYLE}</style>"
-        f"<h1>Completions of {html.escape(folder.name)}</h1><p>Sampled during training, newest first: each picture "
-        f"with its question, the right answer, and the group of completions that GRPO compares.</p>\n{articles}</html>\n"
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>Completions of {name}</title><style>{STYLE}</style><h1>Completions of {name}</h1>"
+        "<p>Sampled during training, newest first: each picture with its question, the right answer, and the group of "
+        f"completions that GRPO compares.</p>\n{articles}</html>\n"
     )
     partial = folder / "completions.html.partial"
     partial.write_text(text, encoding="utf-8")

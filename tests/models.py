@@ -1,6 +1,10 @@
 """Tiny models of every supported family, built from their configs with random weights, and prompts for them."""
 
+import math
+from dataclasses import replace
+
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import (
     AriaConfig,
@@ -19,7 +23,7 @@ from transformers import (
 )
 from transformers.models.idefics3 import Idefics3VisionConfig
 
-from data import Prompt, Rollout, prompt_positions
+from data import Processor, Prompt, Rollout, Sample, encode_prompt, prompt_positions
 from packing import Group
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
@@ -139,3 +143,24 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
     logp = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)
     return logp.gather(-1, completion[:, None])[:, 0]
+
+
+def fixed_groups(processor: Processor, images_on_even_places: bool) -> list[Group]:
+    """Six groups of four completions for the tiny model: with and without images, one left-out completion, one group
+    with equal rewards. The same on every process."""
+    g = torch.Generator().manual_seed(5)
+    groups = []
+    for i in range(6):
+        with_image = i % 2 == 0 if images_on_even_places else i not in (1, 4)
+        image = Image.fromarray(torch.randint(0, 255, (56, 28 * (1 + i % 3), 3), generator=g).byte().numpy())
+        sample = Sample("<image>?" if with_image else "?", "1", [image] if with_image else [], f"row {i}")
+        processor = replace(processor, system=None)
+        prompt = encode_prompt(sample, processor)
+        rollouts = []
+        for j in range(4):
+            ids = torch.randint(0, 256, (1 + (3 * i + 5 * j) % 11,), generator=g)
+            reward = math.nan if (i, j) == (2, 1) else 1.0 if i == 3 else float(torch.rand(1, generator=g))
+            noise = torch.rand(len(ids), generator=g)
+            rollouts.append(Rollout(ids, -5 - noise, reward=reward, ref_logp=-5.5 + noise))
+        groups.append(Group(prompt, rollouts, i, sample))
+    return groups

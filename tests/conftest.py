@@ -1,0 +1,39 @@
+"""Fixtures: a tiny random Qwen2.5-VL in Hugging Face layout and a small counting data set, made once a session."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    import tiny
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tokenizer = tiny.byte_tokenizer()
+    tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory) -> str:
+    import tiny
+
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    tiny.write_shapes(folder, 12, [0, 0])
+    return str(folder)
+
+
+def run_script(*args: str, processes: int = 0, **kwargs) -> subprocess.CompletedProcess:
+    """Run a script of the project as a user would; with `processes` through torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    command = [sys.executable, *launcher, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs)

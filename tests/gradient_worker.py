@@ -1,0 +1,78 @@
+"""Run by test_distributed.py, alone or under torchrun: gradients of one update for several cuts of the same batch.
+
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt
+"""
+
+import pathlib
+import sys
+from types import SimpleNamespace
+
+import torch
+
+sys.path[:0] = [str(pathlib.Path(__file__).parent.parent), str(pathlib.Path(__file__).parent)]
+
+from models import fixed_groups
+
+import parallel
+from data import load_processor
+from grpo import Config, group_advantages, update
+from model import apply_fsdp, load_policy, whole
+
+VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one)
+    "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
+    "many micro-batches": ({"micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "groups split across micro-batches": ({"micro_batch_tokens": 34}, [0, 1, 2, 3, 4, 5]),
+    "dapo with KL": ({"loss_type": "dapo", "beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "gspo": ({"loss_type": "gspo", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    # images only on even places: with two processes one of them has text alone
+    "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
+    "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
+    "fewer groups than processes": ({}, [0]),
+}
+
+
+class KeepGradients:
+    """Stands where the optimizer does and keeps what it would have been given."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def step(self):
+        self.kept = {
+            name: whole(p.grad).clone() for name, p in self.policy.model.named_parameters() if p.grad is not None
+        }
+
+    def zero_grad(self):
+        self.policy.zero_grad()
+
+
+def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool) -> dict:
+    cfg = Config(data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, **flags)
+    policy = apply_fsdp(load_policy(model, cfg.train_vision), torch.device("cpu"), torch.float32)
+    groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
+    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    for group, advantages in zip(groups, group_advantages(rewards).tolist()):
+        for rollout, advantage in zip(group.rollouts, advantages):
+            rollout.advantage = advantage
+    optimizer = KeepGradients(policy)
+    run = SimpleNamespace(
+        cfg=cfg, policy=policy, optimizer=optimizer, scheduler=SimpleNamespace(step=lambda: None), step=0
+    )
+    stats = update(run, parallel.my_share(groups))
+    return optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
+
+
+def main(model: str, out: str) -> None:
+    parallel.start()
+    processor = load_processor(model, "count")
+    results = {}
+    for name, (flags, order) in VARIANTS.items():
+        results[name] = gradients(model, processor, flags, order, "without images" in name)
+    if parallel.is_main():
+        torch.save(results, out)
+    parallel.wait_for_all()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,259 @@
+"""Loading, fitting, encoding, and what is said about rows that do not fit."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cli import UserError
+from data import decode_image, encode_prompt, fit_image, fitted_size, load_processor, load_samples, row_at
+
+VECTORS = pathlib.Path(__file__).parent / "vectors"
+
+
+@pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "resize.jsonl").read_text().splitlines()])
+def test_fitted_size_vectors(case):
+    got = fitted_size(case["height"], case["width"], case["min_pixels"], case["max_pixels"])
+    assert list(got) == case["want"]
+
+
+def test_fitted_sizes_always_hold_their_limits():
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        h, w = (int(x) for x in np.exp(rng.uniform(0, 8.5, 2)) + 1)
+        if max(h, w) > 200 * min(h, w):
+            continue
+        least, most = sorted(int(x) for x in np.exp(rng.uniform(np.log(28 * 28 * 210), 16, 2)))
+        fh, fw = fitted_size(h, w, least // 4, most)
+        assert fh % 28 == fw % 28 == 0
+        assert min(fh, fw) >= 28
+        assert fh * fw <= most, (h, w, least // 4, most)
+
+
+def test_a_very_thin_picture_stays_within_max_pixels():
+    h, w = fitted_size(28, 5600, 0, 56 * 56)
+    assert h == 28
+    assert h * w <= 56 * 56
+    with pytest.raises(ValueError, match="200 times"):
+        fitted_size(1, 201, 0, 10**6)
+
+
+def test_images_are_oriented_flattened_and_stretched(tmp_path):
+    sideways = Image.new("RGB", (40, 20), "red")
+    exif = sideways.getexif()
+    exif[0x0112] = 6  # the camera was turned: show rotated
+    sideways.save(tmp_path / "exif.jpg", exif=exif)
+    assert decode_image(tmp_path / "exif.jpg").size == (20, 40)
+
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    assert decode_image(clear).getpixel((0, 0)) == (255, 255, 255)
+    palette = Image.new("P", (4, 4), 0)
+    palette.putpalette([10, 20, 30] * 256)
+    assert decode_image(palette).getpixel((0, 0)) == (10, 20, 30)
+    assert decode_image(Image.new("L", (4, 4), 7)).getpixel((0, 0)) == (7, 7, 7)
+
+    ramp = (np.arange(16, dtype=np.uint16).reshape(4, 4) * 273).astype(np.uint16)  # a 12-bit scan in 16 bits
+    Image.fromarray(ramp).save(tmp_path / "scan.png")
+    got = np.asarray(decode_image(tmp_path / "scan.png"))[..., 0]
+    assert got.min() == 0
+    assert got.max() == 255
+    assert len(np.unique(got)) == 16, "a scan must not be clipped"
+    assert (
+        np.asarray(decode_image(Image.fromarray(np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)))).max() == 255
+    )
+
+
+def test_image_sources(tmp_path):
+    Image.new("RGB", (30, 30), "blue").save(tmp_path / "x.png")
+    data = (tmp_path / "x.png").read_bytes()
+    for source in (tmp_path / "x.png", str(tmp_path / "x.png"), data, {"bytes": data, "path": None}):
+        assert fit_image(source, 3136, 10**6).size == (56, 56)
+    assert decode_image({"bytes": None, "path": str(tmp_path / "x.png")}).size == (30, 30)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_engine_ids_expand_to_the_trainers_ids(tiny_model, shapes):
+    processor = load_processor(tiny_model, "count")
+    prompt = encode_prompt(load_samples(shapes, "count")[0], processor)
+    image = processor.image_token_id
+    assert prompt.engine_ids.count(image) == 1
+    assert (prompt.ids == image).sum() == 9  # 84 x 84 pixels, 28 a side and token
+    assert [t for t in prompt.ids.tolist() if t != image] == [t for t in prompt.engine_ids if t != image]
+    assert prompt.positions.shape == (3, len(prompt.ids))
+    assert prompt.vision["pixel_values"].shape == (36, 1176)
+    text = processor.tokenizer.decode(prompt.engine_ids)
+    assert "A photo of [NUMBER] [OBJECT_TYPE]" in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_the_question_is_data_and_never_rendered(tiny_model, tmp_path):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "{{ 7 * 7 }} {% raw %}", "answer": "x"}))
+    (tmp_path / "t.jinja").write_text("Q: {{ content }} A:")
+    processor = load_processor(tiny_model, "vqa", template=str(tmp_path / "t.jinja"))
+    prompt = encode_prompt(load_samples(str(tmp_path / "d.jsonl"), "vqa")[0], processor)
+    assert "Q: {{ 7 * 7 }} {% raw %} A:" in processor.tokenizer.decode(prompt.engine_ids)
+
+
+def test_a_special_token_in_the_question_is_an_error_that_names_the_row(tiny_model, tmp_path):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "look <|image_pad|>", "answer": "x"}))
+    with pytest.raises(UserError, match=r"row 1: .*0 images but 1 image placeholders"):
+        load_samples(str(tmp_path / "d.jsonl"), "vqa", processor=load_processor(tiny_model, "vqa"))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def jsonl(folder: pathlib.Path, *rows: dict | str) -> str:
+    path = folder / "data.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images").mkdir()
+    for i in range(4):
+        Image.new("RGB", (60, 60), (i, i, i)).save(tmp_path / "images" / f"{i}.png")
+    return tmp_path
+
+
+def good(i: int = 0, **more) -> dict:
+    return {"prompt": "<image>what?", "answer": "yes", "images": [f"images/{i}.png"], **more}
+
+
+def test_easyr1_rows(folder):
+    rows = [
+        good(0, extra=5),
+        {"problem": "no tag", "answer": 3, "images": ["images/1.png", "images/2.png"]},
+        {"prompt": "text only", "answer": "no"},
+        {"prompt": "<image> one path", "answer": "x", "images": "images/3.png"},
+    ]
+    samples = load_samples(jsonl(folder, *rows), "vqa")
+    assert [len(s.images) for s in samples] == [1, 2, 0, 1]
+    assert samples[0].fields == {"extra": 5}
+    assert samples[1].prompt == "<image><image>no tag"  # images without tags go in front
+    assert samples[1].answer == "3"
+    assert samples[1].source.endswith("data.jsonl row 2")
+    (folder / "data.json").write_text(json.dumps(rows))
+    assert [s.prompt for s in load_samples(str(folder / "data.json"), "vqa")] == [s.prompt for s in samples]
+
+
+def test_image_dir_is_where_relative_paths_start(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    path = jsonl(elsewhere, {**good(), "images": ["0.png"]})
+    assert len(load_samples(path, "vqa", image_dir=str(folder / "images"))) == 1
+    with pytest.raises(UserError, match="no image at"):
+        load_samples(path, "vqa")
+
+
+BAD_ROWS = {
+    "more tags than images": ({**good(), "prompt": "<image><image>?"}, r"2 <image> tags in the prompt but 1 images"),
+    "a literal tag in a text row": ({"prompt": "an <image> tag", "answer": "x"}, r"1 <image> tags .* but 0 images"),
+    "a missing image": ({**good(), "images": ["images/none.png"]}, r"no image at .*none\.png"),
+    "no prompt": ({"answer": "x"}, r"no text under «prompt» or «problem»"),
+    "images that are no paths": ({**good(), "images": [1]}, r"«images» is not a list of paths"),
+    "an empty answer": ({**good(), "answer": " "}, r"the answer is empty"),
+    "no answer": ({"prompt": "<image>?", "images": ["images/0.png"]}, r"the answer is empty"),
+    "an answer without a word": ({**good(), "answer": "?!"}, r".* has no word to compare"),
+    "not JSON": ("{broken", r"not JSON"),
+    "not an object": ("[1]", r"not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_named_with_file_and_row(folder, name, capsys):
+    row, message = BAD_ROWS[name]
+    path = jsonl(folder, *[good(i) for i in range(3)], row)
+    with pytest.raises(UserError, match=rf"1 of 4 rows cannot be used: .*data\.jsonl row 4: {message}"):
+        load_samples(path, "vqa")
+    assert len(load_samples(path, "vqa", skip_bad_rows=True)) == 3
+    assert "skipped: 1 of 4 rows" in capsys.readouterr().err
+
+
+def test_a_corrupt_image_is_found_at_load(folder):
+    whole = (folder / "images" / "1.png").read_bytes()
+    (folder / "images" / "1.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "images" / "2.png").write_bytes(b"this is no picture")
+    with pytest.raises(UserError, match=r"2 of 3 rows .*row 2: image .*1\.png: not a readable.*row 3: image"):
+        load_samples(jsonl(folder, good(0), good(1), good(2)), "vqa")
+
+
+def test_many_bad_rows_are_counted_and_the_first_few_named(folder):
+    rows = [{**good(), "answer": ""} for _ in range(9)]
+    with pytest.raises(UserError, match=r"9 of 9 rows .*row 1: .*row 5: .*; and 4 more; mend them or pass"):
+        load_samples(jsonl(folder, *rows), "vqa")
+    with pytest.raises(UserError, match="no usable row"):
+        load_samples(jsonl(folder, *rows), "vqa", skip_bad_rows=True)
+
+
+def test_over_long_prompts_are_counted_with_their_image_tokens(folder, tiny_model):
+    processor = load_processor(tiny_model, "vqa")
+    path = jsonl(folder, good())
+    samples = load_samples(path, "vqa", processor=processor, max_prompt_length=10_000)
+    length = len(encode_prompt(samples[0], processor).ids)
+    assert load_samples(path, "vqa", processor=processor, max_prompt_length=length)
+    with pytest.raises(UserError, match=rf"its prompt has {length} tokens, images expanded; --max_prompt_length is"):
+        load_samples(path, "vqa", processor=processor, max_prompt_length=length - 1)
+
+
+def test_duplicates_are_named_and_kept(folder, capsys):
+    samples = load_samples(jsonl(folder, good(0), good(1), good(0)), "vqa")
+    assert len(samples) == 3
+    assert "1 duplicate rows: " in (err := capsys.readouterr().err)
+    assert "row 3 repeats" in err
+
+
+def test_counting_folder(folder):
+    text = '\ufeffimages_path,question,answer\nimages/0.png,"How many, then?",A photo of 3 cats\n1.png,?,7個\n'
+    (folder / "main.csv").write_text(text, encoding="utf-8")
+    samples = load_samples(str(folder), "count")
+    assert [s.answer for s in samples] == ["A photo of 3 cats", "7個"]
+    assert samples[0].prompt == "<image>How many, then?"
+    assert samples[0].source.endswith("main.csv row 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "images_path,question\nimages/0.png,?\n",
+            r"has no column answer; its first line names: images_path, question",
+        ),
+        (
+            "images_path,question,answer\nimages/0.png,?,three cats\n",
+            r"row 2: the answer 'three cats' has no whole number",
+        ),
+        ("images_path,question,answer\n,?,3\n", r"row 2: images_path is empty"),
+        ("images_path,question,answer\nimages/9.png,?,3\n", r"row 2: no image at"),
+        ("images_path,question,answer\nimages/0.png,?\n", r"row 2: more or fewer cells"),
+    ],
+)
+def test_counting_folder_problems(folder, text, message):
+    (folder / "main.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        load_samples(str(folder), "count")
+
+
+def test_a_counting_folder_without_a_column(folder):
+    (folder / "main.csv").write_text("images_path,question\nimages/0.png,?\n")
+    with pytest.raises(UserError, match="has no column answer; its first line names: images_path, question"):
+        load_samples(str(folder), "count")
+
+
+def test_missing_data(tmp_path):
+    with pytest.raises(UserError, match=r"no data at .*nowhere"):
+        load_samples(str(tmp_path / "nowhere"), "count")
+    (tmp_path / "x.txt").write_text("?")
+    with pytest.raises(UserError, match="is neither"):
+        load_samples(str(tmp_path / "x.txt"), "count")
+
+
+def test_the_stream_goes_through_every_row_each_epoch_in_a_new_order():
+    first, second = ([row_at(place, 10, seed=3) for place in range(start, start + 10)] for start in (0, 10))
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first != [row_at(place, 10, seed=4) for place in range(10)]

@@ -1,0 +1,72 @@
+"""One update's gradient on 1, 2 and 4 processes, in one micro-batch and in many: the same to 1e-6.
+
+Guards against: normalisation by what a process or micro-batch happens to hold, gradients averaged where they should be
+summed, processes that disagree on the number of collectives (a hang), and a vision tower that only some of them run.
+"""
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+WORKER = str(ROOT / "tests" / "gradient_worker.py")
+
+
+@pytest.fixture(scope="module")
+def results(tiny_model, tmp_path_factory) -> dict[int, dict]:
+    folder = tmp_path_factory.mktemp("gradients")
+    found = {}
+    for processes in (1, 2, 4):
+        out = folder / f"{processes}.pt"
+        done = run_script(WORKER, tiny_model, out, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[processes] = torch.load(out)
+    return found
+
+
+def difference(a: dict, b: dict) -> float:
+    """The largest difference of any parameter's gradient, relative to that gradient's largest entry."""
+    assert a.keys() == b.keys()
+    names = [name for name in a if not name.startswith("stats/")]
+    assert sum(a[name].abs().sum() for name in names) > 0
+    largest = max(a[name].abs().max() for name in names)
+    return max(((a[name] - b[name]).abs().max() / largest).item() for name in names)
+
+
+VARIANTS = [
+    "one micro-batch",
+    "many micro-batches",
+    "groups split across micro-batches",
+    "dapo with KL",
+    "gspo",
+    "trained vision tower",
+    "trained vision tower, a process without images",
+    "frozen vision tower, a process without images",
+    "fewer groups than processes",
+]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
+    assert difference(results[1][variant], results[processes][variant]) < 1e-6
+
+
+@pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
+    assert difference(results[1]["one micro-batch"], results[processes][variant]) < 1e-6
+
+
+def test_the_vision_tower_is_trained_only_when_asked(results):
+    def has_vision(variant):
+        return any("visual" in name for name in results[1][variant])
+
+    assert has_vision("trained vision tower")
+    assert not has_vision("one micro-batch")
+
+
+def test_metrics_are_sums_over_all_processes(results):
+    for name in ("stats/tokens", "stats/loss", "stats/entropy", "stats/difference_max"):
+        for processes in (2, 4):
+            a, b = (results[n]["many micro-batches"][name] for n in (1, processes))
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,118 @@
+"""HFEngine against the plain model, and against the packed forward that trains on its completions.
+
+Guards against: log-probabilities of another distribution than the one sampled from, left padding that leaks into
+attention or positions, completions that depend on their batch, and stop tokens lost or counted twice.
+"""
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from data import Sample, encode_prompt, load_processor
+from packing import Group, pack, take_packed_batches, token_logprobs
+from rollout import HFEngine, make_engine, sample
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model):
+    return load_processor(tiny_model, "count")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, processor) -> HFEngine:
+    return make_engine("hf", tiny_model, processor, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(processor):
+    def picture(w, h, shade):
+        return Image.new("RGB", (w, h), (shade, 90, 200))
+
+    samples = [
+        Sample("<image>How many?", "1", [picture(84, 84, 20)], "a"),
+        Sample("no picture here", "1", [], "b"),
+        Sample("<image>and<image> which?", "1", [picture(56, 112, 250), picture(84, 56, 130)], "c"),
+    ]
+    return [encode_prompt(s, processor) for s in samples]
+
+
+def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
+    """Sampler and trainer agree on every token, sampled image placeholders included."""
+    rollouts = engine.generate(prompts, 24, [1, 2, 3], max_tokens=40, temperature=0.8)
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model)
+    take_packed_batches(model)
+    batch = pack([Group(p, r) for p, r in zip(prompts, rollouts)])
+    placeholder = model.config.image_token_id
+    assert (batch.targets == placeholder).any(), "no completion holds a placeholder: sample more of them"
+    with torch.no_grad():
+        logp, _ = token_logprobs(model, batch, temperature=0.8)
+    torch.testing.assert_close(logp, batch.column("sampler_logp"), atol=1e-5, rtol=0)
+
+
+def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model).eval()
+    got = engine.generate(prompts, 1, [0, 0, 0], max_tokens=12, temperature=0)
+    for prompt, (rollout,) in zip(prompts, got):
+        ids = prompt.ids[None]
+        inputs = {**prompt.vision, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+        want = model.generate(ids, **inputs, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert rollout.ids.tolist() == want[: len(rollout.ids)].tolist()
+
+
+def test_completions_depend_on_their_seed_alone(engine, prompts):
+    together = engine.generate(prompts, 3, [7, 8, 9], max_tokens=10)
+    for i, prompt in enumerate(prompts):
+        alone = engine.generate([prompt], 3, [7 + i], max_tokens=10)[0]
+        assert [r.ids.tolist() for r in alone] == [r.ids.tolist() for r in together[i]]
+    other = engine.generate(prompts[:1], 3, [70], max_tokens=10)[0]
+    assert [r.ids.tolist() for r in other] != [r.ids.tolist() for r in together[0]]
+    assert len({tuple(r.ids.tolist()) for r in together[0]}) == 3, "completions of a group must differ"
+
+
+def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts, monkeypatch):
+    frequent = torch.cat([r.ids for r in engine.generate(prompts, 8, [1, 2, 3], max_tokens=30)[1]]).mode().values
+    monkeypatch.setattr(engine, "stop", frequent[None])
+    rollouts = [r for group in engine.generate(prompts, 8, [1, 2, 3], max_tokens=30) for r in group]
+    ended = [r for r in rollouts if not r.truncated]
+    assert ended
+    assert len(ended) < len(rollouts)
+    for r in ended:
+        assert r.ids[-1] == frequent
+        assert frequent not in r.ids[:-1]
+        assert r.text == engine.tokenizer.decode(r.ids[:-1])
+        assert len(r.sampler_logp) == len(r.ids) <= 30
+    for r in rollouts:
+        if r.truncated:
+            assert len(r.ids) == 30
+            assert frequent not in r.ids
+
+
+def test_a_completion_of_one_token(engine, prompts):
+    rollouts = engine.generate(prompts, 2, [1, 2, 3], max_tokens=1)
+    assert all(len(r.ids) == 1 for group in rollouts for r in group)
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0]).repeat(40_000, 1)
+    uniform = torch.rand(40_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logp = sample(logits, uniform, temperature=0.7)
+    want = (logits[0] / 0.7).softmax(-1)
+    got = tokens.bincount(minlength=4) / len(tokens)
+    assert (got - want).abs().max() < 0.01
+    torch.testing.assert_close(logp, want.log()[tokens], atol=1e-6, rtol=0)
+
+
+def test_top_p_keeps_the_token_that_crosses_it():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(20_000, 1)
+    uniform = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logp = sample(logits, uniform, temperature=1.0, top_p=0.7)
+    assert set(tokens.tolist()) == {0, 1}
+    torch.testing.assert_close(logp.exp()[tokens == 0][0], torch.tensor(0.5 / 0.8), atol=1e-6, rtol=0)
+
+
+def test_temperature_zero_takes_the_likeliest():
+    logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
+    tokens, logp = sample(logits, torch.zeros(50, dtype=torch.float64), temperature=0)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-6, rtol=0)
