@@ -41,6 +41,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+import parallel
 import rewards
 from cli import UserError
 
@@ -146,9 +147,11 @@ def load_processor(
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
+        if pathlib.Path(model).is_dir():
+            raise UserError(f"{model!r} has no usable tokenizer ({str(error).splitlines()[0][:160]})") from None
         raise UserError(
             f"no model at {model!r}: give --model a folder in Hugging Face layout, or a hub name with the hub within "
-            f"reach; `python tiny.py` builds a small one ({str(error).splitlines()[0][:120]})"
+            "reach; `python tiny.py` builds a small one"
         ) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
@@ -325,7 +328,7 @@ def load_samples(
         raise UserError(
             f"{_named(bad, f'of {len(rows)} rows cannot be used')}; mend them or pass --skip_bad_rows to go on without"
         )
-    if bad:
+    if bad and parallel.is_main():
         print(f"skipped: {_named(bad, f'of {len(rows)} rows')}", file=sys.stderr)
     if not good:
         raise UserError(f"{path}: no usable row")
@@ -335,7 +338,7 @@ def load_samples(
         key = (sample.prompt, sample.answer, *map(_image_key, sample.images))
         if (first := seen.setdefault(key, sample.source)) != sample.source:
             again.append(f"{sample.source} repeats {first}")
-    if again:
+    if again and parallel.is_main():
         print(f"note: {_named(again, 'duplicate rows')}", file=sys.stderr)
     return good
 

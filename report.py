@@ -208,7 +208,6 @@ def draw_curves(folder: pathlib.Path) -> None:
     else:
         name = "sampling/logp_difference_mean"
         _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats a token")
-        difference.set_yscale("log", nonpositive="clip")
     for axis in axes.flat:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -1,0 +1,63 @@
+"""What drifts: sizes, the files the README lists, and the flags that README and run.sh use."""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+from conftest import ROOT
+
+import evaluate
+import grpo
+import report
+import tiny
+
+SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
+CONFIGS = {"grpo.py": grpo.Config, "evaluate.py": evaluate.Config, "report.py": report.Config, "tiny.py": tiny.Config}
+
+
+def test_grpo_fits_in_500_lines():
+    assert len((ROOT / "grpo.py").read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_files_and_functions_are_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600, "a file is read in one sitting"
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a file opens with what it is for"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines: longer than a screen"
+            if not node.name.startswith("_") and node in tree.body and node.name != "main":
+                assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def test_the_readme_lists_every_file():
+    readme = (ROOT / "README.md").read_text()
+    for path in SCRIPTS:
+        assert f"| `{path.name}` |" in readme, path.name
+
+
+@pytest.mark.parametrize("script", CONFIGS)
+def test_every_setting_is_explained(script):
+    tree = ast.parse((ROOT / script).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config").body
+    for field, after in zip(body, [*body[1:], None]):
+        if isinstance(field, ast.AnnAssign):
+            explained = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            assert explained, f"{script}: {field.target.id} has no docstring"
+
+
+def test_flags_in_the_readme_and_run_sh_exist():
+    known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
+    known |= {"help", "nproc_per_node", "requirement", "quiet"}
+    for name in ("README.md", "run.sh"):
+        for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-])", (ROOT / name).read_text()):
+            assert flag in known, f"{name} names --{flag}, which no script has"
+
+
+def test_requirements_are_pinned():
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        assert line.startswith("#") or re.fullmatch(r"[\w-]+==[\w.]+", line), line

@@ -1,0 +1,278 @@
+"""Whole runs, as a user starts them: what they leave, how they end, and what a mistake is answered with.
+
+Guards against: a final model that scores differently from the one trained, a run that differs with the number of
+processes, a resume that is not the same run, and tracebacks for mistakes.
+"""
+
+import json
+import math
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+from transformers import AutoModelForImageTextToText
+
+import evaluate
+import grpo
+import rewards
+from cli import RunStopped, UserError
+from report import read_rows
+
+SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 1}
+
+
+def config(model: str, data: str, output: pathlib.Path, **more) -> grpo.Config:
+    return grpo.Config(model=model, data=data, output=str(output), **(SMALL | {"learning_rate": 1e-3} | more))
+
+
+def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
+    """Four steps with a checkpoint after each second one, evaluated on the way."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    grpo.main(config(tiny_model, shapes, output, max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01))
+    return output
+
+
+# --- what a run leaves ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_what_the_readme_says(run):
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 2, 4]
+    for row in rows[1:]:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["sampling/logp_difference_mean"] < 1e-5
+        assert row["reward"] == pytest.approx(row["rewards/count"])
+    assert rows[4]["kl"] > 0
+    described = (ROOT / "README.md").read_text()
+    for name in rows[4]:
+        if not name.startswith(("rewards/", "eval/")):
+            assert f"`{name}`" in described, f"the README's glossary lacks {name}"
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["beta"] == 0.01
+    assert settings["git_commit"]
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    page = (run / "completions.html").read_text()
+    assert page.count("<article>") == 4 * 3
+    assert "data:image/png;base64," in page
+    assert "How many shapes?" in page
+    assert not list(run.glob("**/*.partial"))
+
+
+def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
+    cfg = evaluate.Config(model=str(run / "final"), data=shapes, output=str(run / "after"), max_tokens=12)
+    evaluate.main(cfg)
+    scores = json.loads((run / "after" / "scores.json").read_text())
+    last = read_rows(run / "metrics.jsonl")[-1]
+    for name in ("reward", "exact_match", "mean_length", "format_rate"):
+        assert scores[name] == last[f"eval/{name}"]
+    predictions = read_rows(run / "after" / "predictions.jsonl")
+    assert len(predictions) == scores["n"] == 12
+
+
+def test_training_moves_what_it_should_and_nothing_else(run, tiny_model):
+    before, after = weights(tiny_model), weights(run / "final")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == ("visual" in name), name
+
+
+def test_same_seed_same_run(run, tiny_model, shapes, tmp_path):
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, beta=0.01))
+    a, b = weights(run / "final"), weights(tmp_path / "final")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
+    """Two steps, then resumed for two more: bit for bit the run that went through."""
+    cfg = config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2, beta=0.01)
+    subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
+    (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    cfg.resume = True
+    grpo.main(cfg)
+    a, b = weights(run / "final"), weights(tmp_path / "final")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_two_processes_make_the_same_run(run, tiny_model, shapes, tmp_path):
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    flags += ["--learning_rate=1e-3", "--max_steps=4", "--beta=0.01", "--micro_batch_tokens=300"]
+    done = run_script(
+        "grpo.py", f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}", *flags, processes=2
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (read_rows(folder / "metrics.jsonl") for folder in (run, tmp_path))
+    for a, b in zip(one[1:], two):
+        for name in ("reward", "completions/mean_length", "loss", "kl", "entropy", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
+    a, b = weights(run / "final"), weights(tmp_path / "final")
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 1e-3
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
+    "dapo": dict(loss_type="dapo", dynamic_sampling=True, dynamic_sampling_rounds=3),
+    "gspo": dict(loss_type="gspo", num_iterations=2),
+    "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
+    "several updates a step": dict(prompts_per_update=2, micro_batch_tokens=200),
+    "trained vision, checkpointed": dict(train_vision=True, activation_checkpointing=True, lr_schedule="cosine"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_run(name, tiny_model, shapes, tmp_path):
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, warmup=1, **VARIANTS[name]))
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert len(rows) == 2
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    before, after = weights(tiny_model), weights(tmp_path / "final")
+    assert any(not torch.equal(before[n], after[n]) for n in before)
+
+
+def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, tmp_path):
+    """With the same arithmetic in sampler and trainer both flags give the same run."""
+    ends = []
+    for old in ("policy", "sampler"):
+        output = tmp_path / old
+        grpo.main(config(tiny_model, shapes, output, max_steps=2, num_iterations=2, old_logp=old, max_grad_norm=1e9))
+        ends.append([row["loss"] for row in read_rows(output / "metrics.jsonl")])
+    assert ends[0] == pytest.approx(ends[1], rel=1e-3, abs=1e-6)
+
+
+def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, tmp_path, monkeypatch):
+    """Every second prompt of the stream gets equal rewards: each step must draw twice as many."""
+    calls = []
+
+    def reward(completion, answer, **_):
+        calls.append(completion)
+        return float(len(calls) % 2) if (len(calls) - 1) // 4 % 2 else 0.5
+
+    monkeypatch.setitem(rewards.REWARDS, "count", reward)
+    flags = dict(max_steps=2, dynamic_sampling=True)
+    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
+    for row in read_rows(tmp_path / "metrics.jsonl"):
+        assert row["groups_drawn"] == 8
+        assert row["frac_reward_zero_std"] == 0.5
+
+
+def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tmp_path, monkeypatch):
+    monkeypatch.setitem(rewards.REWARDS, "count", lambda completion, answer, **_: 0.3)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
+    before, after = weights(tiny_model), weights(tmp_path / "final")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
+
+
+def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path, monkeypatch):
+    calls = []
+
+    def reward(completion, answer, **_):
+        calls.append(completion)
+        return None if len(calls) % 4 == 0 else float(len(calls) % 2)
+
+    monkeypatch.setitem(rewards.REWARDS, "count", reward)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, beta=0.1))
+    row = read_rows(tmp_path / "metrics.jsonl")[0]
+    assert row["rewards/no_verdict"] == 0.25
+    assert math.isfinite(row["loss"])
+
+
+# --- how runs end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
+    with pytest.raises(RunStopped, match=r"step 2: loss nan.*stopped before the update.*whole") as stopped:
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, learning_rate=1e30))
+    assert stopped.value.status == 1
+    assert (tmp_path / "checkpoint-1" / "state.json").is_file()
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+def test_a_reward_that_raises_names_row_and_completion(tiny_model, shapes, tmp_path, monkeypatch):
+    def broken(completion, answer, **_):
+        raise ZeroDivisionError("no luck")
+
+    monkeypatch.setitem(rewards.REWARDS, "count", broken)
+    message = r"reward 'count' failed on .*main\.csv row \d+, completion 0 \(.*\): ZeroDivisionError: no luck"
+    with pytest.raises(UserError, match=message):
+        grpo.main(config(tiny_model, shapes, tmp_path / "raises", max_steps=1))
+    monkeypatch.setitem(rewards.REWARDS, "count", lambda completion, answer, **_: math.inf)
+    with pytest.raises(UserError, match="it gave inf"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "inf", max_steps=1))
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_path, processes):
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    command = [sys.executable, *launcher, "grpo.py", f"--model={tiny_model}", f"--data={shapes}", *flags]
+    command += [f"--output={tmp_path}", "--max_steps=100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.time() + 120
+    while len(read_rows(tmp_path / "metrics.jsonl")) < 3 and time.time() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    # As a terminal does: the signal goes to the launcher and its processes alike.
+    subprocess.run(["pkill", f"-{signal.SIGINT.value}", "-g", str(process.pid)], check=True)
+    _, err = process.communicate(timeout=60)
+    checkpoints = list(tmp_path.glob("checkpoint-*"))
+    assert len(checkpoints) == 1, err[-3000:]
+    assert (checkpoints[0] / "state.json").is_file()
+    assert "go on with --resume" in err
+    if not processes:
+        assert process.returncode == 130
+        assert "Traceback" not in err
+    else:
+        assert process.returncode != 0
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
+    """Started for real, two at a time: nothing of a traceback, nothing written, exit status 2."""
+    rows = tmp_path / "bad.jsonl"
+    rows.write_text(json.dumps({"prompt": "<image>?", "answer": "1", "images": ["gone.png"]}) + "\n")
+    output = tmp_path / "out"
+    model, data = f"--model={tiny_model}", f"--data={shapes}"
+    cases = [
+        (["grpo.py", model, data, "--learning_rat=1"], "--learning_rate"),
+        (["grpo.py", model, data, "--num_generations=1"], "num_generations must be at least 2"),
+        (["grpo.py", model], "--data"),
+        (["grpo.py", "--model=nowhere/at/all", data], "error: no model at 'nowhere/at/all'"),
+        (["grpo.py", model, "--data=nowhere.jsonl"], "error: no data at 'nowhere.jsonl'"),
+        (["grpo.py", model, f"--data={rows}"], "bad.jsonl row 1: no image at"),
+        (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
+        (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
+        (["report.py", f"--run={tmp_path}"], "error: no run in"),
+    ]
+
+    def start(case):
+        script, *flags = case[0]
+        flags += [f"--output={output}"] if script != "report.py" else []
+        return run_script(script, *flags)
+
+    with ThreadPoolExecutor(2) as pool:
+        for (command, message), done in zip(cases, pool.map(start, cases)):
+            said = done.stderr + done.stdout
+            assert done.returncode == 2, (command, said)
+            assert message in said, (command, said)
+            assert "Traceback" not in said, (command, said)
+            if said.startswith("error:"):
+                assert said.strip().count("\n") == 0, said
+    assert not output.exists()
+    with pytest.raises(UserError, match="holds a run: --resume goes on with it, --overwrite replaces it"):
+        grpo.main(config(tiny_model, shapes, run, max_steps=1))
