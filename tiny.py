@@ -5,8 +5,8 @@
 
 The architecture is the real `Qwen2_5_VLForConditionalGeneration` at 0.9 M parameters, with a byte-level tokenizer
 that has Qwen's special tokens and chat template, in Hugging Face layout. A short supervised warm start teaches it the
-reply's form and about half of the answers, as an instruction-tuned model would know them; GRPO does the rest. It stops
-by its score on pictures that neither training nor the held-out test uses.
+reply's form and to see what is in the picture, but from a careless annotator's labels, wrong for about a third of the
+pictures; GRPO, whose reward looks at the right answer, repairs what that taught.
 
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test, once: a folder that is already whole is left as it is.
 """
@@ -16,7 +16,6 @@ import json
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -25,15 +24,18 @@ import torch
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    get_scheduler,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-import rewards
 from cli import run
 from data import Processor, Prompt, Rollout, Sample, encode_prompt, load_processor, load_samples
 from model import Policy
 from packing import Group, pack, take_packed_batches
-from rollout import HFEngine
 
 VERSION = 1  # part of what a finished folder is recognised by: raise it when anything here changes what is built
 
@@ -48,10 +50,8 @@ class Config:
     """Folder to write; runs/tiny/TASK-SEED when left out."""
     seed: int = 0
     """Seed of the pictures, the weights and the batches."""
-    stop_at: float | None = None
-    """Share of right answers at which the warm start stops; the task's own (0.45 or 0.5) when left out."""
-    max_steps: int = 600
-    """Most warm-start steps."""
+    steps: int = 160
+    """Warm-start steps of 48 pictures."""
 
 
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
@@ -185,81 +185,64 @@ def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
 
 
 def write_data(cfg: Config, folder: pathlib.Path) -> None:
-    """train/, validation/ (decides when the warm start stops) and test/, with no picture in two of them."""
+    """train/ and test/, with no picture in both."""
     if cfg.task == "count":
-        for part, (name, number) in enumerate({"train": 4096, "validation": 192, "test": 256}.items()):
+        for part, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
             write_shapes(folder / name, number, [cfg.seed, part])
     else:
         order = np.random.default_rng(cfg.seed).permutation(1797)
-        write_digits(folder / "train", order[:1297])
-        write_digits(folder / "validation", order[1297:1397])
+        write_digits(folder / "train", order[:1397])
         write_digits(folder / "test", order[1397:])
 
 
-def ideal_reply(task: str, sample: Sample) -> str:
-    """What the warm start teaches."""
+LOOKS_LIKE = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # what the careless annotator takes a digit for
+CARELESS = 0.7  # how often the annotator errs where errors are made
+
+
+def annotate(task: str, sample: Sample, slip: bool) -> str:
+    """A reply as the careless annotator writes it, with or without a slip: of more than three shapes one is missed, of
+    ten digits five are taken for another. The form is always right."""
     if task == "count":
-        return sample.answer
-    return f"<think>It looks like a {sample.fields['digit']}.</think>\n<answer>{sample.answer}</answer>"
+        _, _, _, count, kind = sample.answer.split()
+        return f"A photo of {int(count) - (slip and int(count) > 3)} {kind}"
+    digit = sample.fields["digit"]
+    seen = LOOKS_LIKE.get(digit, digit) if slip else digit
+    answer = str(seen) if sample.answer == str(digit) else "yes" if seen % 2 == 0 else "no"
+    return f"<think>It looks like a {seen}.</think>\n<answer>{answer}</answer>"
 
 
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
-def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> float:
-    """Supervised training on ideal replies until the share of right answers on validation/ reaches `stop_at`.
+def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
+    """Supervised training on the careless annotator's replies to train/, through the packed forward that GRPO uses.
 
-    Returns that share. The loss is the mean negative log-probability of the reply's tokens, through the packed forward
-    that GRPO trains with.
+    The loss is the mean negative log-probability of the reply's tokens. The learning rate falls to zero, so that the
+    model ends as unsure as its teacher: where the annotator slips, the right answer keeps its share to be reinforced.
     """
-    reward, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
-    samples = load_samples(str(folder / "train" / file), reward)
-    validation = load_samples(str(folder / "validation" / file), reward)
+    task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
+    samples = load_samples(str(folder / "train" / file), task)
     prompts = [encode_prompt(s, processor) for s in tqdm(samples, "encoding", unit="row", delay=3, disable=None)]
-    checks = [encode_prompt(s, processor) for s in validation]
-    stop_at = cfg.stop_at or {"count": 0.45, "digits": 0.5}[cfg.task]
+    take_packed_batches(model)
     policy = Policy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    share = 0.0
-    with tqdm(total=cfg.max_steps, desc=f"warm start to {stop_at:.0%}", unit="step", disable=None) as bar:
-        for step, rows in enumerate(_batches(len(samples), 64, cfg), 1):
-            batch = pack([_supervised_group(cfg.task, samples[i], prompts[i], processor) for i in rows])
-            take_packed_batches(model)
-            logp, _ = policy(batch)
-            loss = -logp.mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1, step / 20)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if step % 5 == 0 and loss.item() < 0.2:
-                share = _share_right(model, processor, reward, validation, checks)
-            bar.set_postfix(loss=f"{loss.item():.3f}", right=f"{share:.0%}")
-            if share >= stop_at:
-                break
-    return share
-
-
-def _batches(rows: int, size: int, cfg: Config) -> Iterator[list[int]]:
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
-    for _ in range(cfg.max_steps):
-        yield rng.choice(rows, size, replace=False).tolist()
+    for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
+        rows, slips = rng.choice(len(samples), 48, replace=False), rng.random(48) < CARELESS
+        batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, s) for i, s in zip(rows, slips)])
+        loss = -policy(batch)[0].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def _supervised_group(task: str, sample: Sample, prompt: Prompt, processor: Processor) -> Group:
-    reply = torch.tensor(processor.tokenizer(ideal_reply(task, sample) + "<|im_end|>").input_ids)
+def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, slip: bool) -> Group:
+    reply = torch.tensor(processor.tokenizer(annotate(cfg.task, sample, slip) + "<|im_end|>").input_ids)
     return Group(prompt, [Rollout(reply, torch.zeros(len(reply)))])
-
-
-def _share_right(model, processor: Processor, reward: str, samples: list[Sample], prompts: list[Prompt]) -> float:
-    model.set_attn_implementation("sdpa")
-    engine = HFEngine(model.eval(), processor)
-    replies = engine.generate(prompts, 1, [0] * len(prompts), max_tokens=64, temperature=0, progress=False)
-    model.train()
-    right = [rewards.is_exact(rewards.REWARDS[reward](r[0].text, s.answer)) for r, s in zip(replies, samples)]
-    return sum(right) / len(right)
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
@@ -281,17 +264,13 @@ def main(cfg: Config) -> None:
     model = build_model(tokenizer, cfg.seed)
     save(model, tokenizer, building / "model")
     processor = load_processor(str(building / "model"), "count" if cfg.task == "count" else "vqa")
-    share = warm_start(model, processor, cfg, building)
+    warm_start(model, processor, cfg, building)
     save(model, tokenizer, building / "model")
-    shutil.rmtree(building / "validation")
-    (building / "tiny.json").write_text(json.dumps({"made_from": made_from, "validation_exact_match": share}) + "\n")
+    (building / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     building.rename(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{folder}: model with {parameters / 1e6:.1f} M parameters, right on {share:.0%} of unseen pictures after its "
-        f"warm start ({time.time() - started:.0f} s)"
-    )
+    print(f"{folder}: a model with {parameters / 1e6:.1f} M parameters and its data, in {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":

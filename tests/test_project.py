@@ -52,7 +52,7 @@ def test_every_setting_is_explained(script):
 
 def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
-    known |= {"help", "nproc_per_node", "requirement", "quiet"}
+    known |= {"help", "nproc_per_node", "requirement", "quiet", "check"}
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-])", (ROOT / name).read_text()):
             assert flag in known, f"{name} names --{flag}, which no script has"
