@@ -27,11 +27,10 @@ set_up() {  # .venv with the pinned requirements, once for each version of them
   echo "$stamp" > .venv/installed
 }
 
-demo() {  # name, tiny task, grpo task, rest: flags of grpo.py
-  local run=runs/$1 tiny=runs/tiny/$2-$seed task=$3 suffix=
-  [ "$2" = digits ] && suffix=/data.jsonl
-  local tokens=64 name=$1 kind=$2
+demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
+  local run=runs/$1 kind=$2 tiny=runs/tiny/$2-$seed task=$3 tokens=64 suffix=
   shift 3
+  [ "$kind" = digits ] && suffix=/data.jsonl
   say "1/4  A tiny Qwen2.5-VL and its data"
   show .venv/bin/python tiny.py --task "$kind" --seed "$seed" --output "$tiny"
   say "2/4  Before training, on held-out pictures"
@@ -50,10 +49,10 @@ recipe=${1:-demo}
 case $recipe in
   demo)
     set_up
-    demo demo count count --max_steps 100 --eval_every 20 --learning_rate 3e-4 ;;
+    demo demo count count --max_steps 60 --eval_every 5 --learning_rate 5e-5 --beta 0.02 ;;
   digits)
     set_up
-    demo digits digits vqa --max_steps 100 --eval_every 20 --learning_rate 3e-4 ;;
+    demo digits digits vqa --max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02 ;;
   test)
     set_up
     shift
