@@ -205,9 +205,9 @@ def shared_prefix_attention(
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        lengths = cu_seq_lens_q.diff().tolist() if q.device.type == "cpu" else []
-        longest = int(max_length_q) if max_length_q is not None else max(lengths)
-        windows = Segments(torch.empty(0), cu_seq_lens_q, cu_seq_lens_q, lengths or [longest], lengths or [longest])
+        known = _has_kernel(q) and max_length_q is not None
+        lengths = [int(max_length_q)] if known else cu_seq_lens_q.diff().tolist()  # kernels ask for the longest alone
+        windows = Segments(torch.empty(0), cu_seq_lens_q, cu_seq_lens_q, lengths, lengths)
         return attend(q, k, v, windows, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
@@ -217,7 +217,7 @@ def shared_prefix_attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
     """Variable-length attention, (T, H, E) with keys and values (K, H_kv, E): `flash_attn` when it is installed, else
     torch's own `varlen_attn` on a GPU (both half precision only), else one SDPA call for each segment."""
-    if q.device.type == "cpu" or q.dtype == torch.float32:
+    if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
     longest = max(segments.q_lens), max(segments.k_lens)
     if (flash := _flash_attn()) is not None:
@@ -231,6 +231,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
         else:  # torch 2.11
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *longest, **options)
+
+
+def _has_kernel(q: Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
 @functools.cache
