@@ -7,6 +7,7 @@ never leaves a half one under that name.
 
 import json
 import pathlib
+import re
 import shutil
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 import parallel
 from cli import UserError
 from model import Policy, full_weights, load_model, saved_dtype
+
+SAME_RUN = ("task", "data", "model", "seed", "prompts_per_step", "num_generations")  # what a resumed run must share
 
 
 def save_checkpoint(
@@ -46,25 +50,37 @@ def save_checkpoint(
 
 def newest_checkpoint(output: str) -> pathlib.Path:
     """The whole checkpoint of the latest step in `output`. Raises UserError when there is none."""
-    folders = [path.parent for path in pathlib.Path(output).glob("checkpoint-*/state.json")]
-    folders = [folder for folder in folders if folder.suffix != ".partial"]
-    if not folders:
+    found = [path.parent for path in pathlib.Path(output).glob("checkpoint-*/state.json")]
+    steps = {int(match[1]): folder for folder in found if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))}
+    if not steps:
         raise UserError(f"--resume: no checkpoint in {output!r}; leave the flag out to start a new run")
-    return max(folders, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))
+    return steps[max(steps)]
 
 
 def load_checkpoint(
     folder: pathlib.Path,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scheduler: torch.optim.lr_scheduler.LambdaLR,
+    config: dict[str, Any],
 ) -> dict[str, Any]:
-    """Put the tensors of `folder` into `policy`, `optimizer` and `scheduler`; returns the saved progress."""
+    """Put the tensors of `folder` into `policy`, `optimizer` and `scheduler`; returns the saved progress.
+
+    Learning rate and weight decay are those of the new command. Raises UserError when `config` differs in what decides
+    which prompts come next.
+    """
+    saved = json.loads((folder / "state.json").read_text())
+    changed = [f"--{name} was {saved['config'][name]}" for name in SAME_RUN if saved["config"][name] != config[name]]
+    if changed:
+        raise UserError(f"--resume: {folder} is of another run ({', '.join(changed)}): use the same or a new --output")
+    decay = [group["weight_decay"] for group in optimizer.param_groups]
     parameters, moments = get_state_dict(policy, optimizer)
     dcp.load({"policy": parameters, "optimizer": moments}, checkpoint_id=folder)
     set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments)
-    saved = json.loads((folder / "state.json").read_text())
-    scheduler.load_state_dict(saved["scheduler"])
+    rates = list(scheduler.base_lrs)
+    scheduler.load_state_dict(saved["scheduler"] | {"base_lrs": rates})
+    for group, rate, shape, own_decay in zip(optimizer.param_groups, rates, scheduler.lr_lambdas, decay):
+        group |= {"initial_lr": rate, "lr": rate * shape(scheduler.last_epoch), "weight_decay": own_decay}
     return saved
 
 
@@ -75,16 +91,21 @@ def export(policy: Policy, source: str, folder: str) -> None:
     """
     target = pathlib.Path(folder)
     partial = target.with_suffix(".partial")
-    dtype = saved_dtype(source)
-    weights = {name: weight.to("cpu", dtype) for name, weight in full_weights(policy)}
-    if parallel.is_main():
+    model = load_model(source, saved_dtype(source)) if parallel.is_main() else None
+    own = dict(model.named_parameters()) if model is not None else {}
+    for name, weight in full_weights(policy):  # one whole weight at a time
+        if model is not None:
+            own.pop(name).data.copy_(weight)
+    if model is not None:
+        if own:
+            raise RuntimeError(f"the policy has no {sorted(own)[0]} to export")
         shutil.rmtree(partial, ignore_errors=True)
-        model = load_model(source, dtype)
-        model.load_state_dict(weights, strict=False)  # tied weights come under one name
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(source).save_pretrained(partial)
-        if (settings := pathlib.Path(source) / "preprocessor_config.json").is_file():
-            shutil.copy(settings, partial)
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+            settings = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if settings is not None:
+                shutil.copy(settings, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     parallel.wait_for_all()

@@ -132,6 +132,11 @@ class Processor:
         """The multiple that image sides are fitted to: patch times merge, 28 for Qwen2-VL and Qwen2.5-VL."""
         return self.image_processor.patch_size * self.image_processor.merge_size
 
+    @functools.cached_property
+    def control_tokens(self) -> list[str]:
+        """The tokenizer's special tokens: in a question they would end its turn or stand for a picture."""
+        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+
     @property
     def image_token_id(self) -> int:
         return self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -145,25 +150,42 @@ def load_processor(
     Raises UserError when `model` is not there or has no chat template.
     """
     try:
+        config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
+        image_processor = None
+        if hasattr(config, "vision_config"):
+            image_processor = Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
         if pathlib.Path(model).is_dir():
-            raise UserError(f"{model!r} has no usable tokenizer ({str(error).splitlines()[0][:160]})") from None
+            raise UserError(
+                f"{model!r} is not a whole model folder in Hugging Face layout ({str(error).splitlines()[0][:160]})"
+            ) from None
         raise UserError(
             f"no model at {model!r}: give --model a folder in Hugging Face layout, or a hub name with the hub within "
             "reach; `python tiny.py` builds a small one"
         ) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
+    system, text = TASKS[task] if template is None else (None, read_text(template, "--template"))
+    processor = Processor(
+        tokenizer, image_processor, _skeleton(config), system, _template(text, template), min_pixels, max_pixels
+    )
+    if image_processor is not None and max_pixels < processor.factor**2:
+        raise UserError(
+            f"--max_pixels {max_pixels} is less than one token takes ({processor.factor} x {processor.factor})"
+        )
+    return processor
+
+
+def _template(text: str, path: str | None) -> jinja2.Template:
     try:
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(model)
-    except OSError:
-        image_processor = None  # a text-only model
-    system, text = TASKS[task]
-    if template is not None:
-        system, text = None, read_text(template, "--template")
-    skeleton = _skeleton(AutoConfig.from_pretrained(model))
-    return Processor(tokenizer, image_processor, skeleton, system, jinja2.Template(text), min_pixels, max_pixels)
+        template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
+        shown = template.render(content=(mark := "one question"))
+    except jinja2.TemplateError as error:
+        raise UserError(f"--template {path}: {error}") from None
+    if mark not in shown:
+        raise UserError(f"--template {path} leaves the question out: it needs {{{{ content }}}}")
+    return template
 
 
 def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -215,8 +237,9 @@ def decode_image(source: ImageSource) -> Image.Image:
         raise ValueError(f"not a readable image ({str(error)[:80]})") from None
     if image.mode in ("F", "I") or image.mode.startswith("I;"):
         values = np.asarray(image, dtype=np.float64)
-        low, high = values.min(), values.max()
-        image = Image.fromarray(((values - low) * (255 / max(high - low, 1e-12))).round().astype(np.uint8))
+        low, high = np.nanmin(values), np.nanmax(values)
+        scaled = (np.nan_to_num(values, nan=low) - low) * (255 / max(high - low, 1e-12))
+        image = Image.fromarray(scaled.round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -239,12 +262,12 @@ def fitted_size(height: int, width: int, min_pixels: int, max_pixels: int, facto
     if h * w > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-        # A thin picture whose short side was already at the minimum: shorten the long one.
-        h = max(factor, min(h, max_pixels // w // factor * factor))
-        w = max(factor, min(w, max_pixels // h // factor * factor))
     elif h * w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    # Where both limits cannot hold, or a thin picture's short side is at the minimum already, the upper limit does.
+    h = max(factor, min(h, max_pixels // w // factor * factor))
+    w = max(factor, min(w, max_pixels // h // factor * factor))
     return h, w
 
 
@@ -276,6 +299,9 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
 
 
 def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
+    for token in processor.control_tokens:
+        if token in sample.prompt:
+            raise ValueError(f"{token} stands in the question, where it would act as a control token")
     text = processor.template.render(content=sample.prompt)  # the question is data: it is never rendered itself
     content: str | list[dict] = text
     if sample.images:
@@ -311,7 +337,7 @@ def load_samples(
     max_prompt_length: int | None = None,
     skip_bad_rows: bool = False,
 ) -> list[Sample]:
-    """Every usable row of `path`, checked: tags against images, images decoded once, answers, prompt lengths.
+    """Every usable row of `path`, checked: tags, images (decoded and let go again), answers, prompt lengths.
 
     With a `processor`, prompts are counted with their expanded image tokens and those over `max_prompt_length` are bad
     rows. Duplicate rows are named but kept. Raises UserError when a row is bad (unless `skip_bad_rows`) or none is
@@ -359,7 +385,7 @@ def _image_key(source: ImageSource) -> object:
 def _read(path: pathlib.Path, image_dir: str | None) -> Iterator["Sample | tuple[str, str]"]:
     """Rows in file order: a Sample, or (source, problem) for a row without the shape of one."""
     if path.is_dir() and (path / "main.csv").is_file():
-        yield from _read_counting_folder(path)
+        yield from _read_counting_folder(path, pathlib.Path(image_dir) if image_dir is not None else path)
     elif path.suffix in (".jsonl", ".json") and path.is_file():
         yield from _read_json(path, pathlib.Path(image_dir) if image_dir is not None else path.parent)
     elif not path.exists():
@@ -372,12 +398,15 @@ def _read_json(path: pathlib.Path, image_dir: pathlib.Path) -> Iterator["Sample 
     text = read_text(str(path), "--data")
     if path.suffix == ".json":
         try:
-            lines = [json.dumps(row) for row in json.loads(text)]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path} is not a JSON list of rows ({error})") from None
-    else:
-        lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
+            rows = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON ({error})") from None
+        if not isinstance(rows, list):
+            raise UserError(f"{path} is not a JSON list of rows")
+        for number, row in enumerate(rows, 1):
+            yield _easyr1_sample(row, f"{path} row {number}", image_dir)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         source = f"{path} row {number}"
@@ -399,19 +428,23 @@ def _easyr1_sample(row: object, source: str, image_dir: pathlib.Path) -> "Sample
     answer = row.pop("answer", None)
     images = row.pop("images", None) or []
     images = [images] if isinstance(images, str) else images
-    if not all(isinstance(image, str) for image in images):
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         return source, "«images» is not a list of paths"
+    if not isinstance(answer, str | int | float | None):
+        return source, f"«answer» is neither text nor a number: {str(answer)[:40]}"
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in prompt + str(answer)):
+        return source, "a broken character (half of a surrogate pair) in prompt or answer"
     return _tagged(prompt, answer, [image_dir / image for image in images], source, row)
 
 
-def _read_counting_folder(folder: pathlib.Path) -> Iterator["Sample | tuple[str, str]"]:
+def _read_counting_folder(folder: pathlib.Path, image_dir: pathlib.Path) -> Iterator["Sample | tuple[str, str]"]:
     path = folder / "main.csv"
-    reader = csv.DictReader(io.StringIO(read_text(str(path), "--data")))
+    reader = csv.DictReader(io.StringIO(read_text(str(path), "--data")), strict=True)
     missing = {"images_path", "question", "answer"} - set(reader.fieldnames or [])
     if missing:
         found = ", ".join(reader.fieldnames or []) or "none"
         raise UserError(f"{path} has no column {', '.join(sorted(missing))}; its first line names: {found}")
-    for number, row in enumerate(reader, 2):  # row 1 is the header, as a spreadsheet shows it
+    for number, row in enumerate(_csv_rows(reader, path), 2):  # row 1 is the header, as a spreadsheet shows it
         source = f"{path} row {number}"
         if None in row or None in row.values():
             yield source, "more or fewer cells than the first line names"
@@ -420,12 +453,21 @@ def _read_counting_folder(folder: pathlib.Path) -> Iterator["Sample | tuple[str,
         if not name:
             yield source, "images_path is empty"
             continue
-        image = folder / name if (folder / name).exists() else folder / "images" / name
+        image = image_dir / name if (image_dir / name).exists() else image_dir / "images" / name
         yield _tagged(row.pop("question"), row.pop("answer"), [image], source, row)
+
+
+def _csv_rows(reader: csv.DictReader, path: pathlib.Path) -> Iterator[dict]:
+    try:
+        yield from reader
+    except csv.Error as error:  # a stray quote would swallow the rows after it
+        raise UserError(f"{path}, in the row after line {reader.line_num}: a stray quote? ({error})") from None
 
 
 def _tagged(prompt: str, answer: object, images: list, source: str, fields: dict) -> "Sample | tuple[str, str]":
     """A row with images and no tag gets them in front; any other difference between tags and images is a problem."""
+    if "completion" in fields:
+        return source, "a column named «completion», which is what rewards call the model's own text; rename it"
     tags = prompt.count(TAG)
     if images and not tags:
         prompt = TAG * len(images) + prompt

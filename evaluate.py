@@ -7,7 +7,7 @@ Samples n completions of every row and writes `predictions.jsonl` (one row an ob
 
     n               rows scored
     reward          mean reward of the task
-    exact_match     share of completions that are right (reward 1 or more); pass@1 over n completions
+    exact_match     share of completions that are right (`rewards.exact_match`); the same as pass@1
     exact_match_95  95 % interval of it, bootstrap over rows
     format_rate     share of completions in the task's form
     mean_length     tokens of a completion
@@ -28,7 +28,7 @@ from tqdm import tqdm
 import cli
 import parallel
 from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed
-from rewards import FORMATS, is_exact, score
+from rewards import FORMATS, exact_match, score
 from rollout import Engine, make_engine
 
 CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
@@ -74,6 +74,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
             raise ValueError("n and max_tokens must be at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
+            raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
         if self.n > 1 and self.temperature == 0:
             raise ValueError("n above 1 needs a temperature above 0: all completions would be the same")
 
@@ -121,6 +123,7 @@ def evaluate(
                     "prompt": sample.prompt,
                     "answer": sample.answer,
                     "responses": [rollout.text for rollout in rollouts],
+                    "exact": [exact_match(task, rollout.text, sample.answer) for rollout in rollouts],
                     "rewards": [None if math.isnan(rollout.reward) else rollout.reward for rollout in rollouts],
                     "lengths": [len(rollout.ids) for rollout in rollouts],
                     "truncated": [rollout.truncated for rollout in rollouts],
@@ -137,7 +140,7 @@ def summarise(predictions: list[dict], task: str) -> dict[str, float]:
         return float(np.mean(values)) if len(values) else math.nan
 
     every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
-    right = [sum(map(is_exact, row["rewards"])) for row in predictions]
+    right = [sum(row["exact"]) for row in predictions]
     n = len(predictions[0]["responses"])
     shares = [c / n for c in right]
     scores: dict[str, float] = {

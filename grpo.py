@@ -15,13 +15,11 @@ completion, C completion tokens of one micro-batch.
 import math
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import get_scheduler
 
 import cli
 import parallel
@@ -31,7 +29,7 @@ from data import Processor, Sample, encode_prompt, load_processor, load_samples,
 from evaluate import evaluate
 from model import Policy, apply_fsdp, load_policy, make_optimizer, micro_batches, whole
 from packing import Group, PackedBatch
-from report import RunLog, refuse_to_mix_runs, summarise
+from report import RunLog, refuse_to_mix_runs, step_metrics
 from rewards import score
 from rollout import Engine, make_engine
 
@@ -145,20 +143,23 @@ class Config:
 
         need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
         need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
-        need(self.prompts_per_step >= 1, "prompts_per_step must be at least 1")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         need(
             self.prompts_per_step % self.prompts_per_update == 0,
             f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
         )
-        for name in ("max_completion_length", "max_prompt_length", "micro_batch_tokens", "num_iterations", "epochs"):
+        least_one = "max_completion_length max_prompt_length micro_batch_tokens num_iterations epochs report_every"
+        for name in f"{least_one} dynamic_sampling_rounds prompts_per_step".split():
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ("beta", "learning_rate", "warmup", "weight_decay", "importance_cap", "max_steps"):
+        counts = "seed max_steps eval_every save_every prompts_per_update"
+        for name in f"{counts} beta learning_rate warmup weight_decay importance_cap".split():
             need(getattr(self, name) >= 0, f"{name} must not be negative")
+        need(self.max_grad_norm > 0, "max_grad_norm must be above 0")
         need(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
         low, high = CLIP[self.loss_type]
         self.clip_low = low if self.clip_low is None else self.clip_low
         self.clip_high = high if self.clip_high is None else self.clip_high
+        need(0 <= self.clip_low <= 1 and self.clip_high >= 0, "clip_low must be between 0 and 1, clip_high at least 0")
 
     @property
     def updates_per_step(self) -> int:
@@ -233,7 +234,8 @@ def grpo_loss(
     `importance`: a constant weight on the objective of each token. KL: the k3 estimate of DeepSeekMath eq. 4.
     `row_of_token` numbers the completions 0, 1, … for «gspo».
     """
-    log_ratio = logp - old_logp
+    counted = weights > 0  # a blank micro-batch has numbers that mean nothing: none of them may become infinite
+    log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type == "gspo":
         rows = int(row_of_token[-1]) + 1
         counts = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, torch.ones_like(logp))
@@ -252,10 +254,9 @@ def grpo_loss(
     per_token = -objective
     kl = torch.zeros_like(logp)
     if beta:
-        difference = ref_logp - logp
+        difference = torch.where(counted, ref_logp - logp, 0.0)
         kl = difference.exp() - difference - 1
         per_token = per_token + beta * kl
-    counted = weights > 0
     stats = {"tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum(), "kl": (kl * counted).sum().detach()}
     return (weights * per_token).sum(), stats
 
@@ -308,7 +309,7 @@ def train_step(run: Run) -> dict[str, float]:
             updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
     clock.append(time.perf_counter())
     run.log.completions(run.step + 1, groups)
-    return summarise(cfg.task, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    return step_metrics(cfg.task, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
 def sample_round(run: Run) -> tuple[list[Group], list[list[float]]]:
@@ -389,7 +390,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     if not (stats["loss"].isfinite() and grad_norm.isfinite()):
         raise RunStopped(
             f"step {run.step + 1}: loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}; stopped before the update. "
-            f"Checkpoints in {cfg.output} are whole: --resume, with a lower --learning_rate or --dtype float32",
+            f"Checkpoints in {cfg.output}, if any, are whole: --resume with a lower --learning_rate or --dtype float32",
             status=1,
         )
     run.optimizer.step()
@@ -419,7 +420,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         ref_logp=batch.column("ref_logp") if cfg.beta else None,
         importance=importance,
     )
-    difference = (logp.detach() - sampler_logp).abs() * (batch.column("weight") > 0)
+    trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
+    difference = (trainer_logp - sampler_logp).abs() * (batch.column("weight") > 0)
     stats |= {"loss": loss.detach(), "difference": difference.sum(), "difference_max": difference.max()}
     return loss, stats
 
@@ -471,20 +473,20 @@ def set_up(cfg: Config) -> Run:
     resume_from = newest_checkpoint(cfg.output) if cfg.resume else None
     refuse_to_mix_runs(cfg.output, cfg.overwrite, resume_from)
     processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels)
-    load = partial(load_samples, task=cfg.task, processor=processor, max_prompt_length=cfg.max_prompt_length)
-    samples = load(cfg.data, image_dir=cfg.image_dir, skip_bad_rows=cfg.skip_bad_rows)
-    eval_samples = load(cfg.eval_data, skip_bad_rows=cfg.skip_bad_rows) if cfg.eval_data else []
+    limits = (cfg.task, cfg.image_dir, processor, cfg.max_prompt_length, cfg.skip_bad_rows)
+    samples = load_samples(cfg.data, *limits)
+    eval_samples = load_samples(cfg.eval_data, *limits) if cfg.eval_data else []
     dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
     policy = apply_fsdp(load_policy(cfg.model, cfg.train_vision, cfg.activation_checkpointing), device, dtype)
     reference = apply_fsdp(load_policy(cfg.model), device, dtype).requires_grad_(False) if cfg.beta else None
     engine = make_engine(cfg.engine, cfg.model, processor, device, dtype)
-    optimizer = make_optimizer(policy, cfg.learning_rate, cfg.weight_decay)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     updates = total_steps * cfg.updates_per_step
-    warmup = math.ceil(cfg.warmup * updates if cfg.warmup < 1 else cfg.warmup)
-    schedule = "constant_with_warmup" if cfg.lr_schedule == "constant" else cfg.lr_schedule
-    scheduler = get_scheduler(schedule, optimizer, warmup, updates)
-    start = load_checkpoint(resume_from, policy, optimizer, scheduler) if resume_from else {"step": 0, "position": 0}
+    rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, updates)
+    optimizer, scheduler = make_optimizer(policy, *rates)
+    start = {"step": 0, "position": 0}
+    if resume_from:
+        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg))
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     parts = (cfg, processor, samples, eval_samples, policy, reference, engine, optimizer, scheduler, log, total_steps)
     return Run(*parts, start["step"], start["position"])

@@ -1,8 +1,11 @@
 """Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
 
+import functools
+import math
 from collections.abc import Iterator
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,7 +51,9 @@ class Policy(nn.Module):
         device = next(self.parameters()).device
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         pixels = torch.zeros(merge * merge, values, device=device)
-        return self.model.model.visual(pixels, grid_thw=torch.tensor([[1, merge, merge]], device=device))[1].sum()
+        out = self.model.model.visual(pixels, grid_thw=torch.tensor([[1, merge, merge]], device=device))
+        deepstack = getattr(out, "deepstack_features", None) or []  # Qwen3-VL: these have parameters of their own
+        return out.pooler_output.sum() + sum(feature.sum() for feature in deepstack)
 
 
 def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -58,7 +63,7 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
         multimodal = type(config) in AutoModelForImageTextToText._model_mapping
         loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
         return loader.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
             "Hugging Face layout or a hub name within reach"
@@ -105,13 +110,28 @@ def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype)
     return policy
 
 
-def make_optimizer(policy: Policy, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over what is trained; matrices decay, norms and biases do not."""
+def make_optimizer(
+    policy: Policy, learning_rate: float, weight_decay: float, schedule: str, warmup: float, updates: int
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW over what is trained (matrices decay, norms and biases do not) and its learning-rate schedule.
+
+    `warmup` is in updates, below 1 a share of all `updates`; no update is spent at rate zero.
+    """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay}
-    return torch.optim.AdamW(
-        [decayed, {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}], lr=learning_rate
-    )
+    others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decayed, others], lr=learning_rate)
+    shape = functools.partial(lr_factor, updates=updates, warmup=warmup, schedule=schedule)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+
+
+def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
+    """The learning rate of update 0, 1, … as a share of its peak: a linear rise, then constant, linear or cosine."""
+    rise = warmup * updates if warmup < 1 else warmup
+    if update < rise:
+        return (update + 1) / (rise + 1)
+    done = min((update - rise) / max(updates - rise, 1), 1.0)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:

@@ -12,6 +12,7 @@ import html
 import io
 import json
 import math
+import os
 import pathlib
 import shlex
 import shutil
@@ -28,7 +29,6 @@ import parallel
 from cli import UserError, run
 from data import TAG
 from packing import Group
-from rewards import is_exact
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,7 +53,7 @@ class Config:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def summarise(
+def step_metrics(
     task: str, groups: list[Group], drawn: torch.Tensor, updates: list[dict[str, torch.Tensor]], clock: list[float]
 ) -> dict[str, float]:
     """A step's metrics from all processes; the README's glossary says what each one means.
@@ -109,6 +109,9 @@ class RunLog:
         if not parallel.is_main():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not first_step:  # only now, when everything is checked and loaded, is an older run replaced
+            for path in [*self.folder.glob("checkpoint-*"), self.folder / "final"]:
+                shutil.rmtree(path, ignore_errors=True)
         about = {"command": shlex.join(sys.argv), "git_commit": git_commit(), "world_size": parallel.world_size()}
         (self.folder / "config.json").write_text(json.dumps(config | about, indent=1) + "\n")
         for name in ("metrics.jsonl", "completions.jsonl"):  # a resumed run writes the steps after its checkpoint again
@@ -120,7 +123,7 @@ class RunLog:
         if not parallel.is_main() or not metrics:
             return
         with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
         if step % self.every == 0 and step:
             self.refresh()
 
@@ -137,7 +140,12 @@ class RunLog:
                     "answer": group.sample.answer,
                     "images": [thumbnail(image) for image in group.prompt.images],
                     "completions": [
-                        {"text": r.text, "reward": r.reward, "advantage": r.advantage, "truncated": r.truncated}
+                        {
+                            "text": r.text,
+                            "reward": _finite(r.reward),
+                            "advantage": r.advantage,
+                            "truncated": r.truncated,
+                        }
                         for r in group.rollouts
                     ],
                 }
@@ -150,19 +158,19 @@ class RunLog:
             write_page(self.folder)
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
 def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
-    """Raise UserError when `folder` holds a run that this one would write into, unless it replaces or resumes it."""
-    if not (pathlib.Path(folder) / "metrics.jsonl").is_file() or resumed:
-        return
-    if not overwrite:
-        raise UserError(
-            f"{folder!r} holds a run: --resume goes on with it, --overwrite replaces it; or name an --output"
-        )
-    parallel.wait_for_all()
-    if parallel.is_main():
-        for path in [*pathlib.Path(folder).glob("checkpoint-*"), pathlib.Path(folder) / "final"]:
-            shutil.rmtree(path, ignore_errors=True)
-    parallel.wait_for_all()
+    """Raise UserError when `folder` cannot be written to, or holds a run that this one neither replaces nor resumes."""
+    path = pathlib.Path(folder)
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"cannot write into {str(existing)!r}: choose another --output")
+    holds_a_run = any(path.glob("checkpoint-*")) or (path / "metrics.jsonl").exists() or (path / "final").exists()
+    if holds_a_run and not (overwrite or resumed):
+        raise UserError(f"{folder!r} holds a run: --resume goes on with it, --overwrite replaces it")
 
 
 def git_commit() -> str | None:
@@ -243,7 +251,7 @@ article { display: flex; flex-wrap: wrap; gap: 1.2em; border-top: 1px solid #ddd
 figure { margin: 0; flex: 0 0 15em; } figure img { width: 100%; image-rendering: pixelated; border: 1px solid #ccc; }
 figcaption b { display: block; margin-top: .4em; } section { flex: 1 1 30em; min-width: 0; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .25em .6em; vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number, td.number { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: .9em; }
 tr.right { background: #e5f4e3; } tr.wrong { background: #fbeaea; } tr.near { background: #fdf6e0; }
 """
@@ -270,9 +278,9 @@ def _article(row: dict) -> str:
     lines = []
     for completion in row["completions"]:
         reward = completion["reward"]
-        kind = "right" if is_exact(reward) else "near" if reward > 0 else "wrong"
+        kind = "" if reward is None else "right" if reward >= 1 else "near" if reward > 0 else "wrong"
         text = html.escape(completion["text"]) + (" <i>… cut off</i>" if completion["truncated"] else "")
-        shown = "no verdict" if math.isnan(reward) else f"{reward:.2f}"
+        shown = "no verdict" if reward is None else f"{reward:.2f}"
         lines.append(
             f"<tr class='{kind}'><td class='number'>{shown}</td>"
             f"<td class='number'>{completion['advantage']:+.2f}</td><td class='text'>{text}</td></tr>"
@@ -280,7 +288,8 @@ def _article(row: dict) -> str:
     return (
         f"<article><figure>{pictures}<figcaption><b>{html.escape(row['question'])}</b>right answer: "
         f"{html.escape(row['answer'])}<br>step {row['step']}</figcaption></figure><section><table>"
-        f"<tr><th>reward</th><th>advantage</th><th>completion</th></tr>{''.join(lines)}</table></section></article>"
+        "<tr><th class='number'>reward</th><th class='number'>advantage</th><th>completion</th></tr>"
+        f"{''.join(lines)}</table></section></article>"
     )
 
 

@@ -2,7 +2,7 @@
 
 A reward is a plain function of text; the completion has no end-of-sequence token left in it. `None` means «no verdict»
 and leaves the completion out of its group. Each docstring names the range, an example and an exploit that the function
-closes. `REWARDS` is the reward of each task, `is_exact` what counts as an exact match in evaluation.
+closes. `REWARDS` is the reward of each task, `exact_match` what evaluation counts as right.
 """
 
 import math
@@ -46,17 +46,19 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 # Any number: a thousands group («1,234») or digits, with the decimals and letters that would make it no whole number.
-_NUMBER = re.compile(r"(?<![A-Za-z_.\d])(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
+# A point before it makes it a decimal (« .5», «1.2.3») unless it ends something («count...12», «No.5»).
+_NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 _ANSWER_BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def first_count(text: str) -> int | None:
     """The first whole number of the `<answer>` block when there is one, else of the text; None without a number.
 
-    «1,234» is one number; «3.7» and «x3» are none; CJK neighbours and full-width digits are fine.
+    «1,234» is one number; «3.7», «x3» and «3D» are none; CJK neighbours and full-width digits are fine.
     """
     block = _ANSWER_BLOCK.search(text)
-    text = unicodedata.normalize("NFKC", block[1] if block else text)
+    text = block[1] if block else text
+    text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
     whole = (m[1] for m in _NUMBER.finditer(text) if not m[2])
     number = next(whole, None)
     return int(number.replace(",", "")[:18]) if number else None
@@ -80,7 +82,7 @@ def count_reward(completion: str, answer: str | int, **_: object) -> float:
 
 def count_format(completion: str, **_: object) -> float:
     """1 for «A photo of [NUMBER] [OBJECT_TYPE]», 0 otherwise. Reported in evaluation; not part of the reward."""
-    return float(re.fullmatch(r"\s*A photo of \d+ \S[^\n]*", completion) is not None)
+    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
 
 
 # --- visual question answering ----------------------------------------------------------------------------------------
@@ -94,7 +96,8 @@ def words(text: str) -> list[str]:
     text = unicodedata.normalize("NFKC", text).lower()
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
     text = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", text)
-    return re.sub(r"[^\w.]|_", " ", text).split()
+    kept = (c if c.isalnum() or c == "." or unicodedata.category(c)[0] == "M" else " " for c in text)
+    return "".join(kept).split()
 
 
 def vqa_reward(completion: str, answer: str, **_: object) -> float:
@@ -125,9 +128,13 @@ REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward}
 FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward}
 
 
-def is_exact(reward: float | None) -> bool:
-    """Whether a reward of a task in `REWARDS` means that the answer was right, not only near."""
-    return reward is not None and reward >= 1.0
+def exact_match(task: str, completion: str, answer: str) -> bool:
+    """Whether the answer is right, not only near: full reward, and for VQA the gold's words in the gold's order."""
+    right = REWARDS[task](completion, answer) == 1.0
+    gold = words(str(answer))
+    if not right or task != "vqa" or gold in (["yes"], ["no"]):
+        return right
+    return words(split_think_answer(completion)[1]) == gold
 
 
 def gold_problem(task: str, answer: str) -> str | None:

@@ -18,8 +18,8 @@ set_up() {  # .venv with the pinned requirements, once for each version of them
   local python=${PYTHON:-python3} stamp
   stamp=$(cksum < requirements.txt)
   [ "$(cat .venv/installed 2>/dev/null)" = "$stamp" ] && return
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "error: $python is older than Python 3.11; name a newer one: PYTHON=python3.12 ./run.sh" >&2; exit 2; }
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    { echo "error: '$python' is missing or older than Python 3.11; name another: PYTHON=python3.12 ./run.sh" >&2; exit 2; }
   say "Setting up .venv (once, a minute or two)"
   "$python" -m venv .venv ||
     { echo "error: $python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }

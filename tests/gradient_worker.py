@@ -15,8 +15,9 @@ from models import fixed_groups
 
 import parallel
 from data import load_processor
-from grpo import Config, group_advantages, update
+from grpo import Config, group_advantages, update, with_gradient
 from model import apply_fsdp, load_policy, whole
+from packing import pack_groups
 
 VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one)
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
@@ -60,7 +61,8 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         cfg=cfg, policy=policy, optimizer=optimizer, scheduler=SimpleNamespace(step=lambda: None), step=0
     )
     stats = update(run, parallel.my_share(groups))
-    return optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
+    batches = len(pack_groups(with_gradient(run, groups), cfg.micro_batch_tokens))
+    return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 
 def main(model: str, out: str) -> None:

@@ -170,6 +170,18 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
         assert math.copysign(1, logp.grad.item()) * (logp.grad.item() != 0) == sign
 
 
+def test_tokens_without_weight_never_make_the_loss_infinite():
+    """A blank micro-batch has a reference log-probability of 0 where the policy may say −120."""
+    logp = torch.tensor([-120.0, -1.0], requires_grad=True)
+    zero = torch.zeros(2)
+    weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])
+    loss, stats = grpo_loss(logp, zero, zero, weights, row, beta=0.1, ref_logp=torch.tensor([0.0, -1.0]))
+    loss.backward()
+    assert loss.isfinite()
+    assert stats["kl"] == 0
+    assert logp.grad.isfinite().all()
+
+
 def test_importance_weight_scales_the_objective_alone():
     logp = torch.tensor([-1.0, -1.0], requires_grad=True)
     row = torch.tensor([0, 1])
@@ -186,6 +198,12 @@ def test_importance_weight_scales_the_objective_alone():
         (dict(temperature=0.0), "temperature must be above 0"),
         (dict(prompts_per_step=6, prompts_per_update=4), "must divide"),
         (dict(beta=-1.0), "beta must not be negative"),
+        (dict(report_every=0), "report_every must be at least 1"),
+        (dict(dynamic_sampling_rounds=0), "dynamic_sampling_rounds must be at least 1"),
+        (dict(prompts_per_update=-4), "prompts_per_update must not be negative"),
+        (dict(seed=-1), "seed must not be negative"),
+        (dict(max_grad_norm=0.0), "max_grad_norm must be above 0"),
+        (dict(clip_low=-1.0), "clip_low must be between"),
         (dict(micro_batch_tokens=0), "micro_batch_tokens must be at least 1"),
         (dict(min_pixels=10, max_pixels=5), "min_pixels"),
     ],

@@ -36,6 +36,7 @@ def test_a_very_thin_picture_stays_within_max_pixels():
     h, w = fitted_size(28, 5600, 0, 56 * 56)
     assert h == 28
     assert h * w <= 56 * 56
+    assert fitted_size(10, 30, 3136, 3136) == (28, 112)  # both limits cannot hold: the upper one does
     with pytest.raises(ValueError, match="200 times"):
         fitted_size(1, 201, 0, 10**6)
 
@@ -100,7 +101,7 @@ def test_the_question_is_data_and_never_rendered(tiny_model, tmp_path):
 
 def test_a_special_token_in_the_question_is_an_error_that_names_the_row(tiny_model, tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "look <|image_pad|>", "answer": "x"}))
-    with pytest.raises(UserError, match=r"row 1: .*0 images but 1 image placeholders"):
+    with pytest.raises(UserError, match=r"row 1: <\|image_pad\|> stands in the question"):
         load_samples(str(tmp_path / "d.jsonl"), "vqa", processor=load_processor(tiny_model, "vqa"))
 
 
@@ -156,6 +157,10 @@ BAD_ROWS = {
     "a missing image": ({**good(), "images": ["images/none.png"]}, r"no image at .*none\.png"),
     "no prompt": ({"answer": "x"}, r"no text under «prompt» or «problem»"),
     "images that are no paths": ({**good(), "images": [1]}, r"«images» is not a list of paths"),
+    "images that are a number": ({**good(), "images": 3}, r"«images» is not a list of paths"),
+    "an answer that is a list": ({**good(), "answer": ["yes"]}, r"«answer» is neither text nor a number"),
+    "half a surrogate pair": ({**good(), "prompt": "<image>q\ud800"}, r"a broken character"),
+    "a reserved column": (good(completion="x"), r"a column named «completion»"),
     "an empty answer": ({**good(), "answer": " "}, r"the answer is empty"),
     "no answer": ({"prompt": "<image>?", "images": ["images/0.png"]}, r"the answer is empty"),
     "an answer without a word": ({**good(), "answer": "?!"}, r".* has no word to compare"),
@@ -216,32 +221,14 @@ def test_counting_folder(folder):
     assert samples[0].source.endswith("main.csv row 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "images_path,question\nimages/0.png,?\n",
-            r"has no column answer; its first line names: images_path, question",
-        ),
-        (
-            "images_path,question,answer\nimages/0.png,?,three cats\n",
-            r"row 2: the answer 'three cats' has no whole number",
-        ),
-        ("images_path,question,answer\n,?,3\n", r"row 2: images_path is empty"),
-        ("images_path,question,answer\nimages/9.png,?,3\n", r"row 2: no image at"),
-        ("images_path,question,answer\nimages/0.png,?\n", r"row 2: more or fewer cells"),
-    ],
-)
-def test_counting_folder_problems(folder, text, message):
-    (folder / "main.csv").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        load_samples(str(folder), "count")
+BAD_TEMPLATES = [("{{ content", "unexpected end"), ("{{ other }}", "is undefined"), ("Q:", "leaves the question out")]
 
 
-def test_a_counting_folder_without_a_column(folder):
-    (folder / "main.csv").write_text("images_path,question\nimages/0.png,?\n")
-    with pytest.raises(UserError, match="has no column answer; its first line names: images_path, question"):
-        load_samples(str(folder), "count")
+@pytest.mark.parametrize(("text", "message"), BAD_TEMPLATES)
+def test_bad_templates(tiny_model, tmp_path, text, message):
+    (tmp_path / "t.jinja").write_text(text)
+    with pytest.raises(UserError, match=rf"--template .*t\.jinja.*{message}"):
+        load_processor(tiny_model, "vqa", template=str(tmp_path / "t.jinja"))
 
 
 def test_missing_data(tmp_path):

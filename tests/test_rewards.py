@@ -52,7 +52,11 @@ def think(answer: str) -> str:
         ("有12隻", 12),
         ("<answer>none</answer> 4", None),  # the answer block decides, even without a number
         ("<answer>4", 4),  # never closed: no block
-        ("²", 2),  # NFKC
+        ("10²", 10),
+        ("count...12", 12),
+        ("see No.5", 5),
+        ("is .5 or 6", 6),
+        ("١٢", 12),
         ("", None),
         ("-3", 3),
         ("0", 0),
@@ -82,6 +86,7 @@ def test_count_reward_by_distance():
         ("?!", []),
         ("1.2.3", ["1.2.3"]),
         ("肺炎", ["肺炎"]),
+        ("हिन्दी", ["हिन्दी"]),
     ],
 )
 def test_words(text, want):
@@ -110,6 +115,16 @@ def test_gold_problems_are_named():
     assert rewards.gold_problem("count", "7個") is None
 
 
+def test_exact_match_is_stricter_than_a_full_reward():
+    assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words
+    assert not rewards.exact_match("vqa", think("right to left"), "left to right")
+    assert rewards.exact_match("vqa", think("Left to right."), "left to right")
+    assert rewards.exact_match("vqa", think("yes, clearly"), "yes")
+    assert rewards.exact_match("count", "A photo of 3 cats", "3")
+    assert not rewards.exact_match("count", "A photo of 4 cats", "3")
+
+
 def test_count_format():
+    assert rewards.count_format("A photo of 1,234 grapes") == 1
     assert rewards.count_format("A photo of 3 red circles") == 1
     assert rewards.count_format("3") == 0

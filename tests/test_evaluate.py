@@ -1,0 +1,58 @@
+"""Scores against hand-worked numbers."""
+
+import json
+import pathlib
+
+import pytest
+
+from evaluate import Config, bootstrap_interval, pass_at_k, summarise
+
+VECTORS = pathlib.Path(__file__).parent / "vectors"
+
+
+@pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "pass_at_k.jsonl").read_text().splitlines()])
+def test_pass_at_k_vectors(case):
+    assert pass_at_k(case["n"], case["c"], case["k"]) == pytest.approx(case["want"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_refuses_the_impossible(n, c, k):
+    with pytest.raises(ValueError, match="pass_at_k needs"):
+        pass_at_k(n, c, k)
+
+
+def row(responses: list[str], exact: list[bool], rewards: list[float | None]) -> dict:
+    lengths = [len(r) for r in responses]
+    return dict(
+        responses=responses, exact=exact, rewards=rewards, lengths=lengths, truncated=[False, True, False, False]
+    )
+
+
+def test_scores_by_hand():
+    rows = [
+        row(["A photo of 3 cats"] * 4, [True] * 4, [1.0] * 4),
+        row(["A photo of 3 cats", "3", "?", ""], [True, False, False, False], [1.0, 0.85, None, 0.0]),
+    ]
+    scores = summarise(rows, "count")
+    assert scores["n"] == 2
+    assert scores["completions_per_row"] == 4
+    assert scores["exact_match"] == scores["pass@1"] == pytest.approx((1 + 1 / 4) / 2)
+    assert scores["pass@4"] == 1.0
+    assert scores["reward"] == pytest.approx((4 + 1.85) / 7)  # no verdict: in no mean
+    assert scores["format_rate"] == pytest.approx(5 / 8)
+    assert scores["truncated"] == pytest.approx(2 / 8)
+    assert scores["mean_length"] == pytest.approx((5 * 17 + 1 + 1 + 0) / 8)
+
+
+def test_bootstrap_interval():
+    assert bootstrap_interval([1.0] * 50) == (1.0, 1.0)
+    low, high = bootstrap_interval([0.0, 1.0] * 200)
+    # the standard error of the mean is 0.5 / sqrt(400) = 0.025, the interval about 1.96 of them each way
+    assert low == pytest.approx(0.5 - 0.049, abs=0.01)
+    assert high == pytest.approx(0.5 + 0.049, abs=0.01)
+
+
+@pytest.mark.parametrize("bad", [dict(n=0), dict(n=4), dict(temperature=-1.0), dict(top_p=0.0), dict(limit=-1)])
+def test_config_refuses_what_cannot_work(bad):
+    with pytest.raises(ValueError, match=r"must|needs"):
+        Config(model="m", data="d", **bad)
