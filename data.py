@@ -172,7 +172,7 @@ def load_processor(
     )
     if image_processor is not None and max_pixels < processor.factor**2:
         raise UserError(
-            f"--max_pixels {max_pixels} is less than one token takes ({processor.factor} x {processor.factor})"
+            f"--max_pixels {max_pixels} is less than one token takes: {processor.factor} x {processor.factor}"
         )
     return processor
 
