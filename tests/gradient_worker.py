@@ -1,6 +1,6 @@
 """Run by test_distributed.py, alone or under torchrun: gradients of one update for several cuts of the same batch.
 
-torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt [VARIANT]
 """
 
 import pathlib
@@ -65,11 +65,13 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 
-def main(model: str, out: str) -> None:
+def main(model: str, out: str, only: str = "") -> None:
     parallel.start()
+    torch.set_num_threads(1)  # as torchrun gives each of several processes: threads sum in another order, 1e-6 apart
     processor = load_processor(model, "count")
     results = {}
-    for name, (flags, order) in VARIANTS.items():
+    for name in [only] if only else VARIANTS:
+        flags, order = VARIANTS[name]
         results[name] = gradients(model, processor, flags, order, "without images" in name)
     if parallel.is_main():
         torch.save(results, out)

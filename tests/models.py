@@ -59,7 +59,7 @@ def qwen2_5_vl():
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **TOKENS))
 
 
-def qwen3_vl():
+def qwen3_vl(vocab_size: int = TEXT["vocab_size"], tokens: dict[str, int] = TOKENS):
     vision = dict(
         depth=3,
         hidden_size=64,
@@ -70,8 +70,9 @@ def qwen3_vl():
         deepstack_visual_indexes=[0, 1],
         num_position_embeddings=64,
     )
-    text = dict(**TEXT, head_dim=16, rope_parameters=mrope([4, 2, 2], mrope_interleaved=True))
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **TOKENS))
+    text = dict(TEXT | {"vocab_size": vocab_size}, head_dim=16)
+    text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **tokens))
 
 
 def aria():

@@ -58,6 +58,18 @@ def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
     assert difference(results[1]["one micro-batch"], results[processes][variant]) < 1e-6
 
 
+def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl, tmp_path):
+    """Its vision tower feeds several decoder layers: each of those paths has parameters for a blank image to reach."""
+    variant = "trained vision tower, a process without images"
+    found = {}
+    for processes in (1, 2):
+        done = run_script(WORKER, tiny_qwen3_vl, tmp_path / "g.pt", variant, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[processes] = torch.load(tmp_path / "g.pt")[variant]
+    assert any("deepstack" in name for name in found[1])
+    assert difference(found[1], found[2]) < 1e-6
+
+
 def test_the_cuts_are_cuts(results):
     counts = {name: results[1][name]["batches"] for name in VARIANTS}
     assert counts["one micro-batch"] == 1
