@@ -169,21 +169,21 @@ class Config:
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
 
-def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
+def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
     """Advantages (P, G) of `rewards` (P, G), relative to each row's mean (DeepSeekMath, section 4.1.2).
 
     NaN marks a completion left out: it counts in no mean and its advantage is 0. `scale` divides by the row's standard
-    deviation («group»), by that of all rewards («batch») or not at all («none», Dr. GRPO, arXiv:2503.20783); deviations
+    deviation («group», True), by that of all rewards («batch») or not («none», False, Dr. GRPO, arXiv:2503.20783); they
     are those of a sample (n − 1), as in TRL and veRL. A row whose rewards are all equal gives exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     here = ~rewards.isnan()
     top = rewards.nan_to_num(nan=-math.inf).amax(1)
     varied = (here.sum(1) > 1) & (top > rewards.nan_to_num(nan=math.inf).amin(1))
-    if scale == "none":
+    if scale in ("none", False):
         deviation = torch.ones(len(rewards), 1, dtype=rewards.dtype)
     else:
-        spread = centred if scale == "group" else (rewards - rewards.nanmean()).reshape(1, -1)
+        spread = centred if scale != "batch" else (rewards - rewards.nanmean()).reshape(1, -1)
         counts = (~spread.isnan()).sum(1, keepdim=True)
         deviation = (spread.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
     return torch.where(here & varied[:, None], centred / deviation, 0.0)

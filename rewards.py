@@ -122,6 +122,57 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     return f1 if f1 >= 0.5 else 0.0
 
 
+# --- parts of the math reward and of multiple choice ------------------------------------------------------------------
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """What an overlong completion costs (DAPO, arXiv:2503.14476, eq. 13); range −1 to 0.
+
+    0 up to max_length − buffer tokens, then falling linearly to −1 at max_length. Example: 90 tokens of at most 100
+    with a buffer of 20 cost 0.5. Closes: reasoning that goes on until it is cut off.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"the overlong buffer ({buffer}) must be above 0 and at most the length limit ({max_length})")
+    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
+
+
+def parse_verdict(reply: str) -> bool | None:
+    """A verifier's reply as True (correct), False (incorrect) or None (no verdict).
+
+    Thinking, brackets, bold, a «Judgement:» label and punctuation are stripped; what is left must be exactly the one
+    word «correct» or «incorrect», in any case. Closes: «Incorrect. Not Correct», which holds both.
+    """
+    text = re.sub(r"<think>.*?</think>", " ", reply, flags=re.DOTALL)
+    text = re.sub(r"^[\s\W_]*(?:final\s+)?judge?ment[\s\W_]*:", " ", text, flags=re.IGNORECASE)
+    return {"correct": True, "incorrect": False}.get(re.sub(r"^[\W_]+|[\W_]+$", "", text).lower())
+
+
+_LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the last counts
+    re.compile(r"\\boxed\{\s*(?:\\text\{|\\mathrm\{)?\s*\(?([A-Za-z])\)?\s*\}"),
+    # a small letter only before punctuation or the end: «the answer is a dog» chooses nothing
+    re.compile(r"(?i:\banswer\b)\s*(?:(?i:is)|:)*\s*[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"),
+)
+
+
+def extract_choice(completion: str) -> str | None:
+    """The letter «A» to «Z» that a completion chooses, or None.
+
+    In this order: the last `<answer>` block (and what follows within it); a boxed letter; the last «answer (is) X»; a
+    lone letter, in either case; a leading «X.», «X)», «X:» or «(X)»; the last «(X)».
+    """
+    blocks = _ANSWER_BLOCK.findall(completion)
+    text = blocks[-1] if blocks else re.sub(r"<think>.*?</think>", " ", completion, flags=re.DOTALL)
+    for pattern in _LAST_CHOICE:
+        if found := pattern.findall(text):
+            return found[-1].upper()
+    if match := re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text):
+        return match[1].upper()
+    if match := re.match(r"[\s*_]*(?:\(([A-Z])\)|([A-Z])[*_]*[.):])", text):
+        return match[1] or match[2]
+    found = re.findall(r"\(([A-Z])\)", text)
+    return found[-1] if found else None
+
+
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
 REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward}

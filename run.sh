@@ -23,7 +23,9 @@ set_up() {  # .venv with the pinned requirements, once for each version of them
   say "Setting up .venv (once, a minute or two)"
   "$python" -m venv .venv ||
     { echo "error: $python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }
-  .venv/bin/pip install --disable-pip-version-check --progress-bar off --quiet --requirement requirements.txt
+  local quiet=--quiet
+  [ -t 1 ] && quiet=  # pip's own progress bars, where somebody is watching
+  .venv/bin/pip install --disable-pip-version-check $quiet --requirement requirements.txt
   echo "$stamp" > .venv/installed
 }
 

@@ -43,6 +43,8 @@ def test_left_out_completions_count_for_nothing():
 def test_scales():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     torch.testing.assert_close(group_advantages(rewards, "none"), torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
+    assert torch.equal(group_advantages(rewards, False), group_advantages(rewards, "none"))
+    assert torch.equal(group_advantages(rewards, True), group_advantages(rewards))
     # batch: mean 0.25, deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; centred by the group's own mean
     torch.testing.assert_close(group_advantages(rewards, "batch"), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
 

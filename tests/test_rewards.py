@@ -128,3 +128,64 @@ def test_count_format():
     assert rewards.count_format("A photo of 1,234 grapes") == 1
     assert rewards.count_format("A photo of 3 red circles") == 1
     assert rewards.count_format("3") == 0
+
+
+@pytest.mark.parametrize("case", cases("overlong"), ids=lambda c: str(c["length"]))
+def test_overlong_vectors(case):
+    got = rewards.overlong_penalty(case["length"], case["max_length"], case["buffer"])
+    assert got == pytest.approx(case["want"], abs=5e-7)
+
+
+@pytest.mark.parametrize("case", cases("verdict"), ids=lambda c: c["reply"])
+def test_verdict_vectors(case):
+    assert rewards.parse_verdict(case["reply"]) is case["want"]
+
+
+@pytest.mark.parametrize("case", [c for c in cases("math") if c["verifier_called"]], ids=lambda c: c["note"])
+def test_verdicts_of_the_math_vectors(case):
+    if case["verifier_reply"] != "<exception>":
+        want = {1.0: True, -1.0: False, None: None}[case["want"]]
+        assert rewards.parse_verdict(case["verifier_reply"]) is want
+
+
+@pytest.mark.parametrize(
+    ("reply", "want"),
+    [
+        ("<think>Correct? no.</think> Incorrect", False),
+        ("**Judgement:** Correct", True),
+        ("[Judgment: incorrect.]", False),
+        ("correct incorrect", None),
+        ("Correct, because 3 = 3", None),
+        ("not correct", None),
+        ("incorrectly", None),
+        ("\n\n", None),
+    ],
+)
+def test_verdicts_beyond_the_vectors(reply, want):
+    assert rewards.parse_verdict(reply) is want
+
+
+@pytest.mark.parametrize("case", cases("choice"), ids=lambda c: c["completion"])
+def test_choice_vectors(case):
+    assert rewards.extract_choice(case["completion"]) == case["want"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "want"),
+    [
+        ("The answer is A. No wait, the answer is C.", "C"),
+        ("<answer>A</answer> hm <answer>(d)</answer>", "D"),
+        ("\\boxed{\\text{B}} so the answer is C", "B"),
+        ("b", "B"),
+        ("C) because of the shadow", "C"),
+        ("(A) is too dark, so it must be (D)", "A"),
+        ("it could be (B) or rather (C)", "C"),
+        ("<think>the answer is A</think>\nB", "B"),
+        ("A dog and a cat", None),
+        ("I think so", None),
+        ("", None),
+        ("the answer is a dog", None),
+    ],
+)
+def test_choices_beyond_the_vectors(completion, want):
+    assert rewards.extract_choice(completion) == want
