@@ -173,8 +173,8 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
     """Advantages (P, G) of `rewards` (P, G), relative to each row's mean (DeepSeekMath, section 4.1.2).
 
     NaN marks a completion left out: it counts in no mean and its advantage is 0. `scale` divides by the row's standard
-    deviation («group», True), by that of all rewards («batch») or not («none», False, Dr. GRPO, arXiv:2503.20783); they
-    are those of a sample (n − 1), as in TRL and veRL. A row whose rewards are all equal gives exactly 0.
+    deviation («group», True), by that of all rewards («batch») or not («none», False, Dr. GRPO, arXiv:2503.20783);
+    deviations divide by n − 1, as in TRL and veRL. A row whose rewards are all equal gives exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     here = ~rewards.isnan()
