@@ -7,7 +7,7 @@ every image expanded to its tokens.
 Formats (told from the file):
 
     data.jsonl, data.json   EasyR1: {"prompt" or "problem": text with <image> tags, "answer": …, "images": [path, …]}
-    folder/                 counting: main.csv with images_path, question, answer, beside images/
+    folder/, data.zip       counting: main.csv with images_path, question, answer, beside images/
 
 Every row is checked before a model is loaded. A row that cannot be used is counted and named and stops the run;
 `skip_bad_rows` goes on without such rows, still naming them.
@@ -19,7 +19,10 @@ import io
 import json
 import math
 import pathlib
+import stat
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -45,8 +48,11 @@ import parallel
 import rewards
 from cli import UserError
 
-ImageSource = str | pathlib.Path | bytes | dict | Image.Image
+Folder = pathlib.Path | zipfile.Path
+ImageSource = str | Folder | bytes | dict | Image.Image
 
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, zipfile.BadZipFile, zlib.error)
+MOST_UNPACKED = 8 * 2**30  # bytes a ZIP may unpack to
 TAG = "<image>"  # where an image goes in a prompt; the tokenizer's own placeholder never appears in data
 COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
 THINK_ANSWER = (
@@ -208,12 +214,12 @@ def prompt_positions(model: PreTrainedModel, ids: Tensor, vision: dict[str, Tens
     return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=is_image[None])[0][:, 0]
 
 
-def read_text(path: str, flag: str) -> str:
+def read_text(path: str | Folder, flag: str) -> str:
     """The UTF-8 text of a file that the user named; raises UserError naming `flag` when it cannot be read."""
     try:
-        return pathlib.Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path!r} ({error}): check {flag}") from None
+        return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+        raise UserError(f"cannot read {str(path)!r} ({error}): check {flag}") from None
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -226,14 +232,16 @@ def decode_image(source: ImageSource) -> Image.Image:
     to their brightest value, since clipping them to 8 bit would leave a white sheet.
     """
     if isinstance(source, dict):
-        source = source["bytes"] if source.get("bytes") is not None else source["path"]
+        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+    if source is None:
+        raise ValueError("it has neither bytes nor a path")
     try:
         image = source if isinstance(source, Image.Image) else Image.open(_as_file(source))
         image = ImageOps.exif_transpose(image)
         image.load()
     except FileNotFoundError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"not a readable image ({str(error)[:80]})") from None
     if image.mode in ("F", "I") or image.mode.startswith("I;"):
         values = np.asarray(image, dtype=np.float64)
@@ -246,7 +254,9 @@ def decode_image(source: ImageSource) -> Image.Image:
     return image.convert("RGB")
 
 
-def _as_file(source: str | pathlib.Path | bytes) -> str | pathlib.Path | io.BytesIO:
+def _as_file(source: str | Folder | bytes) -> str | pathlib.Path | io.BytesIO:
+    if isinstance(source, zipfile.Path):
+        source = source.read_bytes()
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
@@ -379,23 +389,26 @@ def _source(row: "Sample | tuple[str, str]") -> str:
 
 
 def _image_key(source: ImageSource) -> object:
-    return str(source) if isinstance(source, str | pathlib.Path) else id(source)
+    return str(source) if isinstance(source, str | Folder) else id(source)
 
 
 def _read(path: pathlib.Path, image_dir: str | None) -> Iterator["Sample | tuple[str, str]"]:
     """Rows in file order: a Sample, or (source, problem) for a row without the shape of one."""
     if path.is_dir() and (path / "main.csv").is_file():
         yield from _read_counting_folder(path, pathlib.Path(image_dir) if image_dir is not None else path)
+    elif path.suffix.lower() == ".zip" and path.is_file():
+        folder = open_zip(path)
+        yield from _read_counting_folder(folder, folder)
     elif path.suffix in (".jsonl", ".json") and path.is_file():
         yield from _read_json(path, pathlib.Path(image_dir) if image_dir is not None else path.parent)
     elif not path.exists():
-        raise UserError(f"no data at {str(path)!r}: give --data a .jsonl or .json file, or a folder with main.csv")
+        raise UserError(f"no data at {str(path)!r}: give a .jsonl or .json file, or a folder or .zip with main.csv")
     else:
-        raise UserError(f"{str(path)!r} is neither a .jsonl or .json file nor a folder with main.csv")
+        raise UserError(f"{str(path)!r} is neither a .jsonl or .json file nor a folder or .zip with main.csv")
 
 
 def _read_json(path: pathlib.Path, image_dir: pathlib.Path) -> Iterator["Sample | tuple[str, str]"]:
-    text = read_text(str(path), "--data")
+    text = read_text(path, "--data")
     if path.suffix == ".json":
         try:
             rows = json.loads(text)
@@ -437,9 +450,36 @@ def _easyr1_sample(row: object, source: str, image_dir: pathlib.Path) -> "Sample
     return _tagged(prompt, answer, [image_dir / image for image in images], source, row)
 
 
-def _read_counting_folder(folder: pathlib.Path, image_dir: pathlib.Path) -> Iterator["Sample | tuple[str, str]"]:
+def open_zip(path: pathlib.Path) -> zipfile.Path:
+    """The folder with main.csv in a ZIP: its root, or one folder down. It is read where it is and never unpacked.
+
+    Raises UserError for what is no ZIP, has no main.csv, would unpack to more than `MOST_UNPACKED` bytes, is encrypted,
+    or holds paths that leave the folder, or links.
+    """
+    try:
+        archive = zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not a readable ZIP ({error})") from None
+    for member in archive.infolist():
+        parts = member.filename.replace("\\", "/").split("/")
+        if parts[0] in ("",) or ".." in parts or ":" in parts[0]:
+            raise UserError(f"{path}: the path {member.filename!r} leaves the folder; pack it anew without it")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise UserError(f"{path}: {member.filename!r} is a link; pack the file itself")
+        if member.flag_bits & 1:
+            raise UserError(f"{path}: {member.filename!r} is encrypted; pack it without a password")
+    if (total := sum(member.file_size for member in archive.infolist())) > MOST_UNPACKED:
+        raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; at most {MOST_UNPACKED / 2**30:.0f} are read")
+    root = zipfile.Path(archive)
+    for folder in (root, *sorted(root.iterdir(), key=str)):
+        if folder.is_dir() and folder.name != "__MACOSX" and (folder / "main.csv").is_file():
+            return folder
+    raise UserError(f"{path} has no main.csv, neither at its root nor one folder down")
+
+
+def _read_counting_folder(folder: Folder, image_dir: Folder) -> Iterator["Sample | tuple[str, str]"]:
     path = folder / "main.csv"
-    reader = csv.DictReader(io.StringIO(read_text(str(path), "--data")), strict=True)
+    reader = csv.DictReader(io.StringIO(read_text(path, "--data")), strict=True)
     missing = {"images_path", "question", "answer"} - set(reader.fieldnames or [])
     if missing:
         found = ", ".join(reader.fieldnames or []) or "none"
@@ -457,7 +497,7 @@ def _read_counting_folder(folder: pathlib.Path, image_dir: pathlib.Path) -> Iter
         yield _tagged(row.pop("question"), row.pop("answer"), [image], source, row)
 
 
-def _csv_rows(reader: csv.DictReader, path: pathlib.Path) -> Iterator[dict]:
+def _csv_rows(reader: csv.DictReader, path: Folder) -> Iterator[dict]:
     try:
         yield from reader
     except csv.Error as error:  # a stray quote would swallow the rows after it

@@ -1,7 +1,10 @@
 """Loading, fitting, encoding, and what is said about rows that do not fit."""
 
+import io
 import json
 import pathlib
+import stat
+import zipfile
 
 import numpy as np
 import pytest
@@ -72,6 +75,8 @@ def test_image_sources(tmp_path):
     for source in (tmp_path / "x.png", str(tmp_path / "x.png"), data, {"bytes": data, "path": None}):
         assert fit_image(source, 3136, 10**6).size == (56, 56)
     assert decode_image({"bytes": None, "path": str(tmp_path / "x.png")}).size == (30, 30)
+    with pytest.raises(ValueError, match="neither bytes nor a path"):
+        decode_image({"bytes": None, "path": None})
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -229,6 +234,71 @@ def test_bad_templates(tiny_model, tmp_path, text, message):
     (tmp_path / "t.jinja").write_text(text)
     with pytest.raises(UserError, match=rf"--template .*t\.jinja.*{message}"):
         load_processor(tiny_model, "vqa", template=str(tmp_path / "t.jinja"))
+
+
+# --- ZIP --------------------------------------------------------------------------------------------------------------
+
+
+def zipped(path: pathlib.Path, prefix: str = "", **extra: bytes) -> str:
+    image = io.BytesIO()
+    Image.new("RGB", (60, 60), "green").save(image, "PNG")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("__MACOSX/main.csv", "not this one")
+        archive.writestr(prefix + "main.csv", "images_path,question,answer\nimages/1.png,How many?,3\n1.png,And?,4\n")
+        archive.writestr(prefix + "images/1.png", image.getvalue())
+        for name, data in extra.items():
+            archive.writestr(name, data)
+    return str(path)
+
+
+@pytest.mark.parametrize("prefix", ["", "my data/"])
+def test_a_zip_is_read_where_it_is(tmp_path, prefix, tiny_model):
+    path = zipped(tmp_path / "d.zip", prefix)
+    samples = load_samples(path, "count", processor=load_processor(tiny_model, "count"))
+    assert [s.answer for s in samples] == ["3", "4"]
+    assert decode_image(samples[1].images[0]).getpixel((0, 0)) == (0, 128, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["d.zip"], "nothing is unpacked"
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..\\x", "C:/x"])
+def test_a_zip_with_a_path_that_leaves_its_folder_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="leaves the folder"):
+        load_samples(zipped(tmp_path / "d.zip", **{name: b"x"}), "count")
+    assert [p.name for p in tmp_path.iterdir()] == ["d.zip"]
+
+
+def test_a_zip_with_a_link_is_refused(tmp_path):
+    path = zipped(tmp_path / "d.zip")
+    with zipfile.ZipFile(path, "a") as archive:
+        link = zipfile.ZipInfo("images/2.png")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(UserError, match="is a link"):
+        load_samples(path, "count")
+
+
+def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.MOST_UNPACKED", 50 * 2**20)
+    path = zipped(tmp_path / "d.zip", zeros=bytes(60 * 2**20))
+    assert pathlib.Path(path).stat().st_size < 2**20
+    with pytest.raises(UserError, match=r"would unpack to 0\.1 GiB"):
+        load_samples(path, "count")
+
+
+def test_other_broken_zips(tmp_path):
+    (tmp_path / "a.zip").write_bytes(b"PK nonsense")
+    with pytest.raises(UserError, match="not a readable ZIP"):
+        load_samples(str(tmp_path / "a.zip"), "count")
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("a/b/main.csv", "too deep")
+    with pytest.raises(UserError, match=r"has no main\.csv"):
+        load_samples(str(tmp_path / "b.zip"), "count")
+    damaged = bytearray(pathlib.Path(zipped(tmp_path / "c.zip")).read_bytes())
+    picture = zipfile.ZipFile(tmp_path / "c.zip").getinfo("images/1.png")
+    damaged[picture.header_offset + 30 + len(picture.filename) + picture.compress_size // 2] ^= 0xFF
+    (tmp_path / "c.zip").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"2 of 2 rows .*row 2: image .*1\.png: not a readable image"):
+        load_samples(str(tmp_path / "c.zip"), "count")
 
 
 def test_missing_data(tmp_path):
