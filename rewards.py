@@ -157,7 +157,7 @@ _LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the 
 def extract_choice(completion: str) -> str | None:
     """The letter «A» to «Z» that a completion chooses, or None.
 
-    In this order: the last `<answer>` block (and what follows within it); a boxed letter; the last «answer (is) X»; a
+    In this order: within the last `<answer>` block when there is one: a boxed letter; the last «answer (is) X»; a
     lone letter, in either case; a leading «X.», «X)», «X:» or «(X)»; the last «(X)».
     """
     blocks = _ANSWER_BLOCK.findall(completion)

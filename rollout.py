@@ -87,11 +87,10 @@ class HFEngine:
         max_tokens: int,
         temperature: float = 1.0,
         top_p: float = 1.0,
-        progress: bool = True,
     ) -> list[list[Rollout]]:
         at_once = max(1, self.max_sequences // n)
         rollouts = []
-        silent = None if progress and parallel.is_main() else True
+        silent = None if parallel.is_main() else True
         with tqdm(total=len(prompts), desc="sampling", unit="prompt", delay=3, leave=False, disable=silent) as bar:
             for i in range(0, len(prompts), at_once):
                 batch = prompts[i : i + at_once]

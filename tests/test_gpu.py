@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, no_gpu]
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"])
 def test_attention_kernels_agree_with_float32(family):
-    """bfloat16 through the variable-length kernel is as far from float32 as bfloat16 through plain SDPA is, no further;
-    gradients point the same way."""
+    """bfloat16 through the variable-length kernel against float32 through SDPA: log-probabilities within 0.03 on
+    average, gradients in the same direction."""
     g = torch.Generator().manual_seed(1)
     model = build(family)
     grids = [] if family in ("qwen2_5", "qwen3") else [[(4, 4)], [], [(2, 2), (4, 8)]]
