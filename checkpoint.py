@@ -21,7 +21,8 @@ import parallel
 from cli import UserError
 from model import Policy, full_weights, load_model, saved_dtype
 
-SAME_RUN = ("task", "data", "model", "seed", "prompts_per_step", "num_generations")  # what a resumed run must share
+# What a resumed run must share: it decides which prompts come next.
+SAME_RUN = ("task", "data", "data_weights", "model", "seed", "prompts_per_step", "num_generations")
 
 
 def save_checkpoint(
@@ -70,6 +71,7 @@ def load_checkpoint(
     which prompts come next.
     """
     saved = json.loads((folder / "state.json").read_text())
+    config = json.loads(json.dumps(config))
     changed = [f"--{name} was {saved['config'][name]}" for name in SAME_RUN if saved["config"][name] != config[name]]
     if changed:
         raise UserError(f"--resume: {folder} is of another run ({', '.join(changed)}): use the same or a new --output")

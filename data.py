@@ -1,37 +1,30 @@
-"""Samples from files, images, prompts.
+"""Samples, prompts and the order of the data; formats.py reads the rows, images.py the pictures.
 
-One picture, one set of tokens: an image is decoded, oriented, flattened and resized here, once, and no later processor
-resizes it again. The sampler gets a prompt with one placeholder for each image; the trainer gets the same prompt with
-every image expanded to its tokens.
+    python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
-Formats (told from the file):
-
-    data.jsonl, data.json   EasyR1: {"prompt" or "problem": text with <image> tags, "answer": …, "images": [path, …]}
-    folder/, data.zip       counting: main.csv with images_path, question, answer, beside images/
+One picture, one set of tokens: the sampler gets a prompt with one placeholder for each image; the trainer gets the same
+prompt with every image expanded to its tokens.
 
 Every row is checked before a model is loaded. A row that cannot be used is counted and named and stops the run;
-`skip_bad_rows` goes on without such rows, still naming them.
+`skip_bad_rows` goes on without such rows, still naming them. `convert` writes any format as EasyR1 JSONL.
 """
 
-import csv
 import functools
-import io
+import hashlib
 import json
 import math
 import pathlib
-import stat
 import sys
-import zipfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
 import jinja2
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+import tyro
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
@@ -44,16 +37,15 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+import cli
 import parallel
 import rewards
 from cli import UserError
+from formats import TAG, Cell, Columns, Row, Sample, data_sets, easyr1_row, read_rows, read_text
+from images import Folder, ImageSource, check_image, decode_image, fit_image, fitted_size, read_source
 
-Folder = pathlib.Path | zipfile.Path
-ImageSource = str | Folder | bytes | dict | Image.Image
+__all__ = ["Sample", "decode_image", "encode_prompt", "fit_image", "fitted_size", "load_samples"]
 
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, zipfile.BadZipFile, zlib.error)
-MOST_UNPACKED = 8 * 2**30  # bytes a ZIP may unpack to
-TAG = "<image>"  # where an image goes in a prompt; the tokenizer's own placeholder never appears in data
 COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
 THINK_ANSWER = (
     "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
@@ -61,23 +53,49 @@ THINK_ANSWER = (
 TASKS = {  # task: (system prompt or None, template of the user's turn)
     "count": (COUNT_SYSTEM, "{{ content }}"),
     "vqa": (None, THINK_ANSWER),
+    "math": (None, THINK_ANSWER),
 }
 
 
-@dataclass
-class Sample:
-    """One row of a data set."""
+@dataclass(kw_only=True)
+class DataFlags:
+    """The flags of data that training and evaluation share."""
 
-    prompt: str
-    """the question, with one <image> tag for each image"""
-    answer: str
-    """the gold answer"""
-    images: list[ImageSource]
-    """where each image is, or the image itself; decoded when it is needed"""
-    source: str
-    """file and row, for messages"""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """every other column, handed to the rewards by name"""
+    data: str
+    """Rows: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name, with @split where there are several; data
+    sets with commas between them are mixed."""
+    image_dir: str | None = None
+    """What relative image paths start from; the data file's folder when left out."""
+    prompt_column: str | None = None
+    """The prompt's column, where it is not «prompt», «problem» or «question»."""
+    answer_column: str | None = None
+    """The gold answer's column, where it is not «answer» or «ground_truth»."""
+    image_column: str | None = None
+    """The images' column, where it is not «images» or «image»."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and repeated ones, instead of stopping; they are named either way."""
+    template: str | None = None
+    """Jinja file with {{ content }} that replaces the task's prompt template."""
+    min_pixels: int = 56 * 56
+    """Smallest picture, height times width; smaller ones are enlarged."""
+    max_pixels: int = 1280 * 28 * 28
+    """Largest picture, height times width; larger ones are reduced."""
+    max_side: int = 0
+    """Longest side of a picture in pixels; 0: no limit but `max_pixels`."""
+
+    def check_data(self) -> None:
+        """Raise ValueError for settings that cannot be."""
+        if not 0 <= self.min_pixels <= self.max_pixels or self.max_side < 0:
+            raise ValueError("min_pixels must not be above max_pixels, nor any limit of pixels negative")
+
+    def processor(self, model: str, task: str) -> "Processor":
+        """`load_processor` with these flags."""
+        return load_processor(model, task, self.template, self.min_pixels, self.max_pixels, self.max_side)
+
+    def samples(self, data: str, task: str, processor: "Processor", max_prompt_length: int | None) -> list[Sample]:
+        """`load_samples` of `data` with these flags."""
+        columns = Columns(self.prompt_column, self.answer_column, self.image_column)
+        return load_samples(data, task, self.image_dir, processor, max_prompt_length, self.skip_bad_rows, columns)
 
 
 @dataclass
@@ -109,8 +127,10 @@ class Rollout:
     """it ran into the length limit before a stop token"""
     text: str = ""
     """the decoded tokens, without the stop token"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """each reward by its name, NaN without a verdict"""
     reward: float = math.nan
-    """NaN: no verdict, left out of its group"""
+    """their weighted sum; NaN: no verdict, left out of its group"""
     advantage: float = 0.0
     weight: float = 0.0
     """of each of its tokens in the loss, from `token_weights`"""
@@ -132,6 +152,12 @@ class Processor:
     template: jinja2.Template
     min_pixels: int
     max_pixels: int
+    max_side: int = 0
+
+    @property
+    def limits(self) -> tuple[int, int, int, int]:
+        """What `fitted_size` takes after the sides."""
+        return self.min_pixels, self.max_pixels, self.factor, self.max_side
 
     @property
     def factor(self) -> int:
@@ -149,7 +175,12 @@ class Processor:
 
 
 def load_processor(
-    model: str, task: str, template: str | None = None, min_pixels: int = 3136, max_pixels: int = 1003520
+    model: str,
+    task: str,
+    template: str | None = None,
+    min_pixels: int = 3136,
+    max_pixels: int = 1003520,
+    max_side: int = 0,
 ) -> Processor:
     """The tokenizer and image processor saved beside `model`, with the task's template or the jinja file `template`.
 
@@ -173,13 +204,14 @@ def load_processor(
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, text = TASKS[task] if template is None else (None, read_text(template, "--template"))
-    processor = Processor(
-        tokenizer, image_processor, _skeleton(config), system, _template(text, template), min_pixels, max_pixels
-    )
+    limits = (min_pixels, max_pixels, max_side)
+    processor = Processor(tokenizer, image_processor, _skeleton(config), system, _template(text, template), *limits)
     if image_processor is not None and max_pixels < processor.factor**2:
         raise UserError(
             f"--max_pixels {max_pixels} is less than one token takes: {processor.factor} x {processor.factor}"
         )
+    if image_processor is not None and 0 < max_side < processor.factor:
+        raise UserError(f"--max_side {max_side} is less than one token takes: {processor.factor}")
     return processor
 
 
@@ -214,80 +246,6 @@ def prompt_positions(model: PreTrainedModel, ids: Tensor, vision: dict[str, Tens
     return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=is_image[None])[0][:, 0]
 
 
-def read_text(path: str | Folder, flag: str) -> str:
-    """The UTF-8 text of a file that the user named; raises UserError naming `flag` when it cannot be read."""
-    try:
-        return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
-        raise UserError(f"cannot read {str(path)!r} ({error}): check {flag}") from None
-
-
-# --- images -----------------------------------------------------------------------------------------------------------
-
-
-def decode_image(source: ImageSource) -> Image.Image:
-    """`source` as upright 8-bit RGB. Raises ValueError when it is not a whole image, OSError when it is not there.
-
-    EXIF orientation is applied and transparency goes on white. 16-bit and float scans are stretched from their darkest
-    to their brightest value, since clipping them to 8 bit would leave a white sheet.
-    """
-    if isinstance(source, dict):
-        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
-    if source is None:
-        raise ValueError("it has neither bytes nor a path")
-    try:
-        image = source if isinstance(source, Image.Image) else Image.open(_as_file(source))
-        image = ImageOps.exif_transpose(image)
-        image.load()
-    except FileNotFoundError:
-        raise
-    except UNREADABLE as error:
-        raise ValueError(f"not a readable image ({str(error)[:80]})") from None
-    if image.mode in ("F", "I") or image.mode.startswith("I;"):
-        values = np.asarray(image, dtype=np.float64)
-        low, high = np.nanmin(values), np.nanmax(values)
-        scaled = (np.nan_to_num(values, nan=low) - low) * (255 / max(high - low, 1e-12))
-        image = Image.fromarray(scaled.round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def _as_file(source: str | Folder | bytes) -> str | pathlib.Path | io.BytesIO:
-    if isinstance(source, zipfile.Path):
-        source = source.read_bytes()
-    return io.BytesIO(source) if isinstance(source, bytes) else source
-
-
-def fitted_size(height: int, width: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
-    """(height, width) as multiples of `factor` with height·width within the limits and the aspect kept.
-
-    The same sizes as Qwen2-VL's own resizing where that one stays within the limits. Raises ValueError for pictures
-    more than 200 times as long as wide, which the models refuse.
-    """
-    if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"the picture is {width}x{height}: its sides differ by more than 200 times")
-    h, w = (max(factor, round(side / factor) * factor) for side in (height, width))
-    if h * w > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif h * w < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    # Where both limits cannot hold, or a thin picture's short side is at the minimum already, the upper limit does.
-    h = max(factor, min(h, max_pixels // w // factor * factor))
-    w = max(factor, min(w, max_pixels // h // factor * factor))
-    return h, w
-
-
-def fit_image(source: ImageSource, min_pixels: int, max_pixels: int, factor: int = 28) -> Image.Image:
-    """Decode `source` and resize it once (bicubic) to `fitted_size`."""
-    image = decode_image(source)
-    h, w = fitted_size(image.height, image.width, min_pixels, max_pixels, factor)
-    return image if image.size == (w, h) else image.resize((w, h), Image.Resampling.BICUBIC)
-
-
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -300,17 +258,25 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     if not sample.images:
         ids = torch.tensor(engine_ids)
         return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}))
-    limits = (processor.min_pixels, processor.max_pixels, processor.factor)
-    images = [fit_image(source, *limits) for source in sample.images]
+    images = [_fitted(source, sample, processor) for source in sample.images]
     vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
     counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
     ids = _expand(engine_ids, processor.image_token_id, counts)
     return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, vision), images, vision)
 
 
+def _fitted(source: ImageSource, sample: Sample, processor: Processor) -> Image.Image:
+    try:
+        return fit_image(source, *processor.limits)
+    except (OSError, ValueError) as error:  # it was whole when the row was loaded
+        raise UserError(
+            f"{sample.source}: image {source}: {error}; it was readable at the start: put it back"
+        ) from None
+
+
 def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
-        if token in sample.prompt:
+        if token in sample.prompt or token in (sample.system or ""):
             raise ValueError(f"{token} stands in the question, where it would act as a control token")
     text = processor.template.render(content=sample.prompt)  # the question is data: it is never rendered itself
     content: str | list[dict] = text
@@ -318,7 +284,8 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
         content = []
         for i, part in enumerate(text.split(TAG)):
             content += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": part}] * bool(part)
-    messages = [{"role": "system", "content": processor.system}] * bool(processor.system)
+    system = sample.system or processor.system
+    messages = [{"role": "system", "content": system}] * bool(system)
     messages.append({"role": "user", "content": content})
     chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
@@ -340,43 +307,48 @@ def _expand(ids: list[int], image_token_id: int, counts: list[int]) -> Tensor:
 
 
 def load_samples(
-    path: str,
-    task: str,
+    data: str,
+    task: str | None,
     image_dir: str | None = None,
     processor: Processor | None = None,
     max_prompt_length: int | None = None,
     skip_bad_rows: bool = False,
+    columns: Columns | None = None,
 ) -> list[Sample]:
-    """Every usable row of `path`, checked: tags, images (decoded and let go again), answers, prompt lengths.
+    """Every usable row of `data`, checked: tags, images (looked through and let go again), answers, prompt lengths.
 
     With a `processor`, prompts are counted with their expanded image tokens and those over `max_prompt_length` are bad
-    rows. Duplicate rows are named but kept. Raises UserError when a row is bad (unless `skip_bad_rows`) or none is
-    left.
+    rows. Repeated rows are named, and left out with `skip_bad_rows`. Without a `task`, golds are only looked at for
+    being there. Raises UserError when a row is bad (unless `skip_bad_rows`) or none is left. Every process calls it
+    and checks its share of the rows.
     """
-    rows = list(_read(pathlib.Path(path), image_dir))
-    check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length)
+    rows = list(read_rows(data, image_dir, columns))
+    check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
     with ThreadPoolExecutor() as pool:  # image decoding leaves the interpreter lock
-        checked = pool.map(check, rows)
-        problems = list(tqdm(checked, f"checking {path}", len(rows), unit="row", delay=3, disable=None))
-    good = [row for row, problem in zip(rows, problems) if problem is None]
-    bad = [f"{_source(row)}: {problem}" for row, problem in zip(rows, problems) if problem is not None]
+        mine = parallel.my_share(rows)
+        silent = None if parallel.is_main() else True
+        checked = list(tqdm(pool.map(check, mine), f"checking {data}", len(mine), unit="row", delay=3, disable=silent))
+    results = parallel.gather_shares(checked)
+    good = [(row, key) for row, (problem, key) in zip(rows, results) if problem is None]
+    bad = [f"{_source(row)}: {problem}" for row, (problem, _) in zip(rows, results) if problem is not None]
     if bad and not skip_bad_rows:
         raise UserError(
             f"{_named(bad, f'of {len(rows)} rows cannot be used')}; mend them or pass --skip_bad_rows to go on without"
         )
     if bad and parallel.is_main():
         print(f"skipped: {_named(bad, f'of {len(rows)} rows')}", file=sys.stderr)
-    if not good:
-        raise UserError(f"{path}: no usable row")
-    seen: dict[tuple, str] = {}
+    parts = {sample.part for sample, _ in good}
+    if empty := [spec for part, spec in enumerate(data_sets(data)) if part not in parts]:
+        raise UserError(f"{', '.join(empty)}: no usable row")
+    first: dict[str, Sample] = {}
     again = []
-    for sample in good:
-        key = (sample.prompt, sample.answer, *map(_image_key, sample.images))
-        if (first := seen.setdefault(key, sample.source)) != sample.source:
-            again.append(f"{sample.source} repeats {first}")
+    for sample, key in good:
+        if (earlier := first.setdefault(key, sample)) is not sample:
+            again.append(f"{sample.source} repeats {earlier.source}")
     if again and parallel.is_main():
-        print(f"note: {_named(again, 'duplicate rows')}", file=sys.stderr)
-    return good
+        kept = "left out" if skip_bad_rows else "kept; --skip_bad_rows leaves them out"
+        print(f"note: {_named(again, f'duplicate rows ({kept})')}", file=sys.stderr)
+    return list(first.values()) if skip_bad_rows else [sample for sample, _ in good]
 
 
 def _named(problems: list[str], what: str, most: int = 5) -> str:
@@ -384,184 +356,148 @@ def _named(problems: list[str], what: str, most: int = 5) -> str:
     return f"{len(problems)} {what}: " + "; ".join(problems[:most]) + more
 
 
-def _source(row: "Sample | tuple[str, str]") -> str:
+def _source(row: Row) -> str:
     return row.source if isinstance(row, Sample) else row[0]
 
 
-def _image_key(source: ImageSource) -> object:
-    return str(source) if isinstance(source, str | Folder) else id(source)
-
-
-def _read(path: pathlib.Path, image_dir: str | None) -> Iterator["Sample | tuple[str, str]"]:
-    """Rows in file order: a Sample, or (source, problem) for a row without the shape of one."""
-    if path.is_dir() and (path / "main.csv").is_file():
-        yield from _read_counting_folder(path, pathlib.Path(image_dir) if image_dir is not None else path)
-    elif path.suffix.lower() == ".zip" and path.is_file():
-        folder = open_zip(path)
-        yield from _read_counting_folder(folder, folder)
-    elif path.suffix in (".jsonl", ".json") and path.is_file():
-        yield from _read_json(path, pathlib.Path(image_dir) if image_dir is not None else path.parent)
-    elif not path.exists():
-        raise UserError(f"no data at {str(path)!r}: give a .jsonl or .json file, or a folder or .zip with main.csv")
-    else:
-        raise UserError(f"{str(path)!r} is neither a .jsonl or .json file nor a folder or .zip with main.csv")
-
-
-def _read_json(path: pathlib.Path, image_dir: pathlib.Path) -> Iterator["Sample | tuple[str, str]"]:
-    text = read_text(path, "--data")
-    if path.suffix == ".json":
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON ({error})") from None
-        if not isinstance(rows, list):
-            raise UserError(f"{path} is not a JSON list of rows")
-        for number, row in enumerate(rows, 1):
-            yield _easyr1_sample(row, f"{path} row {number}", image_dir)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        source = f"{path} row {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            yield source, f"not JSON ({error})"
-            continue
-        yield _easyr1_sample(row, source, image_dir)
-
-
-def _easyr1_sample(row: object, source: str, image_dir: pathlib.Path) -> "Sample | tuple[str, str]":
-    if not isinstance(row, dict):
-        return source, "not a JSON object"
-    row = dict(row)
-    prompt = row.pop("prompt", None) or row.pop("problem", None)
-    if not isinstance(prompt, str) or not prompt.strip():
-        return source, f"no text under «prompt» or «problem» (columns: {', '.join(row)})"
-    answer = row.pop("answer", None)
-    images = row.pop("images", None) or []
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        return source, "«images» is not a list of paths"
-    if not isinstance(answer, str | int | float | None):
-        return source, f"«answer» is neither text nor a number: {str(answer)[:40]}"
-    if any(0xD800 <= ord(c) <= 0xDFFF for c in prompt + str(answer)):
-        return source, "a broken character (half of a surrogate pair) in prompt or answer"
-    return _tagged(prompt, answer, [image_dir / image for image in images], source, row)
-
-
-def open_zip(path: pathlib.Path) -> zipfile.Path:
-    """The folder with main.csv in a ZIP: its root, or one folder down. It is read where it is and never unpacked.
-
-    Raises UserError for what is no ZIP, has no main.csv, would unpack to more than `MOST_UNPACKED` bytes, is encrypted,
-    or holds paths that leave the folder, or links.
-    """
-    try:
-        archive = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not a readable ZIP ({error})") from None
-    for member in archive.infolist():
-        parts = member.filename.replace("\\", "/").split("/")
-        if parts[0] in ("",) or ".." in parts or ":" in parts[0]:
-            raise UserError(f"{path}: the path {member.filename!r} leaves the folder; pack it anew without it")
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise UserError(f"{path}: {member.filename!r} is a link; pack the file itself")
-        if member.flag_bits & 1:
-            raise UserError(f"{path}: {member.filename!r} is encrypted; pack it without a password")
-    if (total := sum(member.file_size for member in archive.infolist())) > MOST_UNPACKED:
-        raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; at most {MOST_UNPACKED / 2**30:.0f} are read")
-    root = zipfile.Path(archive)
-    for folder in (root, *sorted(root.iterdir(), key=str)):
-        if folder.is_dir() and folder.name != "__MACOSX" and (folder / "main.csv").is_file():
-            return folder
-    raise UserError(f"{path} has no main.csv, neither at its root nor one folder down")
-
-
-def _read_counting_folder(folder: Folder, image_dir: Folder) -> Iterator["Sample | tuple[str, str]"]:
-    path = folder / "main.csv"
-    reader = csv.DictReader(io.StringIO(read_text(path, "--data")), strict=True)
-    missing = {"images_path", "question", "answer"} - set(reader.fieldnames or [])
-    if missing:
-        found = ", ".join(reader.fieldnames or []) or "none"
-        raise UserError(f"{path} has no column {', '.join(sorted(missing))}; its first line names: {found}")
-    for number, row in enumerate(_csv_rows(reader, path), 2):  # row 1 is the header, as a spreadsheet shows it
-        source = f"{path} row {number}"
-        if None in row or None in row.values():
-            yield source, "more or fewer cells than the first line names"
-            continue
-        name = row.pop("images_path").strip()
-        if not name:
-            yield source, "images_path is empty"
-            continue
-        image = image_dir / name if (image_dir / name).exists() else image_dir / "images" / name
-        yield _tagged(row.pop("question"), row.pop("answer"), [image], source, row)
-
-
-def _csv_rows(reader: csv.DictReader, path: Folder) -> Iterator[dict]:
-    try:
-        yield from reader
-    except csv.Error as error:  # a stray quote would swallow the rows after it
-        raise UserError(f"{path}, in the row after line {reader.line_num}: a stray quote? ({error})") from None
-
-
-def _tagged(prompt: str, answer: object, images: list, source: str, fields: dict) -> "Sample | tuple[str, str]":
-    """A row with images and no tag gets them in front; any other difference between tags and images is a problem."""
-    if "completion" in fields:
-        return source, "a column named «completion», which is what rewards call the model's own text; rename it"
-    tags = prompt.count(TAG)
-    if images and not tags:
-        prompt = TAG * len(images) + prompt
-    elif tags != len(images):
-        return source, f"{tags} {TAG} tags in the prompt but {len(images)} images"
-    return Sample(prompt, "" if answer is None else str(answer), images, source, fields)
-
-
 def _check(
-    row: "Sample | tuple[str, str]", task: str, processor: Processor | None, max_prompt_length: int | None
-) -> str | None:
-    """What is wrong with a row, or None."""
+    row: Row, task: str | None, processor: Processor | None, max_prompt_length: int | None, seen: dict
+) -> tuple[str | None, str]:
+    """What is wrong with a row, or None; and what it is recognised by when it comes again. `seen`: images so far."""
     if not isinstance(row, Sample):
-        return row[1]
+        return row[1], ""
     if problem := rewards.gold_problem(task, row.answer):
-        return problem
-    sizes = []
-    for image in row.images:
-        try:
-            sizes.append(decode_image(image).size)
-        except FileNotFoundError:
-            return f"no image at {image}"
-        except ValueError as error:
-            return f"image {image}: {error}"
-    if processor is None:
-        return None
-    if row.images and processor.image_processor is None:
-        return "it has an image, but the model is text-only"
+        return problem, ""
     try:
-        length = len(_engine_ids(row, processor))
-        for width, height in sizes:
-            h, w = fitted_size(height, width, processor.min_pixels, processor.max_pixels, processor.factor)
-            length += h * w // processor.factor**2 - 1
+        images = [_look_through(image, seen) for image in row.images]
+        if processor is not None:
+            _check_length(row, processor, max_prompt_length, [seen[image] for image in images])
     except ValueError as error:
-        return str(error)
+        return str(error), ""
+    return None, hashlib.sha1(json.dumps([row.prompt, row.answer, row.system, *images]).encode()).hexdigest()
+
+
+def _look_through(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
+    """What an image is recognised by, once it is known to be whole and its (height, width) are in `seen`."""
+    try:
+        content = read_source(source)
+        name = hashlib.sha1(content).hexdigest() if isinstance(content, bytes) else str(content)
+        name = str(id(content)) if isinstance(content, Image.Image) else name
+        if name not in seen:
+            seen[name] = check_image(content)
+    except FileNotFoundError:
+        raise ValueError(f"no image at {source}") from None
+    except ValueError as error:
+        raise ValueError(f"image {source if isinstance(source, str | Folder | Cell) else ''}: {error}") from None
+    return name
+
+
+def _check_length(
+    sample: Sample, processor: Processor, max_prompt_length: int | None, sizes: list[tuple[int, int]]
+) -> None:
+    if sample.images and processor.image_processor is None:
+        raise ValueError("it has an image, but the model is text-only")
+    length = len(_engine_ids(sample, processor))
+    for height, width in sizes:
+        h, w = fitted_size(height, width, *processor.limits)
+        length += h * w // processor.factor**2 - 1
     if max_prompt_length is not None and length > max_prompt_length:
-        return f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}"
-    return None
+        raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}")
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-def row_at(place: int, rows: int, seed: int) -> int:
-    """The row at `place` of an endless stream that goes through all rows in a new order each time."""
-    epoch, index = divmod(place, rows)
-    return int(_order(rows, seed, epoch)[index])
+def row_at(place: int, sizes: Sequence[int], seed: int, weights: tuple[float, ...] = ()) -> int:
+    """The row at `place` of an endless shuffled stream over data sets of `sizes` rows that lie one after another.
+
+    An epoch is as many places as there are rows. Without `weights` it goes through every row once, in a new order each
+    time. With them each data set gets its share of every epoch's places, and goes through its own rows in an endless
+    order of its own, so that none of them is left out for good.
+    """
+    epoch, index = divmod(place, sum(sizes))
+    return int(_order(tuple(sizes), seed, epoch, weights)[index])
 
 
 @functools.lru_cache(maxsize=2)
-def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(rows)
+def _order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
+    rows = sum(sizes)
+    shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
+    if not weights:
+        return shuffled
+    ends = np.round(np.cumsum(weights) / sum(weights) * rows).astype(int)  # of each data set's share of the places
+    chosen = []
+    for part, (size, first, start, end) in enumerate(zip(sizes, np.cumsum([0, *sizes]), [0, *ends], ends)):
+        places = range(epoch * (end - start), (epoch + 1) * (end - start))
+        chosen += [first + row_at(place, (size,), seed + 1 + part) for place in places]
+    return np.asarray(chosen)[shuffled]
+
+
+def part_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
+    """How many rows each of several mixed data sets has. Raises UserError when `weights` do not fit them."""
+    parts = [sample.part for sample in samples]
+    sizes = [parts.count(part) for part in range(max(parts) + 1)]
+    if weights and len(weights) != len(sizes):
+        raise UserError(f"--data_weights has {len(weights)} weights for {len(sizes)} data sets: give one for each")
+    return sizes
 
 
 def prompt_seed(seed: int, place: int) -> int:
     """The sampling seed of the prompt at `place` of the stream: its completions follow from it alone."""
     return int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """Write a data set of any format as EasyR1 JSONL."""
+
+    command: tyro.conf.Positional[Literal["convert"]]
+    """The one thing to do."""
+    input_jsonl: str
+    """A data set in any format that training reads: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
+    output_jsonl: str
+    """The file to write; pictures that are no files on disk become files in a folder beside it."""
+    image_dir: str | None = None
+    """What relative image paths start from; the input's folder when left out."""
+    task: Literal["count", "math", "vqa"] | None = None
+    """Check the gold answers for this task; only that there are some when left out."""
+    prompt_column: str | None = None
+    """The prompt's column, where it has another name than usual."""
+    answer_column: str | None = None
+    """The gold answer's column, where it has another name than usual."""
+    image_column: str | None = None
+    """The images' column, where it has another name than usual."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be used, and repeated ones, instead of stopping; they are named either way."""
+    overwrite: bool = False
+    """Replace `output_jsonl`."""
+
+
+def convert(cfg: Config) -> int:
+    """Write the rows of one data set as EasyR1 JSONL, whole or not at all; returns how many."""
+    output = pathlib.Path(cfg.output_jsonl)
+    if output.exists() and not cfg.overwrite:
+        raise UserError(f"{cfg.output_jsonl!r} is there already: choose another --output_jsonl or pass --overwrite")
+    columns = Columns(cfg.prompt_column, cfg.answer_column, cfg.image_column)
+    samples = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, None, None, cfg.skip_bad_rows, columns)
+    partial = output.with_name(output.name + ".partial")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            for number, sample in enumerate(tqdm(samples, "writing", unit="row", delay=3, disable=None), 1):
+                file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
+    return len(samples)
+
+
+def main(cfg: Config) -> None:
+    print(f"{cfg.output_jsonl}: {convert(cfg)} rows")
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

@@ -27,35 +27,25 @@ from tqdm import tqdm
 
 import cli
 import parallel
-from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed
-from rewards import FORMATS, exact_match, score
-from rollout import Engine, make_engine
+from cli import UserError
+from data import DataFlags, Processor, Sample, encode_prompt, prompt_seed
+from rewards import FORMATS, exact_match
+from rollout import Engine, EngineFlags, make_engine
+from scoring import RewardFlags, Scorer
 
 CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(EngineFlags, RewardFlags, DataFlags):
     """Score a model on a data set."""
 
     model: str
     """A folder in Hugging Face layout or a hub name."""
-    data: str
-    """Rows to score: an EasyR1 .jsonl or .json file, or a folder with main.csv."""
-    task: Literal["count", "vqa"] = "count"
+    task: Literal["count", "math", "vqa"] = "count"
     """Prompt template and reward."""
     output: str = "runs/evaluation"
     """Folder for predictions.jsonl and scores.json."""
-    image_dir: str | None = None
-    """What relative image paths start from; the data file's folder when left out."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be used instead of stopping; they are named either way."""
-    template: str | None = None
-    """Jinja file with {{ content }} that replaces the task's prompt template."""
-    min_pixels: int = 56 * 56
-    """Smallest picture, height times width."""
-    max_pixels: int = 1280 * 28 * 28
-    """Largest picture, height times width."""
     n: int = 1
     """Completions of each row."""
     temperature: float = 0.0
@@ -68,10 +58,10 @@ class Config:
     """Seed of the sampling."""
     limit: int = 0
     """Score only the first rows; 0: all."""
-    engine: Literal["auto", "hf"] = "auto"
-    """The sampler."""
 
     def __post_init__(self) -> None:
+        self.check_data()
+        self.check_rewards()
         if self.n < 1 or self.max_tokens < 1:
             raise ValueError("n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
@@ -99,36 +89,42 @@ def evaluate(
     engine: Engine,
     processor: Processor,
     samples: list[Sample],
-    task: str,
+    scorer: Scorer,
     max_tokens: int,
     n: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
 ) -> tuple[dict[str, float], list[dict]]:
-    """Scores and predictions of what `engine` holds: rows are shared out over all processes, results are on each."""
+    """Scores and predictions of what `engine` holds: rows are shared out over all processes, results are on each.
+
+    Raises UserError when a user's reward function fails.
+    """
     mine = parallel.my_share(list(enumerate(samples)))
     predictions: list[dict] = []
+    task, error = scorer.task, None
     silent = None if parallel.is_main() else True
     for i in tqdm(range(0, len(mine), CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
         rows = mine[i : i + CHUNK]
         prompts = [encode_prompt(sample, processor) for _, sample in rows]
         seeds = [prompt_seed(seed, place) for place, _ in rows]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
+        error = error or scorer([(sample, rollouts) for (_, sample), rollouts in zip(rows, groups)])
         for (_, sample), rollouts in zip(rows, groups):
-            score(task, rollouts, sample)
             predictions.append(
                 {
                     "source": sample.source,
                     "prompt": sample.prompt,
                     "answer": sample.answer,
                     "responses": [rollout.text for rollout in rollouts],
-                    "exact": [exact_match(task, rollout.text, sample.answer) for rollout in rollouts],
-                    "rewards": [None if math.isnan(rollout.reward) else rollout.reward for rollout in rollouts],
+                    "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
+                    "rewards": [None if math.isnan(r.reward) else r.reward for r in rollouts],
                     "lengths": [len(rollout.ids) for rollout in rollouts],
                     "truncated": [rollout.truncated for rollout in rollouts],
                 }
             )
+    if error := next(filter(None, parallel.gather_from_all(error)), None):
+        raise UserError(error)
     predictions = parallel.gather_shares(predictions)
     return summarise(predictions, task), predictions
 
@@ -168,12 +164,12 @@ def write(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
 
 def main(cfg: Config) -> None:
     device = parallel.start()
-    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels)
-    samples = load_samples(cfg.data, cfg.task, cfg.image_dir, processor, skip_bad_rows=cfg.skip_bad_rows)
-    samples = samples[: cfg.limit or None]
+    scorer = Scorer(cfg.task, cfg)
+    processor = cfg.processor(cfg.model, cfg.task)
+    samples = cfg.samples(cfg.data, cfg.task, processor, None)[: cfg.limit or None]
     engine = make_engine(cfg.engine, cfg.model, processor, device, parallel.compute_dtype(device))
     sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)
-    scores, predictions = evaluate(engine, processor, samples, cfg.task, *sampling)
+    scores, predictions = evaluate(engine, processor, samples, scorer, *sampling)
     if parallel.is_main():
         write(pathlib.Path(cfg.output), {"model": cfg.model, "data": cfg.data, "task": cfg.task, **scores}, predictions)
         low, high = scores["exact_match_95"]

@@ -25,24 +25,22 @@ import cli
 import parallel
 from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
 from cli import RunStopped
-from data import Processor, Sample, encode_prompt, load_processor, load_samples, prompt_seed, row_at
+from data import DataFlags, Processor, Sample, encode_prompt, part_sizes, prompt_seed, row_at
 from evaluate import evaluate
-from model import Policy, apply_fsdp, load_policy, make_optimizer, micro_batches, whole
+from model import Policy, PolicyFlags, apply_fsdp, load_policy, make_optimizer, micro_batches, whole
 from packing import Group, PackedBatch
 from report import RunLog, refuse_to_mix_runs, step_metrics
-from rewards import score
-from rollout import Engine, make_engine
+from rollout import Engine, EngineFlags, make_engine
+from scoring import MOST_WITHOUT_VERDICT, NoRewards, RewardFlags, Scorer
 
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
 
-@dataclass
-class Config:
+@dataclass(kw_only=True)
+class Config(EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model by GRPO."""
 
-    data: str
-    """Training rows: an EasyR1 .jsonl or .json file, or a folder with main.csv."""
-    task: Literal["count", "vqa"] = "count"
+    task: Literal["count", "math", "vqa"] = "count"
     """Prompt template and reward."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """The policy to start from, and the KL reference: a folder in Hugging Face layout or a hub name."""
@@ -55,22 +53,16 @@ class Config:
     seed: int = 0
     """Seed of the data order and of the sampling."""
 
-    image_dir: str | None = None
-    """What relative image paths start from; the data file's folder when left out."""
+    data_weights: tuple[float, ...] = ()
+    """Shares of the prompts drawn from each of several data sets; by their numbers of rows when left out."""
     eval_data: str | None = None
     """Held-out rows, scored before training, every `eval_every` steps and at the end."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be used instead of stopping; they are named either way."""
-    template: str | None = None
-    """Jinja file with {{ content }} that replaces the task's prompt template."""
-    min_pixels: int = 56 * 56
-    """Smallest picture, height times width; smaller ones are enlarged."""
-    max_pixels: int = 1280 * 28 * 28
-    """Largest picture, height times width; larger ones are reduced."""
     max_prompt_length: int = 2048
     """Most prompt tokens, images expanded; a row over it is a bad row."""
     max_completion_length: int = 1024
     """Most sampled tokens; a completion that reaches it without a stop token is truncated."""
+    overlong_buffer: int = 0
+    """Last tokens before `max_completion_length` over which the overlong penalty falls from 0 to -1; 0: no penalty."""
 
     prompts_per_step: int = 32
     """P: prompts sampled for each step, over all processes."""
@@ -103,31 +95,10 @@ class Config:
     importance_cap: float = 2.0
     """Truncation of the weight π_old / π_sampler that corrects the sampler's arithmetic; 0 leaves the weight out."""
 
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: constant, or a fall to zero at the last update."""
-    warmup: float = 0.0
-    """Updates of linear warm-up; below 1, a share of all updates."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay, on matrices only."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm over all parameters."""
     epochs: int = 1
     """Passes over the training rows."""
     max_steps: int = 0
     """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
-
-    engine: Literal["auto", "hf"] = "auto"
-    """The sampler: hf is transformers with a KV cache."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
-    train_vision: bool = False
-    """Train the vision tower too; it is frozen otherwise."""
-    micro_batch_tokens: int = 16384
-    """Most packed tokens of one forward and backward; the gradient does not depend on it."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass: less memory, a third more compute."""
 
     eval_every: int = 0
     """Steps between evaluations on `eval_data`; 0: only before and after."""
@@ -141,6 +112,9 @@ class Config:
             if not ok:
                 raise ValueError(message)
 
+        self.check_data()
+        self.check_rewards()
+        self.check_policy()
         need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
         need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
@@ -148,14 +122,14 @@ class Config:
             self.prompts_per_step % self.prompts_per_update == 0,
             f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
         )
-        least_one = "max_completion_length max_prompt_length micro_batch_tokens num_iterations epochs report_every"
+        least_one = "max_completion_length max_prompt_length num_iterations epochs report_every"
         for name in f"{least_one} dynamic_sampling_rounds prompts_per_step".split():
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
         counts = "seed max_steps eval_every save_every prompts_per_update"
-        for name in f"{counts} beta learning_rate warmup weight_decay importance_cap".split():
+        for name in f"{counts} beta importance_cap".split():
             need(getattr(self, name) >= 0, f"{name} must not be negative")
-        need(self.max_grad_norm > 0, "max_grad_norm must be above 0")
-        need(self.min_pixels <= self.max_pixels, "min_pixels must not be above max_pixels")
+        need(0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length")
+        need(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         low, high = CLIP[self.loss_type]
         self.clip_low = low if self.clip_low is None else self.clip_low
         self.clip_high = high if self.clip_high is None else self.clip_high
@@ -271,10 +245,13 @@ class Run:
     cfg: Config
     processor: Processor
     samples: list[Sample]
+    part_sizes: list[int]
+    """rows of each of several mixed data sets"""
     eval_samples: list[Sample]
     policy: Policy
     reference: Policy | None
     engine: Engine
+    scorer: Scorer
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
@@ -309,45 +286,54 @@ def train_step(run: Run) -> dict[str, float]:
             updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
     clock.append(time.perf_counter())
     run.log.completions(run.step + 1, groups)
-    return step_metrics(cfg.task, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    return step_metrics(run.scorer.names, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
-def sample_round(run: Run) -> tuple[list[Group], list[list[float]]]:
-    """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G) in order."""
+def sample_round(run: Run) -> tuple[list[Group], Tensor]:
+    """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G, 1 + parts) in order,
+    the total first and then its parts."""
     cfg = run.cfg
     mine = parallel.my_share(list(range(cfg.prompts_per_step)))
     places = [run.position + ordinal for ordinal in mine]
     run.position += cfg.prompts_per_step
-    samples = [run.samples[row_at(place, len(run.samples), cfg.seed)] for place in places]
+    samples = [run.samples[row_at(place, run.part_sizes, cfg.seed, cfg.data_weights)] for place in places]
     prompts = [encode_prompt(sample, run.processor) for sample in samples]
     seeds = [prompt_seed(cfg.seed, place) for place in places]
     completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
-    for group in groups:
-        score(cfg.task, group.rollouts, group.sample)
-    return groups, parallel.gather_shares([[rollout.reward for rollout in group.rollouts] for group in groups])
+    error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
+    if error := next(filter(None, parallel.gather_from_all(error)), None):
+        raise NoRewards(error)
+    rewards = [[[r.reward, *(r.rewards[name] for name in run.scorer.names)] for r in g.rollouts] for g in groups]
+    return groups, torch.tensor(parallel.gather_shares(rewards))
 
 
 def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
-    """The groups to train on: this process's, everyone's rewards of them (P, G), and every reward that was drawn.
+    """The groups to train on: this process's, everyone's rewards of them (P, G), and all that was drawn, with parts.
 
-    Dynamic sampling keeps only groups whose rewards differ and draws on until there are P of them or the rounds are
-    over; then the step trains on those there are. The order is that of the data, on any number of processes.
+    Dynamic sampling keeps only groups whose rewards differ before the overlong penalty and draws on until there are P
+    of them or the rounds are over; then the step trains on those there are. The order is that of the data, on any
+    number of processes. Raises NoRewards when too many completions have no verdict.
     """
     cfg, groups, kept, drawn = run.cfg, [], [], []
     for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
         sampled, rewards = sample_round(run)
-        drawn += rewards
-        varied = group_advantages(torch.tensor(rewards), "none").any(1).tolist()
+        drawn.append(rewards)
+        without = torch.cat(drawn)[..., 0].isnan().double().mean().item()
+        if without > MOST_WITHOUT_VERDICT:
+            why = next(filter(None, parallel.gather_from_all(run.scorer.why_none)), "unknown")
+            raise NoRewards(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
+        judged = rewards[..., 0] - (rewards[..., -1] if cfg.overlong_buffer else 0)
+        varied = group_advantages(judged, "none").any(1).tolist()
         wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
         place = {i: len(kept) + k for k, i in enumerate(wanted[: cfg.prompts_per_step - len(kept)])}
         groups += [replace(group, ordinal=place[group.ordinal]) for group in sampled if group.ordinal in place]
-        kept += [rewards[i] for i in place]
+        kept += [rewards[i, :, 0] for i in place]
         if len(kept) == cfg.prompts_per_step:
             break
     if not kept:  # nothing to learn from in any round: a step with zero gradient
-        groups, kept = sampled, rewards
-    return groups, torch.tensor(kept), torch.tensor(drawn)
+        groups, kept = sampled, list(rewards[..., 0])
+    return groups, torch.stack(kept), torch.cat(drawn)
 
 
 def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
@@ -437,7 +423,13 @@ def train(run: Run) -> None:
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
     with bar:
         while run.step < run.total_steps:
-            metrics = train_step(run)
+            begun = run.position
+            try:
+                metrics = train_step(run)
+            except NoRewards as error:  # raised by every process before the first update: nothing of the run is lost
+                run.position = begun
+                save(run)
+                raise RunStopped(f"step {run.step + 1}: {error}; --resume takes the step again", status=1) from None
             run.step += 1
             if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
                 metrics |= evaluate_policy(run)
@@ -446,14 +438,18 @@ def train(run: Run) -> None:
             bar.update()
             stop = bool(parallel.all_max(torch.tensor(len(interrupted))))
             if stop or (cfg.save_every and run.step % cfg.save_every == 0):
-                # No global random state to save: data order and sampling follow from the seed and the position.
-                progress = {"step": run.step, "position": run.position, "config": asdict(cfg)}
-                save_checkpoint(cfg.output, run.policy, run.optimizer, run.scheduler, progress)
+                save(run)
             if stop:
                 run.log.refresh()
                 raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
     run.log.refresh()
     export(run.policy, cfg.model, f"{cfg.output}/final")
+
+
+def save(run: Run) -> None:
+    """A checkpoint. There is no global random state to save: data order and sampling follow from seed and position."""
+    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg)}
+    save_checkpoint(run.cfg.output, run.policy, run.optimizer, run.scheduler, progress)
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
@@ -462,7 +458,7 @@ def evaluate_policy(run: Run) -> dict[str, float]:
         return {}
     run.engine.wake_up()
     run.engine.sync_weights(run.policy)
-    scores, _ = evaluate(run.engine, run.processor, run.eval_samples, run.cfg.task, run.cfg.max_completion_length)
+    scores, _ = evaluate(run.engine, run.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
     run.engine.sleep()
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
 
@@ -472,10 +468,11 @@ def set_up(cfg: Config) -> Run:
     device = parallel.start()
     resume_from = newest_checkpoint(cfg.output) if cfg.resume else None
     refuse_to_mix_runs(cfg.output, cfg.overwrite, resume_from)
-    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels)
-    limits = (cfg.task, cfg.image_dir, processor, cfg.max_prompt_length, cfg.skip_bad_rows)
-    samples = load_samples(cfg.data, *limits)
-    eval_samples = load_samples(cfg.eval_data, *limits) if cfg.eval_data else []
+    scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
+    processor = cfg.processor(cfg.model, cfg.task)
+    samples = cfg.samples(cfg.data, cfg.task, processor, cfg.max_prompt_length)
+    sizes = part_sizes(samples, cfg.data_weights)
+    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, cfg.max_prompt_length) if cfg.eval_data else []
     dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
     policy = apply_fsdp(load_policy(cfg.model, cfg.train_vision, cfg.activation_checkpointing), device, dtype)
     reference = apply_fsdp(load_policy(cfg.model), device, dtype).requires_grad_(False) if cfg.beta else None
@@ -488,7 +485,8 @@ def set_up(cfg: Config) -> Run:
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg))
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
-    parts = (cfg, processor, samples, eval_samples, policy, reference, engine, optimizer, scheduler, log, total_steps)
+    models = (policy, reference, engine, scorer, optimizer, scheduler)
+    parts = (cfg, processor, samples, sizes, eval_samples, *models, log, total_steps)
     return Run(*parts, start["step"], start["position"])
 
 

@@ -3,6 +3,8 @@
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +26,39 @@ from packing import (
     take_packed_batches,
     token_logprobs,
 )
+
+
+@dataclass(kw_only=True)
+class PolicyFlags:
+    """The flags of the policy and its optimizer."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: constant, or a fall to zero at the last update."""
+    warmup: float = 0.0
+    """Updates of linear warm-up; below 1, a share of all updates."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm over all parameters."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    train_vision: bool = False
+    """Train the vision tower too; it is frozen otherwise."""
+    micro_batch_tokens: int = 16384
+    """Most packed tokens of one forward and backward; the gradient does not depend on it."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass: less memory, a third more compute."""
+
+    def check_policy(self) -> None:
+        """Raise ValueError for settings that cannot be."""
+        if min(self.learning_rate, self.warmup, self.weight_decay) < 0:
+            raise ValueError("learning_rate, warmup and weight_decay must not be negative")
+        if self.max_grad_norm <= 0:
+            raise ValueError("max_grad_norm must be above 0")
+        if self.micro_batch_tokens < 1:
+            raise ValueError("micro_batch_tokens must be at least 1")
 
 
 class Policy(nn.Module):

@@ -73,12 +73,17 @@ def my_share(items: list[T]) -> list[T]:
     return items[rank() :: world_size()]
 
 
+def gather_from_all(value: T) -> list[T]:
+    """Every process's value, in the order of their ranks, on every process."""
+    values: list[T] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def gather_shares(mine: list[T]) -> list[T]:
     """The inverse of `my_share`: every process's items, in the order of the whole list, on every process."""
-    if world_size() == 1:
-        return list(mine)
-    shares: list[list[T]] = [[] for _ in range(world_size())]
-    dist.all_gather_object(shares, mine)
+    shares = gather_from_all(mine)
     longest = max(map(len, shares))
     return [share[i] for i in range(longest) for share in shares if i < len(share)]
 

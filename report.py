@@ -54,12 +54,17 @@ class Config:
 
 
 def step_metrics(
-    task: str, groups: list[Group], drawn: torch.Tensor, updates: list[dict[str, torch.Tensor]], clock: list[float]
+    names: list[str],
+    groups: list[Group],
+    drawn: torch.Tensor,
+    updates: list[dict[str, torch.Tensor]],
+    clock: list[float],
 ) -> dict[str, float]:
     """A step's metrics from all processes; the README's glossary says what each one means.
 
-    `drawn` (groups, G): the rewards of every group that was sampled. `updates`: sums over the tokens of each update.
-    `clock`: seconds at the start of the step and after sync, rollout and training.
+    `drawn` (groups, G, 1 + names): the reward of every completion that was sampled, then its parts by their `names`.
+    `updates`: sums over the tokens of each update. `clock`: seconds at the start of the step and after sync, rollout
+    and training.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
@@ -71,6 +76,7 @@ def step_metrics(
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
 
+    drawn, parts = drawn[..., 0], drawn[..., 1:]
     has_verdict = ~drawn.isnan()
     spread = drawn.nan_to_num(nan=-math.inf).amax(1) > drawn.nan_to_num(nan=math.inf).amin(1)
     centred = (drawn - drawn.nanmean(1, keepdim=True)).nan_to_num()
@@ -78,7 +84,7 @@ def step_metrics(
     return {
         "reward": drawn.nanmean().item(),
         "reward_std": within.mean().item(),
-        f"rewards/{task}": drawn.nanmean().item(),
+        **{f"rewards/{name}": parts[..., i].nanmean().item() for i, name in enumerate(names)},
         "rewards/no_verdict": 1 - has_verdict.double().mean().item(),
         "frac_reward_zero_std": 1 - spread.double().mean().item(),
         "groups_drawn": len(drawn),

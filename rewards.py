@@ -2,20 +2,19 @@
 
 A reward is a plain function of text; the completion has no end-of-sequence token left in it. `None` means «no verdict»
 and leaves the completion out of its group. Each docstring names the range, an example and an exploit that the function
-closes. `REWARDS` is the reward of each task, `exact_match` what evaluation counts as right.
+closes. `REWARDS` is the reward of each task, `exact_match` what evaluation counts as right; scoring.py puts a run's
+rewards together.
 """
 
-import math
+import functools
+import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from cli import UserError
-
-if TYPE_CHECKING:  # data.py asks this file whether a gold answer can be scored
-    from data import Rollout, Sample
+from verifier import parse_verdict, without_thinking
+from workers import CallFailed, Workers
 
 Reward = Callable[..., float | None]
 
@@ -48,7 +47,15 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
 # Any number: a thousands group («1,234») or digits, with the decimals and letters that would make it no whole number.
 # A point before it makes it a decimal (« .5», «1.2.3») unless it ends something («count...12», «No.5»).
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
-_ANSWER_BLOCK = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def answer_blocks(text: str) -> list[str]:
+    """The bodies of all `<answer>…</answer>` blocks, in one pass however many tags are left open."""
+    bodies, at = [], 0
+    while (start := text.find("<answer>", at)) >= 0 and (end := text.find("</answer>", start)) >= 0:
+        bodies.append(text[start + len("<answer>") : end])
+        at = end + len("</answer>")
+    return bodies
 
 
 def first_count(text: str) -> int | None:
@@ -56,8 +63,7 @@ def first_count(text: str) -> int | None:
 
     «1,234» is one number; «3.7», «x3» and «3D» are none; CJK neighbours and full-width digits are fine.
     """
-    block = _ANSWER_BLOCK.search(text)
-    text = block[1] if block else text
+    text = next(iter(answer_blocks(text)), text)
     text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
     whole = (m[1] for m in _NUMBER.finditer(text) if not m[2])
     number = next(whole, None)
@@ -136,21 +142,12 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
 
 
-def parse_verdict(reply: str) -> bool | None:
-    """A verifier's reply as True (correct), False (incorrect) or None (no verdict).
-
-    Thinking, brackets, bold, a «Judgement:» label and punctuation are stripped; what is left must be exactly the one
-    word «correct» or «incorrect», in any case. Closes: «Incorrect. Not Correct», which holds both.
-    """
-    text = re.sub(r"<think>.*?</think>", " ", reply, flags=re.DOTALL)
-    text = re.sub(r"^[\s\W_]*(?:final\s+)?judge?ment[\s\W_]*:", " ", text, flags=re.IGNORECASE)
-    return {"correct": True, "incorrect": False}.get(re.sub(r"^[\W_]+|[\W_]+$", "", text).lower())
-
-
 _LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the last counts
-    re.compile(r"\\boxed\{\s*(?:\\text\{|\\mathrm\{)?\s*\(?([A-Za-z])\)?\s*\}"),
+    re.compile(r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}"),
     # a small letter only before punctuation or the end: «the answer is a dog» chooses nothing
-    re.compile(r"(?i:\banswer\b)\s*(?:(?i:is)|:)*\s*[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"),
+    re.compile(
+        r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"
+    ),
 )
 
 
@@ -160,8 +157,8 @@ def extract_choice(completion: str) -> str | None:
     In this order: within the last `<answer>` block when there is one: a boxed letter; the last «answer (is) X»; a
     lone letter, in either case; a leading «X.», «X)», «X:» or «(X)»; the last «(X)».
     """
-    blocks = _ANSWER_BLOCK.findall(completion)
-    text = blocks[-1] if blocks else re.sub(r"<think>.*?</think>", " ", completion, flags=re.DOTALL)
+    blocks = answer_blocks(completion)
+    text = blocks[-1] if blocks else without_thinking(completion)
     for pattern in _LAST_CHOICE:
         if found := pattern.findall(text):
             return found[-1].upper()
@@ -173,22 +170,89 @@ def extract_choice(completion: str) -> str | None:
     return found[-1] if found else None
 
 
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+RULE_SECONDS = 1.0  # a comparison takes milliseconds; what takes longer is a trap
+MATH_EQUAL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "math_equal.py:math_equal")
+
+
+def last_boxed(text: str) -> str | None:
+    """The body of the last `\\boxed{…}` with balanced braces, the inner one of two nested; None without one."""
+    open_braces: list[int | None] = []  # where the body starts, for those of a box
+    start, last = -1, None
+    for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
+        if token[0].startswith("\\boxed"):
+            open_braces.append(token.end())
+        elif token[0] == "{":
+            open_braces.append(None)
+        elif token[0] == "}" and open_braces:
+            opened = open_braces.pop()
+            if opened is not None and opened > start:
+                start, last = opened, text[opened : token.start()]
+    return last
+
+
+@functools.cache
+def _math_workers() -> Workers:
+    """Processes that compare answers; this machine's cores shared among its training processes."""
+    share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return Workers(min(max(share, 1), 8), [MATH_EQUAL])
+
+
+def same_answer(candidate: str, gold: str) -> bool:
+    """Whether math-verify finds two answers the same, within `RULE_SECONDS`; False when it cannot tell."""
+    try:
+        return _math_workers().call(MATH_EQUAL, RULE_SECONDS, candidate=candidate, gold=gold)
+    except CallFailed:
+        return False
+
+
+def math_reward(
+    completion: str,
+    answer: str,
+    question: str = "",
+    verifier: Callable[[str, str, str], bool | str | None] | None = None,
+    **_: object,
+) -> float | None:
+    """Whether the answer is mathematically the gold one; −1, 1, or None without a verdict.
+
+    −1 unless the format holds. 1 when the answer block, or its last balanced box, equals the gold by math-verify. Else
+    `verifier(question, gold, candidate)` decides where there is one: its verdict or its reply; without one it is −1.
+    Example: «<think>t</think><answer>0.5</answer>» for \\frac{1}{2} is 1. Closes: several answers, one of them right;
+    letters in another order; answers that compute for ever; answers that tell the verifier what to reply.
+    """
+    parts = split_think_answer(completion)
+    if parts is None:
+        return -1.0
+    candidate = (last_boxed(parts[1]) or parts[1]).strip()
+    if same_answer(candidate, str(answer)):
+        return 1.0
+    if verifier is None:
+        return -1.0
+    verdict = verifier(question, str(answer), candidate)
+    verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
+    return None if verdict is None else 1.0 if verdict else -1.0
+
+
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
-REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward}
-FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward}
+REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward, "math": math_reward}
+FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward, "math": format_reward}
 
 
-def exact_match(task: str, completion: str, answer: str) -> bool:
-    """Whether the answer is right, not only near: full reward, and for VQA the gold's words in the gold's order."""
-    right = REWARDS[task](completion, answer) == 1.0
+def exact_match(task: str, completion: str, answer: str, reward: float | None = None) -> bool:
+    """Whether the answer is right, not only near: full reward, and for VQA the gold's words in the gold's order.
+
+    `reward` is the task's, when it is known already.
+    """
+    right = (REWARDS[task](completion, answer) if reward is None else reward) == 1.0
     gold = words(str(answer))
     if not right or task != "vqa" or gold in (["yes"], ["no"]):
         return right
     return words(split_think_answer(completion)[1]) == gold
 
 
-def gold_problem(task: str, answer: str) -> str | None:
+def gold_problem(task: str | None, answer: str) -> str | None:
     """Why no completion could ever be right for this gold answer, or None when it is fine."""
     if not str(answer).strip():
         return "the answer is empty"
@@ -197,21 +261,3 @@ def gold_problem(task: str, answer: str) -> str | None:
     if task == "vqa" and not words(str(answer)):
         return f"the answer {str(answer)[:40]!r} has no word to compare"
     return None
-
-
-def score(task: str, rollouts: "list[Rollout]", sample: "Sample") -> None:
-    """Give each completion of `sample` its reward; NaN stands for no verdict.
-
-    Raises UserError naming the row and the completion when the reward function fails or gives no finite number.
-    """
-    for j, rollout in enumerate(rollouts):
-        try:
-            reward = REWARDS[task](rollout.text, sample.answer, **sample.fields)
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(f"it gave {reward!r}")
-        except Exception as error:
-            raise UserError(
-                f"reward {task!r} failed on {sample.source}, completion {j} ({rollout.text[:80]!r}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        rollout.reward = math.nan if reward is None else float(reward)

@@ -10,7 +10,8 @@ Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from transformers import PreTrainedModel
 import parallel
 from data import Processor, Prompt, Rollout
 from model import Policy, full_weights, load_model, stop_tokens
+
+
+@dataclass(kw_only=True)
+class EngineFlags:
+    """The flags of the sampler."""
+
+    engine: Literal["auto", "hf"] = "auto"
+    """The sampler: hf is transformers with a KV cache."""
 
 
 class Engine(Protocol):

@@ -160,7 +160,7 @@ BAD_ROWS = {
     "more tags than images": ({**good(), "prompt": "<image><image>?"}, r"2 <image> tags in the prompt but 1 images"),
     "a literal tag in a text row": ({"prompt": "an <image> tag", "answer": "x"}, r"1 <image> tags .* but 0 images"),
     "a missing image": ({**good(), "images": ["images/none.png"]}, r"no image at .*none\.png"),
-    "no prompt": ({"answer": "x"}, r"no text under «prompt» or «problem»"),
+    "no prompt": ({"answer": "x"}, r"no text under «prompt», «problem» or «question»"),
     "images that are no paths": ({**good(), "images": [1]}, r"«images» is not a list of paths"),
     "images that are a number": ({**good(), "images": 3}, r"«images» is not a list of paths"),
     "an answer that is a list": ({**good(), "answer": ["yes"]}, r"«answer» is neither text nor a number"),
@@ -310,7 +310,7 @@ def test_missing_data(tmp_path):
 
 
 def test_the_stream_goes_through_every_row_each_epoch_in_a_new_order():
-    first, second = ([row_at(place, 10, seed=3) for place in range(start, start + 10)] for start in (0, 10))
+    first, second = ([row_at(place, [10], seed=3) for place in range(start, start + 10)] for start in (0, 10))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert first != [row_at(place, 10, seed=4) for place in range(10)]
+    assert first != [row_at(place, [10], seed=4) for place in range(10)]

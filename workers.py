@@ -1,0 +1,151 @@
+"""Calls of reward functions in processes of their own, each with a wall clock.
+
+math-verify and people's own reward functions can run for ever on a strange completion. Here a call that takes too long
+is killed and the next one starts at once. Every worker is a small Python process that has the functions loaded and
+forks the process that makes the calls: killing that one costs a few milliseconds. Workers never import the training
+script (as `multiprocessing` would) and end with the process that started them.
+"""
+
+import contextlib
+import importlib.util
+import multiprocessing.connection as connection
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from typing import Any
+
+TOO_LONG = "took longer than {:g} s"
+
+
+class CallFailed(Exception):
+    """The function raised; the message says what."""
+
+
+class CallLost(CallFailed):
+    """The call ran too long or took its process with it; the message says which."""
+
+
+class Workers:
+    """`count` processes that call functions named «file.py:function»."""
+
+    def __init__(self, count: int, names: list[str]):
+        self.names = names
+        self.idle: queue.SimpleQueue[tuple[subprocess.Popen, connection.Connection]] = queue.SimpleQueue()
+        for _ in range(count):
+            self.idle.put(self._start())
+
+    def _start(self) -> tuple[subprocess.Popen, connection.Connection]:
+        ours, theirs = Pipe()
+        command = [sys.executable, __file__, str(theirs.fileno()), *self.names]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        return process, ours
+
+    def call(self, name: str, seconds: float, **arguments: Any) -> Any:
+        """The result of function `name`, for which it waits at most `seconds` once a worker is idle.
+
+        Raises CallFailed when the function raised, CallLost when it gave no result. Safe in many threads.
+        """
+        process, pipe = self.idle.get()
+        try:
+            pipe.send((name, seconds, arguments))
+            outcome, result = pipe.recv()
+        except (EOFError, OSError):  # the worker itself is gone; killed from outside or out of memory
+            process.kill()
+            process.wait()
+            process, pipe = self._start()
+            outcome, result = "lost", "its worker process died"
+        finally:
+            self.idle.put((process, pipe))
+        if outcome == "done":
+            return result
+        raise (CallLost if outcome == "lost" else CallFailed)(result)
+
+
+def load_function(name: str) -> Callable:
+    """The function that «file.py:function» names. Raises OSError, SyntaxError or AttributeError, or what it raises."""
+    file, _, function = name.rpartition(":")
+    path = pathlib.Path(file).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {file!r}")
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    with _import_from(path.parent):
+        spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+@contextlib.contextmanager
+def _import_from(folder: pathlib.Path) -> Iterator[None]:
+    """Its neighbours can be imported while a file is loaded, as when it is run as a script."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+# --- in the worker ----------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: connection.Connection, names: list[str]) -> None:
+    """Answer calls until the other end is closed."""
+    functions = {name: load_function(name) for name in names}
+    caller = None
+    while True:
+        try:
+            name, seconds, arguments = pipe.recv()
+        except (EOFError, OSError):
+            break
+        caller = caller or _fork(functions)
+        caller[1].send((name, arguments))
+        try:
+            if caller[1].poll(seconds):
+                answer = caller[1].recv()
+            else:
+                answer, caller = ("lost", TOO_LONG.format(seconds)), _killed(caller)
+        except (EOFError, OSError):
+            answer, caller = ("lost", "its process died, out of memory perhaps"), _killed(caller)
+        pipe.send(answer)
+    _killed(caller)
+
+
+def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
+    """A child that makes one call after another; this process has no threads, so that forking it is safe."""
+    ours, theirs = Pipe()
+    child = os.fork()
+    if child:
+        theirs.close()
+        return child, ours
+    ours.close()
+    while True:
+        try:
+            name, arguments = theirs.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            answer = "done", functions[name](**arguments)
+        except BaseException as error:  # noqa: BLE001 - whatever a reward function does, SystemExit too, is an answer
+            answer = "raised", f"{type(error).__name__}: {error}"[:300]
+        try:
+            theirs.send(answer)
+        except (TypeError, AttributeError, ValueError) as error:  # a result that cannot be pickled
+            theirs.send(("raised", f"its result cannot be passed on ({error})"[:300]))
+
+
+def _killed(caller: tuple[int, connection.Connection] | None) -> None:
+    if caller:
+        os.kill(caller[0], signal.SIGKILL)
+        os.waitpid(caller[0], 0)
+        caller[1].close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which finishes its step
+    _serve(connection.Connection(int(sys.argv[1])), sys.argv[2:])
