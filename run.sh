@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Set-up and recipes. Everything a recipe runs is printed first, so that it can be copied and changed.
 #
-#   ./run.sh           the demo: a tiny vision-language model learns to count shapes, on any machine, in minutes
-#   ./run.sh digits    the same on scikit-learn's scanned handwritten digits
-#   ./run.sh test      the test suite
+#   ./run.sh                          the demo: a tiny vision-language model learns to count shapes, anywhere, in minutes
+#   ./run.sh digits                   the same on scikit-learn's scanned handwritten digits
+#   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
+#   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one
+#   ./run.sh count                    Qwen2.5-VL-3B on object counting, full fine-tuning
+#   ./run.sh test                     the test suite
 #
-# SEED=1 ./run.sh    another seed.  PYTHON=python3.12 ./run.sh    another interpreter (3.11 or newer).
+# After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
+# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), MODEL, DATA, TEST_DATA (what to train,
+# on what, and what to evaluate on), OUTPUT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")"
 seed=${SEED:-0}
@@ -47,21 +52,116 @@ demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
   show .venv/bin/python report.py --run "$run" --before "$run/before" --after "$run/after"
 }
 
+train() {  # a recipe's grpo.py on every GPU
+  local launch=(.venv/bin/python)
+  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS")
+  say "Training"
+  show "${launch[@]}" grpo.py "$@"
+}
+
+recipe() {  # name, task, model, training data, test data ('' for none), flags of both scripts, flags of evaluate.py, --, of grpo.py
+  local name=$1 task=$2 model=${MODEL:-$3} data=${DATA:-$4} test=${TEST_DATA-$5} both=() evaluation=() smoke=()
+  local output=${OUTPUT:-runs/$name}
+  shift 5
+  while [ "$1" != -- ]; do both+=("$1"); shift; done
+  shift
+  while [ "$1" != -- ]; do evaluation+=("$1"); shift; done
+  shift
+  if [ -n "$tiny" ]; then
+    output=runs/smoke/$name
+    say "A tiny model and a few rows"
+    show .venv/bin/python smoke.py --recipe "${name%%-*}" --output "$output/made"
+    model=$output/made/model
+    smoke=(--max_steps 2 --prompts_per_step 4 --prompts_per_update 2 --num_generations 4 --max_completion_length 32
+      --overwrite)
+    case $name in
+      vqa) data=$output/made/train.jsonl test=$output/made/test.jsonl both=(--max_pixels 7056) ;;
+      math-text) data=$output/made/text.parquet ;;
+      math-image) data=$output/made/image ;;
+      math-mixed) data=$output/made/text.parquet,$output/made/image ;;
+      count) data=$output/made/train.zip test=$output/made/test.zip ;;
+    esac
+    case $name in math-*) smoke+=(--overlong_buffer 8 --dynamic_sampling_rounds 2) ;; esac
+    evaluation+=(--max_tokens 32)
+  fi
+  train --task "$task" --model "$model" --data "$data" --output "$output" "${both[@]}" "$@" "${smoke[@]}" "${given[@]}"
+  [ -n "$test" ] || return 0
+  local which
+  for which in "before $model" "after $output/final"; do
+    say "Evaluation ${which%% *} training"
+    show .venv/bin/python evaluate.py --task "$task" --model "${which#* }" --data "$test" \
+      --output "$output/${which%% *}" "${both[@]}" "${evaluation[@]}"
+  done
+  show .venv/bin/python report.py --run "$output" --before "$output/before" --after "$output/after"
+}
+
+# Pictures above about 1.6 megapixels do not fit into 2048 tokens: --skip_bad_rows names them and goes on without.
+vqa() {
+  recipe vqa vqa Qwen/Qwen2.5-VL-3B-Instruct flaviagiammarino/vqa-rad@train flaviagiammarino/vqa-rad@test \
+    --min_pixels 262144 --max_pixels 4194304 --skip_bad_rows -- \
+    --temperature 0.6 --top_p 0.95 --max_tokens 1024 -- \
+    --max_prompt_length 2048 --max_completion_length 1024 --prompts_per_step 128 --num_generations 4 \
+    --prompts_per_update 64 --learning_rate 2e-6 --warmup 0.03 --beta 5e-3 --clip_low 0.2 --clip_high 0.3 --epochs 10 \
+    --activation_checkpointing --save_every 20
+}
+
+# A warm-up of 10 steps is 80 of their updates.
+math() {
+  local text=Skywork/Skywork-OR1-RL-Data@math image=FanqingM/MMK12@train data
+  case $1 in text) data=$text ;; image) data=$image ;; mixed) data=$text,$image ;; esac
+  if [ -z "${REWARD_MODEL_URL:-}" ]; then
+    echo "no REWARD_MODEL_URL: answers are judged by the rule alone. A verifier model is started, for example, with" \
+      "'vllm serve MODEL --port 8000', then REWARD_MODEL_URL=http://localhost:8000/v1"
+  fi
+  recipe "math-$1" math Qwen/Qwen2.5-VL-7B-Instruct "$data" "" --skip_bad_rows -- -- \
+    --max_prompt_length 4096 --max_completion_length 8192 --prompts_per_step 64 --num_generations 16 \
+    --prompts_per_update 8 --learning_rate 1e-6 --warmup 80 --loss_type dapo --clip_low 0.2 --clip_high 0.28 \
+    --overlong_buffer 2048 --dynamic_sampling --dynamic_sampling_rounds 10 --weight_decay 0.1 --epochs 5 \
+    --activation_checkpointing --save_every 20
+}
+
+count() {
+  recipe count count Qwen/Qwen2.5-VL-3B-Instruct "" "" --max_side 512 -- --max_tokens 256 -- \
+    --max_completion_length 256 --prompts_per_step 8 --num_generations 8 --learning_rate 5e-5 --epochs 50 --seed 43 \
+    --activation_checkpointing --save_every 50
+}
+
 recipe=${1:-demo}
+[ $# -gt 0 ] && shift
+tiny='' given=() kind=
+if [ "$recipe" = math ]; then
+  kind=${1:-}
+  case $kind in
+    text | image | mixed) shift ;;
+    *) echo "error: ./run.sh math needs text, image or mixed after it, not '$kind'" >&2; exit 2 ;;
+  esac
+fi
+for flag in "$@"; do
+  if [ "$flag" = --smoke ]; then tiny=yes; else given+=("$flag"); fi
+done
+if [ "$recipe" = count ] && [ -z "$tiny" ] && [ -z "${DATA:-}" ]; then
+  echo "error: ./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)" >&2
+  exit 2
+fi
 case $recipe in
   demo)
     set_up
-    demo demo count count --max_steps 60 --eval_every 5 --learning_rate 5e-5 --beta 0.02 ;;
+    demo demo count count --max_steps 60 --eval_every 5 --learning_rate 5e-5 --beta 0.02 "${given[@]}" ;;
   digits)
     set_up
-    demo digits digits vqa --max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02 ;;
+    demo digits digits vqa --max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02 "${given[@]}" ;;
+  vqa | count)
+    set_up
+    "$recipe" ;;
+  math)
+    set_up
+    math "$kind" ;;
   test)
     set_up
-    shift
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    .venv/bin/python -m pytest "$@" ;;
+    .venv/bin/python -m pytest "${given[@]}" ;;
   *)
-    echo "error: no recipe '$recipe'; there are: demo (the default), digits, test" >&2
+    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, test" >&2
     exit 2 ;;
 esac

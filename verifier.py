@@ -98,7 +98,7 @@ class Verifier:
         self.url, self.model = parse_url(url), model
         self.last_error = ""
         self.failures = 0  # requests that failed one after another
-        self.asked: dict[tuple[str, str, str], asyncio.Task[str]] = {}  # touched in the loop's thread only
+        self.asked: dict[tuple[str, str, str], asyncio.Task[str | None]] = {}  # touched in the loop's thread only
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name="verifier").start()
         self.client, self.slots = self._run(self._connect())
@@ -125,17 +125,20 @@ class Verifier:
             self.asked[key] = asyncio.ensure_future(self._ask(*key))
         task = self.asked[key]
         try:
-            return await asyncio.shield(task)
+            reply = await asyncio.shield(task)
+            if reply is None:
+                self.asked.pop(key, None)
+            return reply
         except (openai.OpenAIError, OSError, ValueError) as error:
             self.asked.pop(key, None)  # asked again when it comes again
             self.failures += 1
             self.last_error = f"{type(error).__name__}: {str(error).strip()[:200]}"
             return None
 
-    async def _ask(self, question: str, gold: str, candidate: str) -> str:
+    async def _ask(self, question: str, gold: str, candidate: str) -> str | None:
         async with self.slots:
             if self.failures >= 2 * self.flags.verifier_concurrency:  # it is down: waiting longer helps nobody
-                raise OSError(f"not asked any more after {self.failures} failures in a row; {self.last_error}")
+                return None
             answer = await self.client.chat.completions.create(
                 model=self.model or "", messages=request(question, gold, candidate), temperature=0, max_tokens=2048
             )

@@ -1,14 +1,20 @@
 """Fixtures: a tiny random Qwen2.5-VL in Hugging Face layout and a small counting data set, made once a session."""
 
+import atexit
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # parquet files as Arrow tables; gone with the tests
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 ROOT = pathlib.Path(__file__).parent.parent
 

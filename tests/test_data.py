@@ -170,7 +170,7 @@ BAD_ROWS = {
     "no answer": ({"prompt": "<image>?", "images": ["images/0.png"]}, r"the answer is empty"),
     "an answer without a word": ({**good(), "answer": "?!"}, r".* has no word to compare"),
     "not JSON": ("{broken", r"not JSON"),
-    "not an object": ("[1]", r"not a JSON object"),
+    "not an object": ("[1]", r"not an object with columns"),
 }
 
 
@@ -213,7 +213,7 @@ def test_over_long_prompts_are_counted_with_their_image_tokens(folder, tiny_mode
 def test_duplicates_are_named_and_kept(folder, capsys):
     samples = load_samples(jsonl(folder, good(0), good(1), good(0)), "vqa")
     assert len(samples) == 3
-    assert "1 duplicate rows: " in (err := capsys.readouterr().err)
+    assert "1 duplicate rows (kept; --skip_bad_rows leaves them out): " in (err := capsys.readouterr().err)
     assert "row 3 repeats" in err
 
 
@@ -278,7 +278,7 @@ def test_a_zip_with_a_link_is_refused(tmp_path):
 
 
 def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.MOST_UNPACKED", 50 * 2**20)
+    monkeypatch.setattr("formats.MOST_UNPACKED", 50 * 2**20)
     path = zipped(tmp_path / "d.zip", zeros=bytes(60 * 2**20))
     assert pathlib.Path(path).stat().st_size < 2**20
     with pytest.raises(UserError, match=r"would unpack to 0\.1 GiB"):

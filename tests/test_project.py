@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import os
 import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
@@ -11,7 +14,9 @@ import data
 import evaluate
 import grpo
 import report
+import smoke
 import tiny
+from report import read_rows
 
 SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
 CONFIGS = {
@@ -20,6 +25,7 @@ CONFIGS = {
     "data.py": data.Config,
     "report.py": report.Config,
     "tiny.py": tiny.Config,
+    "smoke.py": smoke.Config,
 }
 
 
@@ -44,7 +50,8 @@ def test_files_and_functions_are_readable(path):
 def test_the_readme_lists_every_file():
     readme = (ROOT / "README.md").read_text()
     for path in SCRIPTS:
-        assert f"| `{path.name}` |" in readme, path.name
+        row = re.search(rf"^\| .*`{re.escape(path.name)}`.*\|", readme, re.MULTILINE)
+        assert row, path.name
 
 
 def test_every_setting_is_explained():
@@ -62,9 +69,49 @@ def test_every_setting_is_explained():
                 assert explained, f"{script}: {field.target.id} has no docstring"
 
 
+RECIPES = ["vqa", "math text", "math image", "math mixed", "count"]
+
+
+def test_every_recipe_runs_offline_with_smoke():
+    """Two at a time, as a newcomer tries them; each prints the command it runs, whole."""
+    if not (ROOT / ".venv" / "installed").is_file():
+        pytest.skip("no .venv made by run.sh: the recipes would install one")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def smoke(recipe: str) -> subprocess.CompletedProcess:
+        command = ["./run.sh", *recipe.split(), "--smoke", f"--seed={len(recipe)}"]
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for recipe, done in zip(RECIPES, pool.map(smoke, RECIPES)):
+            assert done.returncode == 0, done.stderr[-3000:]
+            (command,) = re.findall(r"^\+ .*grpo\.py .*", done.stdout, re.MULTILINE)
+            assert f"--task {recipe.split()[0]}" in command
+            assert f"--seed={len(recipe)}" in command, "flags that follow replace the recipe's"
+            rows = read_rows(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
+            assert [row["step"] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["maths"], "no recipe 'maths'; there are: demo"),
+        (["math"], "needs text, image or mixed after it"),
+        (["math", "--smoke"], "needs text, image or mixed after it, not '--smoke'"),
+        (["count"], "DATA=folder_or.zip ./run.sh count"),
+    ],
+)
+def test_mistakes_with_run_sh_are_answered(arguments, message):
+    done = subprocess.run(["./run.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
-    known |= {"help", "nproc_per_node", "requirement", "quiet", "check"}
+    known |= {"help", "nproc_per_node", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w-])", (ROOT / name).read_text()):
             assert flag in known, f"{name} names --{flag}, which no script has"

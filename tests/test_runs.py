@@ -6,6 +6,7 @@ processes, a resume that is not the same run, and tracebacks for mistakes.
 
 import json
 import math
+import os
 import pathlib
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 import evaluate
 import grpo
-import rewards
+import scoring
 from cli import RunStopped, UserError
 from report import read_rows
 
@@ -115,7 +116,7 @@ def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_mo
 
 def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model, shapes, tmp_path):
     subprocess.run(["cp", "-r", *run.glob("*"), tmp_path], check=True)
-    with pytest.raises(UserError, match="no data at"):
+    with pytest.raises(UserError, match="no data at 'nowhere'"):
         grpo.main(config(tiny_model, "nowhere", tmp_path, overwrite=True))
     assert (tmp_path / "final" / "model.safetensors").is_file()
     assert (tmp_path / "checkpoint-4").is_dir()
@@ -179,7 +180,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
         calls.append(completion)
         return float(len(calls) % 2) if (len(calls) - 1) // 4 % 2 else 0.5
 
-    monkeypatch.setitem(rewards.REWARDS, "count", reward)
+    monkeypatch.setitem(scoring.BUILT_IN, "count", reward)
     flags = dict(max_steps=2, dynamic_sampling=True)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     for row in read_rows(tmp_path / "metrics.jsonl"):
@@ -188,25 +189,93 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
 
 
 def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tmp_path, monkeypatch):
-    monkeypatch.setitem(rewards.REWARDS, "count", lambda completion, answer, **_: 0.3)
+    monkeypatch.setitem(scoring.BUILT_IN, "count", lambda completion, answer, **_: 0.3)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_rows(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
 
 
-def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path, monkeypatch):
-    calls = []
+NONE_FOR = """
+import pathlib
 
-    def reward(completion, answer, **_):
-        calls.append(completion)
-        return None if len(calls) % 4 == 0 else float(len(calls) % 2)
+def moody(completion, answer, **fields):
+    \"\"\"No verdict for the first `TIMES` completions.\"\"\"
+    for i in range(TIMES):
+        try:
+            (pathlib.Path(__file__).parent / f"mood-{i}").touch(exist_ok=False)
+            return None
+        except FileExistsError:
+            pass
+    return len(completion) % 7
+"""
 
-    monkeypatch.setitem(rewards.REWARDS, "count", reward)
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, beta=0.1))
-    row = read_rows(tmp_path / "metrics.jsonl")[0]
-    assert row["rewards/no_verdict"] == 0.25
+
+def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
+    (tmp_path / "r.py").write_text(NONE_FOR.replace("TIMES", "1"))
+    grpo.main(
+        config(tiny_model, shapes, tmp_path / "run", max_steps=1, beta=0.1, reward=(f"{tmp_path}/r.py:moody=0.5",))
+    )
+    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    assert row["rewards/no_verdict"] == 1 / 16
     assert math.isfinite(row["loss"])
+    assert 0 < row["rewards/moody"] < 7
+    assert "rewards/count" in row
+
+
+def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
+    """Two steps go well; from the third on the reward is silent. The checkpoint is of step 2, and the run goes on from
+    it as if nothing had been."""
+    (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
+    flags = dict(max_steps=4, seed=3, reward=(f"{tmp_path}/r.py:fine",))
+    grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
+    silent = "def fine(completion, answer, **_):\n    import os\n    if os.path.exists(SILENT):\n        return None\n"
+    silent = silent.replace("SILENT", repr(str(tmp_path / "silent"))) + "    return len(completion) % 7\n"
+    (tmp_path / "r.py").write_text(silent)
+    with pytest.MonkeyPatch.context() as patch:
+        step = grpo.train_step
+        patch.setattr(grpo, "train_step", lambda run: (run.step == 2 and (tmp_path / "silent").touch(), step(run))[1])
+        with pytest.raises(
+            RunStopped, match=r"step 3: 100% of the completions have no verdict.*r\.py:fine gave None.*--resume"
+        ):
+            grpo.main(config(tiny_model, shapes, tmp_path / "broken", **flags))
+    (tmp_path / "silent").unlink()
+    grpo.main(config(tiny_model, shapes, tmp_path / "broken", resume=True, **flags))
+    whole, broken = weights(tmp_path / "whole" / "final"), weights(tmp_path / "broken" / "final")
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
+    (tmp_path / "r.py").write_text("def one(completion, answer):\n    return 1.0\n")
+    more = dict(reward=("count=0.5", "format=2", f"{tmp_path}/r.py:one=-3"), overlong_buffer=6)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, **more))
+    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    parts = {name: row[f"rewards/{name}"] for name in ("count", "format", "one", "overlong")}
+    assert parts["one"] == 1
+    assert -1 <= parts["overlong"] < 0
+    want = 0.5 * parts["count"] + 2 * parts["format"] - 3 * parts["one"] + parts["overlong"]
+    assert row["reward"] == pytest.approx(want, abs=1e-6)
+
+
+def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes, tmp_path):
+    """Four prompts a step of five text rows to one with pictures: most steps leave one process without any picture.
+    The vision tower is trained, so that it would hang if that process did not join."""
+    rows = [{"prompt": f"How much is {i}?", "answer": str(i)} for i in range(10)]
+    image = f"{shapes}/images/00000.png"
+    rows += [
+        {"prompt": "one", "answer": "1", "images": [image]},
+        {"prompt": "two", "answer": "2", "images": [image] * 2},
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--model={tiny_model}", f"--data={tmp_path}/d.jsonl", "--task=count", "--max_steps=4", "--train_vision"]
+    flags += [f"--{name}={value}" for name, value in (SMALL | {"learning_rate": 1e-3}).items()]
+    for processes in (0, 2):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    assert [row["reward"] for row in one] == pytest.approx([row["reward"] for row in two])
+    assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-4)
 
 
 # --- how runs end -----------------------------------------------------------------------------------------------------
@@ -218,19 +287,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
     assert stopped.value.status == 1
     assert (tmp_path / "checkpoint-1" / "state.json").is_file()
     assert not (tmp_path / "checkpoint-2").exists()
-
-
-def test_a_reward_that_raises_names_row_and_completion(tiny_model, shapes, tmp_path, monkeypatch):
-    def broken(completion, answer, **_):
-        raise ZeroDivisionError("no luck")
-
-    monkeypatch.setitem(rewards.REWARDS, "count", broken)
-    message = r"reward 'count' failed on .*main\.csv row \d+, completion 0 \(.*\): ZeroDivisionError: no luck"
-    with pytest.raises(UserError, match=message):
-        grpo.main(config(tiny_model, shapes, tmp_path / "raises", max_steps=1))
-    monkeypatch.setitem(rewards.REWARDS, "count", lambda completion, answer, **_: math.inf)
-    with pytest.raises(UserError, match="it gave inf"):
-        grpo.main(config(tiny_model, shapes, tmp_path / "inf", max_steps=1))
 
 
 def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
@@ -287,6 +343,15 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", "--model=nowhere/at/all", data], "error: no model at 'nowhere/at/all'"),
         (["grpo.py", model, "--data=nowhere.jsonl"], "error: no data at 'nowhere.jsonl'"),
         (["grpo.py", model, f"--data={rows}"], "bad.jsonl row 1: no image at"),
+        (["grpo.py", model, data, "--reward=nowhere.py:f"], "error: --reward nowhere.py:f: it cannot be loaded"),
+        (
+            ["grpo.py", model, data, "--task=math", "--verifier_url=localhost:9"],
+            "error: the verifier at http://localhost:9",
+        ),
+        (
+            ["data.py", "convert", "--input_jsonl=nowhere.jsonl", "--output_jsonl=x"],
+            "error: no data at 'nowhere.jsonl'",
+        ),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
         (["report.py", f"--run={tmp_path}"], "error: no run in"),
@@ -294,7 +359,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
 
     def start(case):
         script, *flags = case[0]
-        flags += [f"--output={output}"] if script != "report.py" else []
+        flags += [f"--output={output}"] if script in ("grpo.py", "evaluate.py") else []
         return run_script(script, *flags)
 
     with ThreadPoolExecutor(2) as pool:
