@@ -82,20 +82,24 @@ class DataFlags:
     """Largest picture, height times width; larger ones are reduced."""
     max_side: int = 0
     """Longest side of a picture in pixels; 0: no limit but `max_pixels`."""
+    max_prompt_length: int = 2048
+    """Most prompt tokens, images expanded; a row over it is a bad row."""
 
     def check_data(self) -> None:
         """Raise ValueError for settings that cannot be."""
         if not 0 <= self.min_pixels <= self.max_pixels or self.max_side < 0:
             raise ValueError("min_pixels must not be above max_pixels, nor any limit of pixels negative")
+        if self.max_prompt_length < 1:
+            raise ValueError("max_prompt_length must be at least 1")
 
     def processor(self, model: str, task: str) -> "Processor":
         """`load_processor` with these flags."""
         return load_processor(model, task, self.template, self.min_pixels, self.max_pixels, self.max_side)
 
-    def samples(self, data: str, task: str, processor: "Processor", max_prompt_length: int | None) -> list[Sample]:
+    def samples(self, data: str, task: str, processor: "Processor") -> list[Sample]:
         """`load_samples` of `data` with these flags."""
         columns = Columns(self.prompt_column, self.answer_column, self.image_column)
-        return load_samples(data, task, self.image_dir, processor, max_prompt_length, self.skip_bad_rows, columns)
+        return load_samples(data, task, self.image_dir, processor, self.max_prompt_length, self.skip_bad_rows, columns)
 
 
 @dataclass
@@ -113,6 +117,8 @@ class Prompt:
     vision: dict[str, Tensor] = field(default_factory=dict)
     """what the vision tower takes: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
     images"""
+    source: str = ""
+    """the sample's file and row, for messages"""
 
 
 @dataclass
@@ -257,12 +263,19 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     engine_ids = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
-        return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}))
+        return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}), source=sample.source)
     images = [_fitted(source, sample, processor) for source in sample.images]
     vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
     counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
     ids = _expand(engine_ids, processor.image_token_id, counts)
-    return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, vision), images, vision)
+    positions = prompt_positions(processor.skeleton, ids, vision)
+    return Prompt(ids, engine_ids, positions, images, vision, sample.source)
+
+
+def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
+    """`encode_prompt` of each, in threads: most of the work is on pictures and leaves the interpreter lock."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
 
 def _fitted(source: ImageSource, sample: Sample, processor: Processor) -> Image.Image:
@@ -349,6 +362,11 @@ def load_samples(
         kept = "left out" if skip_bad_rows else "kept; --skip_bad_rows leaves them out"
         print(f"note: {_named(again, f'duplicate rows ({kept})')}", file=sys.stderr)
     return list(first.values()) if skip_bad_rows else [sample for sample, _ in good]
+
+
+def most_images(samples: list[Sample]) -> int:
+    """The pictures of the sample with most of them, at least 1."""
+    return max(1, *(len(sample.images) for sample in samples))
 
 
 def _named(problems: list[str], what: str, most: int = 5) -> str:

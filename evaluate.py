@@ -28,7 +28,7 @@ from tqdm import tqdm
 import cli
 import parallel
 from cli import UserError
-from data import DataFlags, Processor, Sample, encode_prompt, prompt_seed
+from data import DataFlags, Processor, Sample, encode_prompts, most_images, prompt_seed
 from rewards import FORMATS, exact_match
 from rollout import Engine, EngineFlags, make_engine
 from scoring import RewardFlags, Scorer
@@ -62,6 +62,7 @@ class Config(EngineFlags, RewardFlags, DataFlags):
     def __post_init__(self) -> None:
         self.check_data()
         self.check_rewards()
+        self.check_engine()
         if self.n < 1 or self.max_tokens < 1:
             raise ValueError("n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
@@ -106,7 +107,7 @@ def evaluate(
     silent = None if parallel.is_main() else True
     for i in tqdm(range(0, len(mine), CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
         rows = mine[i : i + CHUNK]
-        prompts = [encode_prompt(sample, processor) for _, sample in rows]
+        prompts = encode_prompts([sample for _, sample in rows], processor)
         seeds = [prompt_seed(seed, place) for place, _ in rows]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
         error = error or scorer([(sample, rollouts) for (_, sample), rollouts in zip(rows, groups)])
@@ -166,8 +167,9 @@ def main(cfg: Config) -> None:
     device = parallel.start()
     scorer = Scorer(cfg.task, cfg)
     processor = cfg.processor(cfg.model, cfg.task)
-    samples = cfg.samples(cfg.data, cfg.task, processor, None)[: cfg.limit or None]
-    engine = make_engine(cfg.engine, cfg.model, processor, device, parallel.compute_dtype(device))
+    samples = cfg.samples(cfg.data, cfg.task, processor)[: cfg.limit or None]
+    limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
+    engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
     sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)
     scores, predictions = evaluate(engine, processor, samples, scorer, *sampling)
     if parallel.is_main():

@@ -13,8 +13,7 @@ completion, C completion tokens of one micro-batch.
 """
 
 import math
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -25,11 +24,20 @@ import cli
 import parallel
 from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
 from cli import RunStopped
-from data import DataFlags, Processor, Sample, encode_prompt, part_sizes, prompt_seed, row_at
+from data import DataFlags, Processor, Sample, encode_prompts, most_images, part_sizes, prompt_seed, row_at
 from evaluate import evaluate
-from model import Policy, PolicyFlags, apply_fsdp, load_policy, make_optimizer, micro_batches, whole
+from model import (
+    Policy,
+    PolicyFlags,
+    apply_fsdp,
+    load_policy,
+    load_reference,
+    make_optimizer,
+    micro_batches,
+    whole,
+)
 from packing import Group, PackedBatch
-from report import RunLog, refuse_to_mix_runs, step_metrics
+from report import Clock, RunFlags, RunLog, refuse_to_mix_runs, step_metrics
 from rollout import Engine, EngineFlags, make_engine
 from scoring import MOST_WITHOUT_VERDICT, NoRewards, RewardFlags, Scorer
 
@@ -37,28 +45,18 @@ CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": 
 
 
 @dataclass(kw_only=True)
-class Config(EngineFlags, PolicyFlags, RewardFlags, DataFlags):
+class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model by GRPO."""
 
     task: Literal["count", "math", "vqa"] = "count"
     """Prompt template and reward."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """The policy to start from, and the KL reference: a folder in Hugging Face layout or a hub name."""
-    output: str = "runs/grpo"
-    """Folder for metrics, curves, completions, checkpoints and the final model."""
-    overwrite: bool = False
-    """Replace a run that is already in `output`."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint in `output`."""
     seed: int = 0
     """Seed of the data order and of the sampling."""
 
     data_weights: tuple[float, ...] = ()
     """Shares of the prompts drawn from each of several data sets; by their numbers of rows when left out."""
-    eval_data: str | None = None
-    """Held-out rows, scored before training, every `eval_every` steps and at the end."""
-    max_prompt_length: int = 2048
-    """Most prompt tokens, images expanded; a row over it is a bad row."""
     max_completion_length: int = 1024
     """Most sampled tokens; a completion that reaches it without a stop token is truncated."""
     overlong_buffer: int = 0
@@ -100,13 +98,6 @@ class Config(EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     max_steps: int = 0
     """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
 
-    eval_every: int = 0
-    """Steps between evaluations on `eval_data`; 0: only before and after."""
-    save_every: int = 0
-    """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
-    report_every: int = 10
-    """Steps between refreshes of curves.png and completions.html."""
-
     def __post_init__(self) -> None:
         def need(ok: bool, message: str) -> None:
             if not ok:
@@ -115,6 +106,7 @@ class Config(EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         self.check_data()
         self.check_rewards()
         self.check_policy()
+        self.check_engine()
         need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
         need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
@@ -122,7 +114,7 @@ class Config(EngineFlags, PolicyFlags, RewardFlags, DataFlags):
             self.prompts_per_step % self.prompts_per_update == 0,
             f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
         )
-        least_one = "max_completion_length max_prompt_length num_iterations epochs report_every"
+        least_one = "max_completion_length num_iterations epochs report_every"
         for name in f"{least_one} dynamic_sampling_rounds prompts_per_step".split():
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
         counts = "seed max_steps eval_every save_every prompts_per_update"
@@ -260,17 +252,19 @@ class Run:
     """steps done"""
     position: int = 0
     """prompts drawn from the endless shuffled stream of training rows"""
+    clock: Clock = field(default_factory=Clock)
+    """seconds of the current step's parts"""
 
 
 def train_step(run: Run) -> dict[str, float]:
     """One step of GRPO, Algorithm 1 of DeepSeekMath; returns its metrics (see the README's glossary)."""
-    cfg, clock = run.cfg, [time.perf_counter()]
-    run.engine.wake_up()
-    run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
-    clock.append(time.perf_counter())
+    cfg, run.clock = run.cfg, Clock()
+    with run.clock("sync"):
+        run.engine.wake_up()
+        run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
     groups, rewards, drawn = collect(run)  # lines 5, 7, 8: prompts, completions, rewards
-    run.engine.sleep()
-    clock.append(time.perf_counter())
+    with run.clock("sleep"):
+        run.engine.sleep()
     advantages = group_advantages(rewards, cfg.scale_rewards)  # line 9, (P, G)
     for group in groups:
         for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
@@ -284,9 +278,8 @@ def train_step(run: Run) -> dict[str, float]:
         for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
             part = range(first, first + cfg.prompts_per_update)
             updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
-    clock.append(time.perf_counter())
     run.log.completions(run.step + 1, groups)
-    return step_metrics(run.scorer.names, groups, drawn, updates, clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    return step_metrics(run.scorer.names, groups, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
 def sample_round(run: Run) -> tuple[list[Group], Tensor]:
@@ -297,11 +290,14 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     places = [run.position + ordinal for ordinal in mine]
     run.position += cfg.prompts_per_step
     samples = [run.samples[row_at(place, run.part_sizes, cfg.seed, cfg.data_weights)] for place in places]
-    prompts = [encode_prompt(sample, run.processor) for sample in samples]
     seeds = [prompt_seed(cfg.seed, place) for place in places]
-    completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
+    with run.clock("prompts"):
+        prompts = encode_prompts(samples, run.processor)
+    with run.clock("rollout"):
+        completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
-    error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
+    with run.clock("reward"):
+        error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
     if error := next(filter(None, parallel.gather_from_all(error)), None):
         raise NoRewards(error)
     rewards = [[[r.reward, *(r.rewards[name] for name in run.scorer.names)] for r in g.rollouts] for g in groups]
@@ -349,10 +345,11 @@ def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
 @torch.no_grad()
 def record_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
     """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
-    for batch in micro_batches(run.policy, with_gradient(run, groups), run.cfg.micro_batch_tokens):
-        logp, _ = policy(batch, run.cfg.temperature)
-        for rollout, of_rollout in zip(batch.rollouts, logp.cpu().split([len(r.ids) for r in batch.rollouts])):
-            setattr(rollout, name, of_rollout)
+    with run.clock("reference" if policy is run.reference else "old_logp"):
+        for batch in micro_batches(run.policy, with_gradient(run, groups), run.cfg.micro_batch_tokens):
+            logp, _ = policy(batch, run.cfg.temperature)
+            for rollout, of_rollout in zip(batch.rollouts, logp.cpu().split([len(r.ids) for r in batch.rollouts])):
+                setattr(rollout, name, of_rollout)
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
@@ -365,12 +362,13 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     for rollout, weight in zip(rollouts, weights.tolist()):
         rollout.weight = weight
     sums = []
-    for batch in micro_batches(run.policy, with_gradient(run, groups), cfg.micro_batch_tokens):
-        logp, entropy = run.policy(batch, cfg.temperature)
-        loss, stats = batch_loss(cfg, batch, logp)
-        (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
-        stats["entropy"] = (entropy * (batch.column("weight") > 0)).sum()
-        sums.append(stats)
+    with run.clock("train"):
+        for batch in micro_batches(run.policy, with_gradient(run, groups), cfg.micro_batch_tokens):
+            logp, entropy = run.policy(batch, cfg.temperature)
+            loss, stats = batch_loss(cfg, batch, logp)
+            (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
+            stats["entropy"] = (entropy * (batch.column("weight") > 0)).sum()
+            sums.append(stats)
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     stats = parallel.total(sums)
     if not (stats["loss"].isfinite() and grad_norm.isfinite()):
@@ -379,9 +377,10 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
             f"Checkpoints in {cfg.output}, if any, are whole: --resume with a lower --learning_rate or --dtype float32",
             status=1,
         )
-    run.optimizer.step()
-    run.scheduler.step()
-    run.optimizer.zero_grad()
+    with run.clock("optimizer"):
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
     return stats | {"grad_norm": grad_norm}
 
 
@@ -470,13 +469,15 @@ def set_up(cfg: Config) -> Run:
     refuse_to_mix_runs(cfg.output, cfg.overwrite, resume_from)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = cfg.processor(cfg.model, cfg.task)
-    samples = cfg.samples(cfg.data, cfg.task, processor, cfg.max_prompt_length)
+    samples = cfg.samples(cfg.data, cfg.task, processor)
     sizes = part_sizes(samples, cfg.data_weights)
-    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, cfg.max_prompt_length) if cfg.eval_data else []
+    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor) if cfg.eval_data else []
     dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
-    policy = apply_fsdp(load_policy(cfg.model, cfg.train_vision, cfg.activation_checkpointing), device, dtype)
-    reference = apply_fsdp(load_policy(cfg.model), device, dtype).requires_grad_(False) if cfg.beta else None
-    engine = make_engine(cfg.engine, cfg.model, processor, device, dtype)
+    limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
+    engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
+    engine.sleep()
+    policy = apply_fsdp(load_policy(cfg.model, cfg, device), device, dtype)
+    reference = apply_fsdp(load_reference(cfg.model, cfg, dtype), device, dtype) if cfg.beta else None
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     updates = total_steps * cfg.updates_per_step
     rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, updates)

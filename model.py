@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import parallel
 from cli import UserError
@@ -48,8 +57,11 @@ class PolicyFlags:
     """Train the vision tower too; it is frozen otherwise."""
     micro_batch_tokens: int = 16384
     """Most packed tokens of one forward and backward; the gradient does not depend on it."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass: less memory, a third more compute."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory: nothing; all but matrix products and attention; all but
+    each layer's input (a third more compute)."""
+    compile: bool = True
+    """Fuse the small operations of each layer with torch.compile, on a GPU; costs a minute at the start."""
 
     def check_policy(self) -> None:
         """Raise ValueError for settings that cannot be."""
@@ -105,16 +117,36 @@ def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
         ) from None
 
 
-def load_policy(name: str, train_vision: bool = False, checkpointing: bool = False) -> Policy:
+def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`."""
     model = load_model(name, torch.float32)
-    take_packed_batches(model)
+    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     for parameter in vision_parameters(model):
-        parameter.requires_grad_(train_vision)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        parameter.requires_grad_(flags.train_vision)
+    if flags.activation_checkpointing != "none":
+        options = {"use_reentrant": False}
+        if flags.activation_checkpointing == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, expensive_operations())
+        model.gradient_checkpointing_enable(options)
     model.train()
     return Policy(model)
+
+
+def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype) -> Policy:
+    """The model at `name` as the fixed reference of the KL term, in the compute type: it is never trained."""
+    model = load_model(name, dtype)
+    take_packed_batches(model, compiled=flags.compile and torch.cuda.is_available())
+    return Policy(model.eval().requires_grad_(False))
+
+
+def expensive_operations() -> list:
+    """What selective checkpointing keeps: matrix products and attention; all else is quick to compute again."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    for library, name in (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward")):
+        if hasattr(torch.ops, library) and hasattr(getattr(torch.ops, library), name):
+            kept.append(getattr(getattr(torch.ops, library), name).default)
+    kept.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    return kept
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -155,7 +187,7 @@ def make_optimizer(
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decayed, others], lr=learning_rate)
+    optimizer = torch.optim.AdamW([decayed, others], lr=learning_rate, fused=trained[0].device.type == "cuda")
     shape = functools.partial(lr_factor, updates=updates, warmup=warmup, schedule=schedule)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
 
@@ -204,8 +236,12 @@ def saved_dtype(name: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def stop_tokens(model: PreTrainedModel, tokenizer_eos: int | None) -> list[int]:
-    """Every token that ends a completion, from the generation config and the tokenizer."""
-    eos = model.generation_config.eos_token_id
-    found = set(eos if isinstance(eos, list) else [eos]) | {tokenizer_eos}
+def stop_tokens(
+    generation: GenerationConfig | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """Every token that ends a completion, from the generation config, the model's config and the tokenizer."""
+    found = {tokenizer.eos_token_id}
+    for source in (generation, config, getattr(config, "text_config", None)):
+        eos = getattr(source, "eos_token_id", None)
+        found |= set(eos if isinstance(eos, list) else [eos])
     return sorted(token for token in found if token is not None)

@@ -186,6 +186,7 @@ def _cumulative(lengths: list[int]) -> Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def shared_prefix_attention(
     module: nn.Module,
     query: Tensor,
@@ -265,8 +266,11 @@ AttentionInterface.register("shared_prefix", shared_prefix_attention)
 AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 
 
-def take_packed_batches(model: nn.Module) -> None:
+def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     """Make `model` (a transformers causal or image-text model) take packed batches, in place.
+
+    `compiled`: the small operations around the matrix products of each decoder layer, and the log-probabilities, are
+    fused by torch.compile; attention stays a call of its own.
 
     Its attention is routed through this file by the configs, after loading: given to `from_pretrained`, the vision
     tower's name would demand the flash-attn package.
@@ -278,6 +282,9 @@ def take_packed_batches(model: nn.Module) -> None:
     embedding = language_model(model).embed_tokens
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
+    model.logprob_chunk = torch.compile(_logprob_chunk, dynamic=True) if compiled else _logprob_chunk
+    for layer in language_model(model).layers if compiled else []:
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
 
 
 def _completion_ids_back(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -315,7 +322,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     hidden = hidden[batch.predict_from]  # (C, D)
     weight = model.lm_head.weight  # (V, D)
     chunks = [
-        checkpoint(_logprob_chunk, h, weight, y, temperature, use_reentrant=False)
+        checkpoint(model.logprob_chunk, h, weight, y, temperature, use_reentrant=False)
         for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))
     ]
     logp, entropy = zip(*chunks)

@@ -8,6 +8,7 @@ A run's folder holds `config.json` (with command and git commit), `metrics.jsonl
 """
 
 import base64
+import contextlib
 import html
 import io
 import json
@@ -18,6 +19,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +53,42 @@ class Config:
     """Folder with the scores.json of the trained model."""
 
 
+@dataclass(kw_only=True)
+class RunFlags:
+    """The flags of what a training run leaves and when."""
+
+    output: str = "runs/grpo"
+    """Folder for metrics, curves, completions, checkpoints and the final model."""
+    overwrite: bool = False
+    """Replace a run that is already in `output`."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in `output`."""
+    eval_data: str | None = None
+    """Held-out rows, scored before training, every `eval_every` steps and at the end."""
+    eval_every: int = 0
+    """Steps between evaluations on `eval_data`; 0: only before and after."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
+    report_every: int = 10
+    """Steps between refreshes of curves.png and completions.html."""
+
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of a step's parts: `with clock("train"): ...`. A part's end waits for its work on the GPU."""
+
+    def __init__(self):
+        self.begun, self.seconds = time.perf_counter(), {}
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begun
 
 
 def step_metrics(
@@ -58,13 +96,12 @@ def step_metrics(
     groups: list[Group],
     drawn: torch.Tensor,
     updates: list[dict[str, torch.Tensor]],
-    clock: list[float],
+    clock: Clock,
 ) -> dict[str, float]:
     """A step's metrics from all processes; the README's glossary says what each one means.
 
     `drawn` (groups, G, 1 + names): the reward of every completion that was sampled, then its parts by their `names`.
-    `updates`: sums over the tokens of each update. `clock`: seconds at the start of the step and after sync, rollout
-    and training.
+    `updates`: sums over the tokens of each update.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
@@ -77,6 +114,7 @@ def step_metrics(
         return (sum(u[name] for u in updates) / tokens).item()
 
     drawn, parts = drawn[..., 0], drawn[..., 1:]
+    step_time = time.perf_counter() - clock.begun
     has_verdict = ~drawn.isnan()
     spread = drawn.nan_to_num(nan=-math.inf).amax(1) > drawn.nan_to_num(nan=math.inf).amin(1)
     centred = (drawn - drawn.nanmean(1, keepdim=True)).nan_to_num()
@@ -91,11 +129,9 @@ def step_metrics(
         "completions/mean_length": (sums[0] / sums[2]).item(),
         "completions/max_length": longest.item(),
         "completions/clipped_ratio": (sums[1] / sums[2]).item(),
-        "step_time": clock[-1] - clock[0],
-        "time/sync": clock[1] - clock[0],
-        "time/rollout": clock[2] - clock[1],
-        "time/train": clock[3] - clock[2],
-        "tokens_per_second": sums[0].item() / (clock[-1] - clock[0]),
+        "step_time": step_time,
+        **{f"time/{part}": seconds for part, seconds in clock.seconds.items()},
+        "tokens_per_second": sums[0].item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
         "clip_ratio": mean("clip_ratio"),

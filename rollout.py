@@ -1,7 +1,8 @@
 """Sampling completions: one interface, `generate`, `sync_weights`, `sleep`, `wake_up`.
 
-`HFEngine` needs no GPU: a plain transformers copy of the policy, a KV cache, the prompt computed once for its n
-completions. The engine holds whole weights of its own, so ranks sample without collectives, each at its own pace.
+`VLLMEngine` runs inside each training process and takes the trainer's weights over before every step; between steps it
+sleeps and holds no memory. `HFEngine` needs no GPU: a plain transformers copy of the policy with a KV cache. Each
+engine holds whole weights of its own, so ranks sample without collectives, each at its own pace.
 
 Every completion is drawn from random numbers that belong to its prompt's seed, never to the batch it was sampled in:
 the same seeds give the same completions on any number of processes (up to the rounding of differently shaped products).
@@ -9,16 +10,24 @@ the same seeds give the same completions on any number of processes (up to the r
 Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary.
 """
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import parallel
+from cli import UserError
 from data import Processor, Prompt, Rollout
 from model import Policy, full_weights, load_model, stop_tokens
 
@@ -27,8 +36,23 @@ from model import Policy, full_weights, load_model, stop_tokens
 class EngineFlags:
     """The flags of the sampler."""
 
-    engine: Literal["auto", "hf"] = "auto"
-    """The sampler: hf is transformers with a KV cache."""
+    engine: Literal["auto", "hf", "vllm"] = "auto"
+    """The sampler; auto is vllm where it is installed and there is a GPU, else hf (transformers with a KV cache)."""
+    vllm_memory: float = 0.35
+    """Share of the GPU's memory for vLLM's weights and KV cache while it samples; the trainer has it in between."""
+    vllm_sequences: int = 256
+    """Most sequences that vLLM decodes at the same time, on each GPU."""
+    tensor_parallel: int = 1
+    """GPUs that share one vLLM engine, where a model does not fit beside the trainer on one."""
+    check_sync: bool = False
+    """Compare every weight in vLLM with the trainer's after each sync."""
+
+    def check_engine(self) -> None:
+        """Raise ValueError for settings that cannot be."""
+        if not 0 < self.vllm_memory < 1:
+            raise ValueError("vllm_memory must be between 0 and 1")
+        if self.vllm_sequences < 1 or self.tensor_parallel < 1:
+            raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
 
 
 class Engine(Protocol):
@@ -55,15 +79,261 @@ class Engine(Protocol):
         ...
 
     def wake_up(self) -> None:
-        """Take it again."""
+        """Take it again; `sync_weights` must come before the next `generate`."""
         ...
 
 
-def make_engine(name: str, model: str, processor: Processor, device: torch.device, dtype: torch.dtype) -> Engine:
-    """The sampler called `name`, with the weights saved at `model`; «auto» is «hf», the only one so far."""
-    if name not in ("auto", "hf"):
-        raise ValueError(f"unknown engine {name!r}")
-    return HFEngine(load_model(model, dtype).to(device).eval(), processor)
+def make_engine(
+    flags: EngineFlags,
+    model: str,
+    processor: Processor,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_length: int,
+    max_images: int,
+) -> Engine:
+    """The sampler of the flags, with the weights saved at `model`; says which one «auto» chose.
+
+    `max_length`: most tokens of a prompt and its completion; `max_images`: most pictures of a prompt. Raises UserError
+    when the sampler cannot be had.
+    """
+    name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
+    if name == "auto":
+        name = "vllm" if installed and device.type == "cuda" else "hf"
+        why = "" if name == "vllm" else " (vLLM is not installed)" if device.type == "cuda" else " (there is no GPU)"
+        if parallel.is_main():
+            version = importlib.metadata.version("vllm" if name == "vllm" else "transformers")
+            print(f"sampler: {'vLLM' if name == 'vllm' else 'transformers'} {version}{why}", file=sys.stderr)
+    if name == "hf":
+        return HFEngine(load_model(model, dtype).to(device).eval(), processor)
+    if not installed or device.type != "cuda":
+        missing = "vLLM is not installed" if not installed else "there is no GPU"
+        raise UserError(f"--engine vllm: {missing}; pip install -r requirements-gpu.txt, or --engine hf")
+    return VLLMEngine(flags, model, processor, dtype, max_length, max_images)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+class VLLMEngine:
+    """vLLM inside the training process: one request for each prompt, weights pushed in before every step.
+
+    vLLM gets prompts with one placeholder for each image and the fitted images; `generate` proves that it made the
+    trainer's tokens of them, and on the first call that its pixels are the trainer's too.
+    """
+
+    def __init__(
+        self,
+        flags: EngineFlags,
+        model: str,
+        processor: Processor,
+        dtype: torch.dtype,
+        max_length: int,
+        max_images: int,
+    ):
+        self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights are a pointer away
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if importlib.util.find_spec("flashinfer") is None:
+            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        for name in ("RANK", "LOCAL_RANK"):  # vLLM's launcher for processes that are there already reads them
+            os.environ.setdefault(name, "0")
+        if parallel.world_size() % flags.tensor_parallel:
+            raise UserError(
+                f"--tensor_parallel {flags.tensor_parallel} must divide the {parallel.world_size()} processes"
+            )
+        options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
+        if processor.image_processor is not None:  # images come fitted: no limit may make vLLM resize them again
+            options["mm_processor_kwargs"] = {"min_pixels": processor.factor**2, "max_pixels": processor.max_pixels}
+        else:
+            options = {}
+        try:
+            import vllm
+
+            self.llm = vllm.LLM(
+                model,
+                dtype=dtype,
+                seed=0,
+                max_model_len=max_length,
+                max_num_seqs=flags.vllm_sequences,
+                gpu_memory_utilization=flags.vllm_memory,
+                tensor_parallel_size=flags.tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                enable_sleep_mode=True,
+                logprobs_mode="processed_logprobs",  # of the tempered distribution: what was sampled from
+                **options,
+            )
+        except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
+            first = str(error).strip().splitlines() or ["no message"]
+            raise UserError(
+                f"vLLM did not start ({type(error).__name__}: {first[0][:300]}). requirements-gpu.txt has the versions "
+                "that fit this project's torch; --vllm_memory sets its share of the GPU; --engine hf samples without it"
+            ) from None
+        self.sampling_params = vllm.SamplingParams
+        config = self.llm.model_config.hf_config
+        self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
+        size, rank = flags.tensor_parallel, parallel.rank()
+        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, parallel.world_size(), size)]
+        self.group = groups[rank // size]
+
+    def sleep(self) -> None:
+        """Weights and KV cache are discarded, not copied: the next sync brings the new ones."""
+        self.llm.sleep(level=2)
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        """Room for the weights alone; the KV cache follows when they have been pushed."""
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+
+    def sync_weights(self, policy: Policy) -> None:
+        dtype = self.llm.model_config.dtype
+        stream = ((name, weight.to(dtype)) for name, weight in full_weights(policy))  # one whole weight at a time
+        self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
+        if self.flags.check_sync:
+            self._compare(policy)
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        # What the old weights computed is worth nothing now.
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def _compare(self, policy: Policy) -> None:
+        """Raise RuntimeError when a weight in vLLM is not the trainer's, rounded."""
+        (own,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
+        for name, weight in full_weights(policy):
+            theirs = own.pop(name, None)
+            if theirs is None:
+                raise RuntimeError(f"after the sync vLLM has no weight {name}")
+            if self.flags.tensor_parallel == 1 and not torch.equal(theirs[: len(weight)], weight.to(theirs.dtype)):
+                raise RuntimeError(f"after the sync vLLM's {name} is not the trainer's")
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        seeds: Sequence[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> list[list[Rollout]]:
+        if self.flags.tensor_parallel > 1:  # the engine's processes all work on all of their prompts
+            shares: list[Any] = [None] * self.flags.tensor_parallel
+            dist.all_gather_object(shares, (list(prompts), list(seeds)), group=self.group)
+            everyone = [prompt for share, _ in shares for prompt in share]
+            everyones_seeds = [seed for _, share in shares for seed in share]
+            first = sum(len(share) for share, _ in shares[: dist.get_rank(self.group)])
+            rollouts = self._generate(everyone, n, everyones_seeds, max_tokens, temperature, top_p)
+            return rollouts[first : first + len(prompts)]
+        return self._generate(prompts, n, seeds, max_tokens, temperature, top_p)
+
+    def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
+        requests = [
+            {"prompt_token_ids": p.engine_ids} | ({"multi_modal_data": {"image": p.images}} if p.images else {})
+            for p in prompts
+        ]
+        params = [
+            self.sampling_params(
+                n=n,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=max_tokens,
+                ignore_eos=True,  # in favour of the model's own list
+                stop_token_ids=self.stop,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        bar = functools.partial(tqdm, delay=3, leave=False, disable=None if parallel.is_main() else True)
+        with self._seen_pixels() as seen:
+            outputs = self.llm.generate(requests, params, use_tqdm=bar)
+        if not self.pixels_checked and any(prompt.images for prompt in prompts):
+            check_pixels(prompts, seen)
+            self.pixels_checked = True
+        for prompt, output in zip(prompts, outputs):
+            if output.prompt_token_ids != prompt.ids.tolist():
+                raise UserError(
+                    f"{prompt.source}: vLLM made {len(output.prompt_token_ids)} tokens of the prompt and the trainer "
+                    f"{len(prompt.ids)}, or others: their tokenizers or image processors differ; --engine hf has one"
+                )
+        completions = [completion for output in outputs for completion in output.outputs]
+        kept = [list(c.token_ids) for c in completions]
+        stopped = [c.finish_reason == "stop" for c in completions]
+        texts = self.processor.tokenizer.batch_decode([ids[:-1] if end else ids for ids, end in zip(kept, stopped)])
+        rollouts = [
+            Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
+            for ids, c, end, text in zip(kept, completions, stopped, texts)
+        ]
+        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    @contextlib.contextmanager
+    def _seen_pixels(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """(pixels, grids) of every call of vLLM's vision tower, until they have been checked once."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def note(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
+            seen.append((args[0].detach().float().cpu(), torch.as_tensor(grid).cpu()))
+
+        hooks = []
+        if not self.pixels_checked:
+            (hooks,) = self.llm.apply_model(
+                lambda model: (
+                    [model.visual.register_forward_pre_hook(note, with_kwargs=True)] if hasattr(model, "visual") else []
+                )
+            )
+        try:
+            yield seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def check_pixels(prompts: Sequence[Prompt], seen: list[tuple[Tensor, Tensor]]) -> None:
+    """Raise UserError naming the first prompt whose pixels are not among those that vLLM's vision tower was `seen` to
+    take, up to the rounding of bfloat16. A picture that comes twice is taken once, in an order of vLLM's own."""
+    pictures: dict[tuple[int, ...], list[Tensor]] = {}
+    for pixels, grids in seen:
+        for grid, part in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
+            pictures.setdefault(tuple(grid), []).append(part)
+    for prompt in prompts:
+        if not prompt.images:
+            continue
+        grids = prompt.vision["image_grid_thw"]
+        for grid, part in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
+            if not any((part - other).abs().max() < 0.02 for other in pictures.get(tuple(grid), [])):
+                raise UserError(
+                    f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
+                    "differs (rescaling, mean or another resize); --engine hf has one for both"
+                )
+
+
+def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(transformers' name, tensor) of every weight of vLLM's `model`, those it keeps fused taken apart again."""
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        name = name.replace("language_model.model.", "model.language_model.").replace(
+            "language_model.lm_head", "lm_head"
+        )
+        name = f"model.{name}" if name.startswith("visual.") else name
+        if ".qkv_proj." in name:
+            layer = modules[owner]
+            heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+            parts = zip(("q_proj", "k_proj", "v_proj"), weight.split([h * layer.head_size for h in heads]))
+            yield from ((name.replace("qkv_proj", part), piece) for part, piece in parts)
+        elif ".gate_up_proj." in name:
+            parts = zip(("gate_proj", "up_proj"), weight.chunk(2))
+            yield from ((name.replace("gate_up_proj", part), piece) for part, piece in parts)
+        else:
+            yield name, weight
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
 
 
 class HFEngine:
@@ -72,7 +342,8 @@ class HFEngine:
     def __init__(self, model: PreTrainedModel, processor: Processor, max_sequences: int = 512):
         self.model = model
         self.tokenizer = processor.tokenizer
-        self.stop = torch.tensor(stop_tokens(model, processor.tokenizer.eos_token_id), device=model.device)
+        stop = stop_tokens(model.generation_config, model.config, processor.tokenizer)
+        self.stop = torch.tensor(stop, device=model.device)
         self.device = model.device
         self.max_sequences = max_sequences
 

@@ -80,8 +80,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64, random weights."""
+def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    """Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64."""
     token = tokenizer.convert_tokens_to_ids
     text = dict(
         hidden_size=128,
@@ -106,7 +106,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForC
         fullatt_block_indexes=[1],
         initializer_range=0.08,
     )
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=token("<|image_pad|>"),
@@ -115,8 +115,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForC
         vision_end_token_id=token("<|vision_end|>"),
         tie_word_embeddings=True,
     )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """That model with random weights."""
+    token = tokenizer.convert_tokens_to_ids
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))
     model.generation_config.eos_token_id = token("<|im_end|>")
     model.generation_config.pad_token_id = token("<|endoftext|>")
     return model
@@ -126,7 +131,13 @@ def save(model, tokenizer, folder: pathlib.Path) -> None:
     """Hugging Face layout: weights, configs, tokenizer with chat template, image processor."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28).save_pretrained(folder)
+    images = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28)
+    images.save_pretrained(folder)
+    # vLLM builds a processor for video too, with or without any; its class needs torchvision, its settings do not.
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings.pop("image_processor_type", None)
+    video = settings | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=1) + "\n")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from data import load_processor
 from grpo import Config, group_advantages, update, with_gradient
 from model import apply_fsdp, load_policy, whole
 from packing import pack_groups
+from report import Clock
 
 VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one)
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
@@ -50,7 +51,7 @@ class KeepGradients:
 
 def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool) -> dict:
     cfg = Config(data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, **flags)
-    policy = apply_fsdp(load_policy(model, cfg.train_vision), torch.device("cpu"), torch.float32)
+    policy = apply_fsdp(load_policy(model, cfg, torch.device("cpu")), torch.device("cpu"), torch.float32)
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):
@@ -58,7 +59,12 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
             rollout.advantage = advantage
     optimizer = KeepGradients(policy)
     run = SimpleNamespace(
-        cfg=cfg, policy=policy, optimizer=optimizer, scheduler=SimpleNamespace(step=lambda: None), step=0
+        cfg=cfg,
+        policy=policy,
+        optimizer=optimizer,
+        scheduler=SimpleNamespace(step=lambda: None),
+        step=0,
+        clock=Clock(),
     )
     stats = update(run, parallel.my_share(groups))
     batches = len(pack_groups(with_gradient(run, groups), cfg.micro_batch_tokens))

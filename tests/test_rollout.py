@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from data import Sample, encode_prompt, load_processor
 from packing import Group, pack, take_packed_batches, token_logprobs
-from rollout import HFEngine, make_engine, sample
+from rollout import EngineFlags, HFEngine, make_engine, sample
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def processor(tiny_model):
 
 @pytest.fixture(scope="module")
 def engine(tiny_model, processor) -> HFEngine:
-    return make_engine("hf", tiny_model, processor, torch.device("cpu"), torch.float32)
+    return make_engine(EngineFlags(engine="hf"), tiny_model, processor, torch.device("cpu"), torch.float32, 0, 1)
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,8 @@ VARIANTS = {
     "gspo": dict(loss_type="gspo", num_iterations=2),
     "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
     "several updates a step": dict(prompts_per_update=2, micro_batch_tokens=200),
-    "trained vision, checkpointed": dict(train_vision=True, activation_checkpointing=True, lr_schedule="cosine"),
+    "trained vision, checkpointed": dict(train_vision=True, activation_checkpointing="full", lr_schedule="cosine"),
+    "checkpointed selectively": dict(activation_checkpointing="selective", beta=0.01),
 }
 
 

@@ -1,0 +1,258 @@
+"""How fast a training step is: workloads through the real `train_step`, part by part, beside the physical limit.
+
+    python bench/speed.py                                   # W1, W1 without KL, W1-long, W1-short on one GPU
+    python bench/speed.py --workloads W1 --peer trl_yardstick.py   # and then another trainer on W1, in the same run
+
+W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts x 8 completions of
+exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-long has 896x896 pictures, W1-short completions
+of 128 tokens. Rewards are coin tosses.
+
+The limit of a part is the time its arithmetic takes at `MATMUL` or its memory traffic at `BANDWIDTH`, whichever is more:
+what one H200 did in a bare matrix product and a bare copy.
+"""
+
+import contextlib
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+import cli
+import grpo
+import report
+import tiny
+
+MATMUL = 780e12  # FLOP/s of a bare bfloat16 matrix product, 8192 cubed, on one H200
+BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
+SHAPES = {
+    "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
+    "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
+    "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
+}
+WORKLOADS = {
+    "W1": dict(side=448, tokens=512, beta=0.01),
+    "W1-nokl": dict(side=448, tokens=512, beta=0.0),
+    "W1-long": dict(side=896, tokens=512, beta=0.01),
+    "W1-short": dict(side=448, tokens=128, beta=0.01),
+}
+
+
+@dataclass
+class Config:
+    """Measure training steps on this machine."""
+
+    shape: str = "3b"
+    """The model's shape: 3b, 7b or tiny."""
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    """Which of W1, W1-nokl, W1-long, W1-short."""
+    steps: int = 2
+    """Measured steps of each workload, after one that warms up."""
+    prompts: int = 32
+    """Prompts a step."""
+    generations: int = 8
+    """Completions of each prompt."""
+    peer: str | None = None
+    """A script that runs W1 with another trainer and prints lines «STEP seconds»."""
+    folder: str = "runs/bench"
+    """Where model, data and runs are written."""
+    results: str = str(HERE / "results")
+    """Where the JSON file goes, named by machine and time."""
+    flags: tuple[str, ...] = ()
+    """Further flags of grpo.py, as NAME=VALUE."""
+    profile: bool = False
+    """Write a table of the GPU's kernels in the last step of each workload."""
+
+
+def make_model(folder: pathlib.Path, shape: str) -> None:
+    """A random Qwen2.5-VL in Hugging Face layout, bfloat16, with the byte tokenizer; made once."""
+    if (folder / "config.json").is_file():
+        return
+    d, tokenizer = SHAPES[shape], tiny.byte_tokenizer()
+    small = tiny.model_config(tokenizer).to_dict()
+    head = d["hidden"] // d["heads"] // 2
+    text = dict(
+        hidden_size=d["hidden"],
+        num_hidden_layers=d["layers"],
+        num_attention_heads=d["heads"],
+        num_key_value_heads=d["kv"],
+        intermediate_size=d["ffn"],
+        vocab_size=d["vocab"],
+        initializer_range=0.02,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [head // 4, (head - head // 4) // 2, head - head // 4 - (head - head // 4) // 2],
+        },
+        tie_word_embeddings=d["tied"],
+        layer_types=["full_attention"] * d["layers"],
+    )
+    vision = dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]
+    )
+    vision = vision if shape != "tiny" else dict(depth=2)
+    config = Qwen2_5_VLConfig.from_dict(
+        small
+        | {
+            "text_config": small["text_config"] | text,
+            "vision_config": small["vision_config"]
+            | vision
+            | {"out_hidden_size": d["hidden"], "initializer_range": 0.02},
+            "tie_word_embeddings": d["tied"],
+        }
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    torch.set_default_dtype(torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tiny.save(model, tokenizer, folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
+    """Questions about pictures of noise, as EasyR1 JSONL."""
+    path = folder / f"noise-{side}" / "data.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True)
+        rng = np.random.default_rng(0)
+        lines = []
+        for i in range(rows):
+            Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(path.parent / f"{i}.png")
+            row = {"prompt": f"<image>How many shapes? {i}", "answer": "1", "images": [f"{i}.png"]}
+            lines.append(json.dumps(row) + "\n")
+        path.write_text("".join(lines))
+    return str(path)
+
+
+def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
+    """Seconds each part takes at the machine's limits, from the shapes alone."""
+    t = config.text_config
+    head = t.hidden_size // t.num_attention_heads
+    attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
+    layers = t.num_hidden_layers * (attention + 3 * t.hidden_size * t.intermediate_size)
+    lm_head = t.hidden_size * t.vocab_size
+    prompt = (side // 28) ** 2 + 90
+    completions = cfg.prompts * cfg.generations * tokens
+    packed = cfg.prompts * prompt + completions
+    # a completion token looks at its prompt and at half of its completion; four products with each key
+    scores = t.num_hidden_layers * t.hidden_size * completions * (prompt + tokens / 2)
+    scores += t.num_hidden_layers * t.hidden_size * cfg.prompts * prompt * prompt / 2
+    forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
+    cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes a token
+    read = tokens * (2 * (layers + lm_head) + cfg.prompts * cfg.generations * cache * (prompt + tokens / 2))
+    return {
+        "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
+        "reference": forward / MATMUL if beta else 0.0,
+        "train": 3 * forward / MATMUL,
+        "optimizer": 28 * (layers + lm_head) / BANDWIDTH,
+        "flop": 3 * forward,
+    }
+
+
+def measure(cfg: Config, name: str) -> dict:
+    """Mean seconds of the parts of `cfg.steps` steps of a workload."""
+    work, folder = WORKLOADS[name], pathlib.Path(cfg.folder)
+    flags = dict(flag.split("=", 1) for flag in cfg.flags)
+    flags = {key: json.loads(value) if value[:1] in "0123456789tf" else value for key, value in flags.items()}
+    settings = dict(
+        model=str(folder / cfg.shape),
+        data=make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)),
+        output=str(folder / name),
+        overwrite=True,
+        reward=("count=0", f"{HERE}/coin.py:coin"),
+        prompts_per_step=cfg.prompts,
+        num_generations=cfg.generations,
+        max_completion_length=work["tokens"],
+        max_prompt_length=2048 if work["side"] > 448 else 512,
+        beta=work["beta"],
+        max_steps=cfg.steps + 1,
+        report_every=1000,
+    )
+    run = grpo.set_up(grpo.Config(**(settings | flags)))
+    run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
+    rows = []
+    for step in range(cfg.steps + 1):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        watched = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+        profiler = torch.profiler.profile(activities=watched) if cfg.profile and step == cfg.steps else None
+        with profiler or contextlib.nullcontext():
+            rows.append(grpo.train_step(run))
+        run.step += 1
+        print(
+            f"{name} step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in rows[-1].items() if "time" in k), flush=True
+        )
+        if profiler:
+            print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
+    keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
+    means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
+    means["limits"] = limits(
+        AutoConfig.from_pretrained(folder / cfg.shape), cfg, work["side"], work["tokens"], work["beta"]
+    )
+    means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
+    means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
+    return means
+
+
+def show(results: dict[str, dict]) -> None:
+    """The table: seconds of each part beside its limit."""
+    print(f"\n{'':28}" + "".join(f"{name:>20}" for name in results))
+    rows = sorted({key for result in results.values() for key in result if key != "limits"})
+    for key in rows:
+        part = key.removeprefix("time/")
+        line = ""
+        for result in results.values():
+            limit = result["limits"].get(part)
+            line += f"{result.get(key, float('nan')):12.4f}" + (f" ({limit:.2f})" if limit else "").ljust(8)
+        print(f"{key:28}{line}")
+
+
+def main(cfg: Config) -> None:
+    folder = pathlib.Path(cfg.folder)
+    make_model(folder / cfg.shape, cfg.shape)
+    results = {}
+    for name in cfg.workloads:  # each in a process of its own, as a run is
+        if len(cfg.workloads) > 1:
+            command = [sys.executable, __file__, *sys.argv[1:], "--workloads", name]
+            command += ["--results", str(folder / "parts" / name)]
+            subprocess.run([*command, "--peer", "None"], check=True)
+            results |= json.loads(next((folder / "parts" / name).glob("*.json")).read_text())["workloads"]
+        else:
+            results[name] = measure(cfg, name)
+    about = {
+        "command": " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "git_commit": report.git_commit(),
+        "workloads": results,
+    }
+    if cfg.peer:
+        done = subprocess.run([sys.executable, cfg.peer, str(folder / cfg.shape)], capture_output=True, text=True)
+        print(done.stdout[-3000:], done.stderr[-1500:])
+        seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
+        about["peer"] = {"script": pathlib.Path(cfg.peer).name, "steps": seconds}
+        if seconds and "W1" in results:
+            about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
+    pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
+    stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+    (pathlib.Path(cfg.results) / f"speed-{stamp}.json").write_text(json.dumps(about, indent=1) + "\n")
+    show(results)
+    if "peer" in about:
+        print(about["peer"])
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)
