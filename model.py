@@ -123,11 +123,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     for parameter in vision_parameters(model):
         parameter.requires_grad_(flags.train_vision)
-    if flags.activation_checkpointing != "none":
-        options = {"use_reentrant": False}
-        if flags.activation_checkpointing == "selective":
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, expensive_operations())
-        model.gradient_checkpointing_enable(options)
+    set_checkpointing(model, flags.activation_checkpointing)
     model.train()
     return Policy(model)
 
@@ -137,6 +133,16 @@ def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype) -> Policy:
     model = load_model(name, dtype)
     take_packed_batches(model, compiled=flags.compile and torch.cuda.is_available())
     return Policy(model.eval().requires_grad_(False))
+
+
+def set_checkpointing(model: PreTrainedModel, kind: str) -> None:
+    """What the layers of `model` keep for the backward pass: «none» all of it, «selective», «full» their input."""
+    if kind == "none":
+        return
+    options = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, expensive_operations())
+    model.gradient_checkpointing_enable(options)
 
 
 def expensive_operations() -> list:

@@ -248,7 +248,8 @@ class VLLMEngine:
             )
             for seed in seeds
         ]
-        bar = functools.partial(tqdm, delay=3, leave=False, disable=None if parallel.is_main() else True)
+        shown = parallel.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
+        bar = functools.partial(tqdm, delay=3, leave=False) if shown else False
         with self._seen_pixels() as seen:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
         if not self.pixels_checked and any(prompt.images for prompt in prompts):

@@ -73,13 +73,11 @@ class Config:
     """Write a table of the GPU's kernels in the last step of each workload."""
 
 
-def make_model(folder: pathlib.Path, shape: str) -> None:
-    """A random Qwen2.5-VL in Hugging Face layout, bfloat16, with the byte tokenizer; made once."""
-    if (folder / "config.json").is_file():
-        return
-    d, tokenizer = SHAPES[shape], tiny.byte_tokenizer()
-    small = tiny.model_config(tokenizer).to_dict()
+def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
+    """The configuration of a Qwen2.5-VL of that size, with the byte tokenizer's tokens."""
+    d, small = SHAPES[shape], tiny.model_config(tokenizer).to_dict()
     head = d["hidden"] // d["heads"] // 2
+    turns = [head // 4, (head - head // 4) // 2, head - head // 4 - (head - head // 4) // 2]
     text = dict(
         hidden_size=d["hidden"],
         num_hidden_layers=d["layers"],
@@ -88,32 +86,28 @@ def make_model(folder: pathlib.Path, shape: str) -> None:
         intermediate_size=d["ffn"],
         vocab_size=d["vocab"],
         initializer_range=0.02,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [head // 4, (head - head // 4) // 2, head - head // 4 - (head - head // 4) // 2],
-        },
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": turns},
         tie_word_embeddings=d["tied"],
         layer_types=["full_attention"] * d["layers"],
     )
-    vision = dict(
-        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31]
-    )
-    vision = vision if shape != "tiny" else dict(depth=2)
-    config = Qwen2_5_VLConfig.from_dict(
-        small
-        | {
-            "text_config": small["text_config"] | text,
-            "vision_config": small["vision_config"]
-            | vision
-            | {"out_hidden_size": d["hidden"], "initializer_range": 0.02},
-            "tie_word_embeddings": d["tied"],
-        }
-    )
+    vision = dict(out_hidden_size=d["hidden"], initializer_range=0.02)
+    if shape != "tiny":
+        whole = [7, 15, 23, 31]  # blocks without windows
+        vision |= dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=whole)
+    text, vision = small["text_config"] | text, small["vision_config"] | vision
+    changed = {"text_config": text, "vision_config": vision, "tie_word_embeddings": d["tied"]}
+    return Qwen2_5_VLConfig.from_dict(small | changed)
+
+
+def make_model(folder: pathlib.Path, shape: str) -> None:
+    """A random Qwen2.5-VL in Hugging Face layout, bfloat16, with the byte tokenizer; made once."""
+    if (folder / "config.json").is_file():
+        return
+    tokenizer = tiny.byte_tokenizer()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = Qwen2_5_VLForConditionalGeneration(model_shape(shape, tokenizer))
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tiny.save(model, tokenizer, folder)
@@ -165,7 +159,10 @@ def measure(cfg: Config, name: str) -> dict:
     """Mean seconds of the parts of `cfg.steps` steps of a workload."""
     work, folder = WORKLOADS[name], pathlib.Path(cfg.folder)
     flags = dict(flag.split("=", 1) for flag in cfg.flags)
-    flags = {key: json.loads(value) if value[:1] in "0123456789tf" else value for key, value in flags.items()}
+    flags = {
+        key: value if value.isalpha() and value not in ("true", "false") else json.loads(value)
+        for key, value in flags.items()
+    }
     settings = dict(
         model=str(folder / cfg.shape),
         data=make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)),
