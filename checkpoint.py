@@ -22,7 +22,7 @@ from cli import UserError
 from model import Policy, full_weights, load_model, saved_dtype
 
 # What a resumed run must share: it decides which prompts come next.
-SAME_RUN = ("task", "data", "data_weights", "model", "seed", "prompts_per_step", "num_generations")
+SAME_RUN = ("task", "data", "data_weights", "rows", "model", "seed", "prompts_per_step", "num_generations")
 
 
 def save_checkpoint(
@@ -72,7 +72,7 @@ def load_checkpoint(
     """
     saved = json.loads((folder / "state.json").read_text())
     config = json.loads(json.dumps(config))
-    changed = [f"--{name} was {saved['config'][name]}" for name in SAME_RUN if saved["config"][name] != config[name]]
+    changed = [f"{name} was {saved['config'][name]}" for name in SAME_RUN if saved["config"][name] != config[name]]
     if changed:
         raise UserError(f"--resume: {folder} is of another run ({', '.join(changed)}): use the same or a new --output")
     decay = [group["weight_decay"] for group in optimizer.param_groups]

@@ -96,10 +96,11 @@ class DataFlags:
         """`load_processor` with these flags."""
         return load_processor(model, task, self.template, self.min_pixels, self.max_pixels, self.max_side)
 
-    def samples(self, data: str, task: str, processor: "Processor") -> list[Sample]:
+    def samples(self, data: str, task: str, processor: "Processor", keep_repeats: bool = False) -> list[Sample]:
         """`load_samples` of `data` with these flags."""
         columns = Columns(self.prompt_column, self.answer_column, self.image_column)
-        return load_samples(data, task, self.image_dir, processor, self.max_prompt_length, self.skip_bad_rows, columns)
+        how = (self.image_dir, processor, self.max_prompt_length, self.skip_bad_rows, columns, keep_repeats)
+        return load_samples(data, task, *how)
 
 
 @dataclass
@@ -137,6 +138,8 @@ class Rollout:
     """each reward by its name, NaN without a verdict"""
     reward: float = math.nan
     """their weighted sum; NaN: no verdict, left out of its group"""
+    unpenalised: float = math.nan
+    """that sum before the overlong penalty"""
     advantage: float = 0.0
     weight: float = 0.0
     """of each of its tokens in the loss, from `token_weights`"""
@@ -327,13 +330,14 @@ def load_samples(
     max_prompt_length: int | None = None,
     skip_bad_rows: bool = False,
     columns: Columns | None = None,
+    keep_repeats: bool = False,
 ) -> list[Sample]:
     """Every usable row of `data`, checked: tags, images (looked through and let go again), answers, prompt lengths.
 
     With a `processor`, prompts are counted with their expanded image tokens and those over `max_prompt_length` are bad
-    rows. Repeated rows are named, and left out with `skip_bad_rows`. Without a `task`, golds are only looked at for
-    being there. Raises UserError when a row is bad (unless `skip_bad_rows`) or none is left. Every process calls it
-    and checks its share of the rows.
+    rows. Repeated rows are named, and left out with `skip_bad_rows` unless `keep_repeats`, as a test set's are. Without
+    a `task`, golds are only looked at for being there. Raises UserError when a row is bad (unless `skip_bad_rows`) or
+    none is left. Every process calls it and checks its share of the rows.
     """
     rows = list(read_rows(data, image_dir, columns))
     check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
@@ -358,10 +362,11 @@ def load_samples(
     for sample, key in good:
         if (earlier := first.setdefault(key, sample)) is not sample:
             again.append(f"{sample.source} repeats {earlier.source}")
+    leave_out = skip_bad_rows and not keep_repeats
     if again and parallel.is_main():
-        kept = "left out" if skip_bad_rows else "kept; --skip_bad_rows leaves them out"
+        kept = "left out" if leave_out else "kept" if keep_repeats else "kept; --skip_bad_rows leaves them out"
         print(f"note: {_named(again, f'duplicate rows ({kept})')}", file=sys.stderr)
-    return list(first.values()) if skip_bad_rows else [sample for sample, _ in good]
+    return list(first.values()) if leave_out else [sample for sample, _ in good]
 
 
 def most_images(samples: list[Sample]) -> int:

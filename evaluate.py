@@ -11,6 +11,7 @@ Samples n completions of every row and writes `predictions.jsonl` (one row an ob
     exact_match_95  95 % interval of it, bootstrap over rows
     format_rate     share of completions in the task's form
     mean_length     tokens of a completion
+    no_verdict      share of completions that a verifier gave no verdict on; they are left out of all the others
     truncated       share of completions cut off at max_tokens
     pass@k          chance that k completions hold a right one, unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1)
 """
@@ -31,7 +32,7 @@ from cli import UserError
 from data import DataFlags, Processor, Sample, encode_prompts, most_images, prompt_seed
 from rewards import FORMATS, exact_match
 from rollout import Engine, EngineFlags, make_engine
-from scoring import RewardFlags, Scorer
+from scoring import MOST_WITHOUT_VERDICT, RewardFlags, Scorer
 
 CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
 
@@ -131,15 +132,22 @@ def evaluate(
 
 
 def summarise(predictions: list[dict], task: str) -> dict[str, float]:
-    """The scores of `predictions`, as the head of this file defines them. No verdict counts as wrong."""
+    """The scores of `predictions`, as the head of this file defines them.
+
+    A completion without verdict is left out and counted. Raises UserError when more than a tenth of them are.
+    """
 
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if len(values) else math.nan
 
     every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
-    right = [sum(row["exact"]) for row in predictions]
+    without = mean([reward is None for _, reward in every])
+    if without > MOST_WITHOUT_VERDICT:
+        raise UserError(f"{without:.0%} of the completions have no verdict; at most 10% may: is the verifier up?")
+    judged = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
+    judged = [exact for exact in judged if exact]
     n = len(predictions[0]["responses"])
-    shares = [c / n for c in right]
+    shares = [sum(exact) / len(exact) for exact in judged]
     scores: dict[str, float] = {
         "n": len(predictions),
         "completions_per_row": n,
@@ -148,10 +156,11 @@ def summarise(predictions: list[dict], task: str) -> dict[str, float]:
         "exact_match_95": bootstrap_interval(shares),
         "format_rate": mean([FORMATS[task](response) for response, _ in every]),
         "mean_length": mean([length for row in predictions for length in row["lengths"]]),
+        "no_verdict": without,
         "truncated": mean([cut for row in predictions for cut in row["truncated"]]),
     }
     for k in sorted({1, n}):
-        scores[f"pass@{k}"] = mean([pass_at_k(n, c, k) for c in right])
+        scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in judged if len(exact) >= k])
     return scores
 
 
@@ -167,7 +176,7 @@ def main(cfg: Config) -> None:
     device = parallel.start()
     scorer = Scorer(cfg.task, cfg)
     processor = cfg.processor(cfg.model, cfg.task)
-    samples = cfg.samples(cfg.data, cfg.task, processor)[: cfg.limit or None]
+    samples = cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
     engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
     sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)

@@ -14,6 +14,7 @@ commas between them are mixed. Pictures inside tables stay on disk until they ar
 """
 
 import ast
+import base64
 import csv
 import io
 import json
@@ -30,13 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 import parallel
 from cli import UserError
-from images import Folder, ImageSource
+from images import UNREADABLE, Folder, ImageSource, decode_image, read_source
 
 if TYPE_CHECKING:  # imported where a table is opened: it takes a second and most runs read text files
     import datasets
 
 TAG = "<image>"  # where an image goes in a prompt; the tokenizer's own placeholder never appears in data
 MOST_UNPACKED = 8 * 2**30  # bytes a ZIP may unpack to
+MOST_OF_ONE = 2**28  # bytes one file of it may: a picture is decoded from memory
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
@@ -127,7 +129,9 @@ def read_text(path: str | Folder, flag: str) -> str:
     """The UTF-8 text of a file that the user named; raises UserError naming `flag` when it cannot be read."""
     try:
         return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError, zipfile.BadZipFile) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{str(path)!r} is not UTF-8 text ({error}): save it as UTF-8") from None
+    except UNREADABLE as error:
         raise UserError(f"cannot read {str(path)!r} ({error}): check {flag}") from None
 
 
@@ -141,13 +145,21 @@ def sample_of(row: object, source: str, folder: Callable[[str], Folder], columns
     try:
         sample = _sample_of(dict(row), source, columns)
         sample.images = [_placed(image, folder) for image in sample.images]
+        pictures = [name for name, value in sample.fields.items() if isinstance(value, Cell) or _cells(value)]
+        for name in pictures:  # further columns of pictures are nothing that a reward could take
+            del sample.fields[name]
         return _tagged(sample)
     except BadRow as problem:
         return source, str(problem)
 
 
+def _cells(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Cell) for item in value)
+
+
 def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
     images = _images(row.pop(_column(row, IMAGE_COLUMNS, columns.images) or "", None))
+    row = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS or value}
     if "conversations" in row and "prompt" not in row and columns.prompt is None:
         prompt, answer, system = _conversation(row.pop("conversations"), images)
         row.pop("answer", None)
@@ -165,6 +177,10 @@ def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
         answer = _answer(row, columns)
     if not isinstance(prompt, str) or not prompt.strip():
         raise BadRow(f"no text for a prompt (columns: {', '.join(row)})")
+    if isinstance(answer, bool):
+        raise BadRow(f"«answer» is {str(answer).lower()}: write it as the word that a right answer has")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
     if not isinstance(answer, str | int | float | None):
         raise BadRow(f"«answer» is neither text nor a number: {str(answer)[:40]}")
     answer = "" if answer is None or (isinstance(answer, float) and not math.isfinite(answer)) else str(answer)
@@ -180,7 +196,7 @@ def _column(row: dict, usual: tuple[str, ...], chosen: str | None) -> str | None
     """The name of a column: the user's, which must be there, or the first usual one with something in it."""
     if chosen is not None and chosen not in row:
         raise BadRow(f"no column «{chosen}» (columns: {', '.join(row)})")
-    return chosen or next((name for name in usual if row.get(name) is not None), None)
+    return chosen or next((name for name in usual if row.get(name) not in (None, [])), None)
 
 
 def _answer(row: dict, columns: Columns) -> object:
@@ -265,7 +281,19 @@ def _text(content: object, images: list) -> str:
     return text
 
 
+def _exists(path: Folder) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _placed(image: object, folder: Callable[[str], Folder]) -> ImageSource:
+    if isinstance(image, str) and image.startswith("data:"):
+        try:
+            return base64.b64decode(image.partition(",")[2], validate=True)
+        except ValueError:
+            raise BadRow("an image is a «data:» address that is no base64") from None
     if isinstance(image, str):
         return folder(image.removeprefix("file://"))
     if isinstance(image, dict) and image.get("bytes") is None and isinstance(image.get("path"), str):
@@ -297,7 +325,7 @@ def _read_json(
 
     def placed(name: str) -> pathlib.Path:
         osf = folder / OSF_IMAGES / name
-        return osf if osf.exists() and not (folder / name).exists() else folder / name
+        return osf if not _exists(folder / name) and _exists(osf) else folder / name
 
     left_out = 0
     for number, row in _json_rows(path):
@@ -305,7 +333,8 @@ def _read_json(
         if isinstance(row, BadRow):
             yield source, str(row)
             continue
-        phrase = row.get("phrase_type") if isinstance(row, dict) else None
+        is_osf = isinstance(row, dict) and "image_name" in row and "prompt" not in row
+        phrase = row.get("phrase_type") if is_osf else None
         if isinstance(phrase, str):
             part = "test" if phrase.strip().startswith("test_") else "train"
             if part not in (split or "train").split("+"):
@@ -327,11 +356,14 @@ def _json_rows(path: pathlib.Path) -> Iterator[tuple[int, object]]:
         try:
             rows = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not JSON ({error})") from None
+            hint = "; rows one a line are a .jsonl" if "Extra data" in str(error) else ""
+            raise UserError(f"{path} is not JSON ({error}){hint}") from None
         if not isinstance(rows, list):
             raise UserError(f"{path} is not a JSON list of rows")
         yield from enumerate(rows, 1)
         return
+    if text.lstrip().startswith("[\n") or text.startswith("[{"):
+        raise UserError(f"{path} is a JSON list: name it .json")
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -467,29 +499,42 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
             raise UserError(f"{path}: {member.filename!r} is encrypted; pack it without a password")
     if (total := sum(member.file_size for member in archive.infolist())) > MOST_UNPACKED:
         raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; at most {MOST_UNPACKED / 2**30:.0f} are read")
+    if big := [member for member in archive.infolist() if member.file_size > MOST_OF_ONE]:
+        size = f"{big[0].file_size / 2**20:.0f} MiB; at most {MOST_OF_ONE / 2**20:.0f} of one file are read"
+        raise UserError(f"{path}: {big[0].filename!r} would unpack to {size}")
     root = zipfile.Path(archive)
-    for folder in (root, *sorted(root.iterdir(), key=str)):
-        if folder.is_dir() and folder.name != "__MACOSX" and (folder / "main.csv").is_file():
-            return folder
+    folders = [folder for folder in (root, *root.iterdir()) if folder.is_dir() and folder.name != "__MACOSX"]
+    found = [folder for folder in folders if (folder / "main.csv").is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{path} has {len(found)} files main.csv: pack one data set into a ZIP")
     raise UserError(f"{path} has no main.csv, neither at its root nor one folder down")
 
 
 def _read_counting_folder(folder: Folder, image_dir: Folder, columns: Columns) -> Iterator[Row]:
     path = folder / "main.csv"
-    reader = csv.DictReader(io.StringIO(read_text(path, "--data")), strict=True)
+    rows = _csv_rows(path)
+    header = [name.strip() for name in next(rows, [])]
     names = (columns.images or "images_path", columns.prompt or "question", columns.answer or "answer")
-    if missing := set(names) - set(reader.fieldnames or []):
-        found = ", ".join(reader.fieldnames or []) or "none"
-        raise UserError(f"{path} has no column {', '.join(sorted(missing))}; its first line names: {found}")
+    if missing := set(names) - set(header):
+        found = ", ".join(header) or "none"
+        hint = "; cells are told apart by commas" if len(header) == 1 else ""
+        raise UserError(f"{path} has no column {', '.join(sorted(missing))}; its first line names: {found}{hint}")
+    if len(set(header)) < len(header):
+        raise UserError(f"{path}: its first line names a column twice: {', '.join(header)}")
 
     def placed(name: str) -> Folder:
-        return image_dir / name if (image_dir / name).exists() else image_dir / "images" / name
+        return image_dir / name if _exists(image_dir / name) else image_dir / "images" / name
 
-    for number, row in enumerate(_csv_rows(reader, path), 2):  # row 1 is the header, as a spreadsheet shows it
+    for number, cells in enumerate(rows, 2):  # row 1 is the header, and blank rows count: as a spreadsheet shows it
         source = f"{path} row {number}"
-        if None in row or None in row.values():
+        if not cells:
+            continue
+        if len(cells) != len(header):
             yield source, "more or fewer cells than the first line names"
             continue
+        row = dict(zip(header, cells))
         image, question, answer = (row.pop(name) for name in names)
         if not image.strip():
             yield source, "images_path is empty"
@@ -499,7 +544,8 @@ def _read_counting_folder(folder: Folder, image_dir: Folder, columns: Columns) -
         )
 
 
-def _csv_rows(reader: csv.DictReader, path: Folder) -> Iterator[dict]:
+def _csv_rows(path: Folder) -> Iterator[list[str]]:
+    reader = csv.reader(io.StringIO(read_text(path, "--data")), strict=True)
     try:
         yield from reader
     except csv.Error as error:  # a stray quote would swallow the rows after it
@@ -514,8 +560,6 @@ def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
 
     Paths are relative to the output's folder where they lie below it, else absolute.
     """
-    from images import decode_image, read_source
-
     images = []
     for place, source in enumerate(sample.images):
         path = read_source(source)

@@ -283,8 +283,8 @@ def train_step(run: Run) -> dict[str, float]:
 
 
 def sample_round(run: Run) -> tuple[list[Group], Tensor]:
-    """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G, 1 + parts) in order,
-    the total first and then its parts."""
+    """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G, 2 + parts) in order:
+    the total, the total before the overlong penalty, and its parts."""
     cfg = run.cfg
     mine = parallel.my_share(list(range(cfg.prompts_per_step)))
     places = [run.position + ordinal for ordinal in mine]
@@ -300,7 +300,8 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
         error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
     if error := next(filter(None, parallel.gather_from_all(error)), None):
         raise NoRewards(error)
-    rewards = [[[r.reward, *(r.rewards[name] for name in run.scorer.names)] for r in g.rollouts] for g in groups]
+    names = run.scorer.names
+    rewards = [[[r.reward, r.unpenalised, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
     return groups, torch.tensor(parallel.gather_shares(rewards))
 
 
@@ -319,8 +320,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
         if without > MOST_WITHOUT_VERDICT:
             why = next(filter(None, parallel.gather_from_all(run.scorer.why_none)), "unknown")
             raise NoRewards(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
-        judged = rewards[..., 0] - (rewards[..., -1] if cfg.overlong_buffer else 0)
-        varied = group_advantages(judged, "none").any(1).tolist()
+        varied = group_advantages(rewards[..., 1], "none").any(1).tolist()
         wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
         place = {i: len(kept) + k for k, i in enumerate(wanted[: cfg.prompts_per_step - len(kept)])}
         groups += [replace(group, ordinal=place[group.ordinal]) for group in sampled if group.ordinal in place]
@@ -430,6 +430,8 @@ def train(run: Run) -> None:
                 save(run)
                 raise RunStopped(f"step {run.step + 1}: {error}; --resume takes the step again", status=1) from None
             run.step += 1
+            if run.step == run.total_steps:
+                export(run.policy, cfg.model, f"{cfg.output}/final")
             if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
                 metrics |= evaluate_policy(run)
             run.log.metrics(run.step, metrics)
@@ -442,12 +444,11 @@ def train(run: Run) -> None:
                 run.log.refresh()
                 raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
     run.log.refresh()
-    export(run.policy, cfg.model, f"{cfg.output}/final")
 
 
 def save(run: Run) -> None:
     """A checkpoint. There is no global random state to save: data order and sampling follow from seed and position."""
-    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg)}
+    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg) | {"rows": run.part_sizes}}
     save_checkpoint(run.cfg.output, run.policy, run.optimizer, run.scheduler, progress)
 
 
@@ -471,7 +472,7 @@ def set_up(cfg: Config) -> Run:
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor)
     sizes = part_sizes(samples, cfg.data_weights)
-    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor) if cfg.eval_data else []
+    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
@@ -484,7 +485,7 @@ def set_up(cfg: Config) -> Run:
     optimizer, scheduler = make_optimizer(policy, *rates)
     start = {"step": 0, "position": 0}
     if resume_from:
-        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg))
+        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": sizes})
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     parts = (cfg, processor, samples, sizes, eval_samples, *models, log, total_steps)

@@ -27,7 +27,11 @@ class Stored(Protocol):
 
 ImageSource = str | Folder | bytes | dict | Image.Image | Stored
 
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError, zipfile.BadZipFile, zlib.error)
+# What decoders and archives raise about what they cannot read; RuntimeError: AVIF, and compression methods unknown here
+UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
+    *(Image.DecompressionBombError, zipfile.BadZipFile, zlib.error),
+)
 ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap the sides
 
 

@@ -100,7 +100,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """A step's metrics from all processes; the README's glossary says what each one means.
 
-    `drawn` (groups, G, 1 + names): the reward of every completion that was sampled, then its parts by their `names`.
+    `drawn` (groups, G, 2 + names): the reward of every completion that was sampled, the same before the overlong
+    penalty, and its parts by their `names`.
     `updates`: sums over the tokens of each update.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -113,7 +114,7 @@ def step_metrics(
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
 
-    drawn, parts = drawn[..., 0], drawn[..., 1:]
+    drawn, parts = drawn[..., 0], drawn[..., 2:]
     step_time = time.perf_counter() - clock.begun
     has_verdict = ~drawn.isnan()
     spread = drawn.nan_to_num(nan=-math.inf).amax(1) > drawn.nan_to_num(nan=math.inf).amin(1)

@@ -9,10 +9,12 @@ rewards together.
 import functools
 import os
 import re
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
 
+from cli import UserError
 from verifier import parse_verdict, without_thinking
 from workers import CallFailed, Workers
 
@@ -172,6 +174,7 @@ def extract_choice(completion: str) -> str | None:
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
+LONGEST_ANSWER = 2000  # characters that a verifier is asked about; padding must not push it out of its context
 RULE_SECONDS = 1.0  # a comparison takes milliseconds; what takes longer is a trap
 MATH_EQUAL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "math_equal.py:math_equal")
 
@@ -192,6 +195,9 @@ def last_boxed(text: str) -> str | None:
     return last
 
 
+_making_workers = threading.Lock()
+
+
 @functools.cache
 def _math_workers() -> Workers:
     """Processes that compare answers; this machine's cores shared among its training processes."""
@@ -199,10 +205,39 @@ def _math_workers() -> Workers:
     return Workers(min(max(share, 1), 8), [MATH_EQUAL])
 
 
+def check_math() -> None:
+    """Raise UserError when math-verify does not work here, which would make every answer wrong."""
+    try:
+        with _making_workers:
+            workers = _math_workers()
+        works, why = workers.call(MATH_EQUAL, 60.0, {"candidate": "0.5", "gold": "\\frac{1}{2}"}), "0.5 is not 1/2"
+    except CallFailed as error:
+        works, why = False, str(error)
+    if not works:
+        raise UserError(f"math-verify does not work here ({why}): install requirements.txt, and see above what it said")
+
+
+def balanced(text: str) -> bool:
+    """Whether every brace that LaTeX would count has its partner."""
+    depth = 0
+    for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
 def same_answer(candidate: str, gold: str) -> bool:
     """Whether math-verify finds two answers the same, within `RULE_SECONDS`; False when it cannot tell."""
+    candidate, gold = candidate.strip(), gold.strip()
+    if candidate == gold:
+        return True
+    if not balanced(candidate):  # «1} \\boxed{2» would be two answers
+        return False
+    with _making_workers:
+        workers = _math_workers()
     try:
-        return _math_workers().call(MATH_EQUAL, RULE_SECONDS, candidate=candidate, gold=gold)
+        return workers.call(MATH_EQUAL, RULE_SECONDS, {"candidate": candidate, "gold": gold})
     except CallFailed:
         return False
 
@@ -219,7 +254,8 @@ def math_reward(
     −1 unless the format holds. 1 when the answer block, or its last balanced box, equals the gold by math-verify. Else
     `verifier(question, gold, candidate)` decides where there is one: its verdict or its reply; without one it is −1.
     Example: «<think>t</think><answer>0.5</answer>» for \\frac{1}{2} is 1. Closes: several answers, one of them right;
-    letters in another order; answers that compute for ever; answers that tell the verifier what to reply.
+    letters in another order; answers that compute for ever; answers that tell the verifier what to reply, or that are
+    too long for it.
     """
     parts = split_think_answer(completion)
     if parts is None:
@@ -227,7 +263,7 @@ def math_reward(
     candidate = (last_boxed(parts[1]) or parts[1]).strip()
     if same_answer(candidate, str(answer)):
         return 1.0
-    if verifier is None:
+    if verifier is None or len(candidate) > max(LONGEST_ANSWER, 4 * len(str(answer))):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
     verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
@@ -256,6 +292,8 @@ def gold_problem(task: str | None, answer: str) -> str | None:
     """Why no completion could ever be right for this gold answer, or None when it is fine."""
     if not str(answer).strip():
         return "the answer is empty"
+    if task == "math" and not balanced(answer):
+        return f"the answer {str(answer)[:40]!r} has unbalanced braces: no answer can equal it"
     if task == "count" and first_count(str(answer)) is None:
         return f"the answer {str(answer)[:40]!r} has no whole number to count to"
     if task == "vqa" and not words(str(answer)):

@@ -317,10 +317,9 @@ def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(transformers' name, tensor) of every weight of vLLM's `model`, those it keeps fused taken apart again."""
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
-        owner, _, kind = name.rpartition(".")
-        name = name.replace("language_model.model.", "model.language_model.").replace(
-            "language_model.lm_head", "lm_head"
-        )
+        owner = name.rpartition(".")[0]
+        name = name.replace("language_model.lm_head.", "lm_head.")
+        name = name.replace("language_model.model.", "model.language_model.")
         name = f"model.{name}" if name.startswith("visual.") else name
         if ".qkv_proj." in name:
             layer = modules[owner]

@@ -84,7 +84,8 @@ recipe() {  # name, task, model, training data, test data ('' for none), flags o
     case $name in math-*) smoke+=(--overlong_buffer 8 --dynamic_sampling_rounds 2) ;; esac
     evaluation+=(--max_tokens 32)
   fi
-  train --task "$task" --model "$model" --data "$data" --output "$output" "${both[@]}" "$@" "${smoke[@]}" "${given[@]}"
+  both+=("${shared[@]}")
+  train --task "$task" --model "$model" --data "$data" --output "$output" "$@" "${smoke[@]}" "${both[@]}" "${given[@]}"
   [ -n "$test" ] || return 0
   local which
   for which in "before $model" "after $output/final"; do
@@ -136,8 +137,19 @@ if [ "$recipe" = math ]; then
     *) echo "error: ./run.sh math needs text, image or mixed after it, not '$kind'" >&2; exit 2 ;;
   esac
 fi
+shared=()  # of the given flags those about pictures, rows and rewards, which evaluation needs too
+part=given
 for flag in "$@"; do
-  if [ "$flag" = --smoke ]; then tiny=yes; else given+=("$flag"); fi
+  case $flag in
+    --smoke) tiny=yes; continue ;;
+    --output* | --model* | --data | --data=*)
+      echo "error: $flag: set OUTPUT, MODEL or DATA in the environment, so that training and evaluation agree" >&2
+      exit 2 ;;
+    --*pixels* | --max_side* | --image_dir* | --*_column* | --template* | --skip_bad_rows | --max_prompt_length* | \
+      --reward* | --verifier* | --engine* | --vllm* | --tensor_parallel*) part=shared ;;
+    --*) part=given ;;
+  esac
+  [ $part = shared ] && shared+=("$flag") || given+=("$flag")
 done
 if [ "$recipe" = count ] && [ -z "$tiny" ] && [ -z "${DATA:-}" ]; then
   echo "error: ./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)" >&2

@@ -22,7 +22,7 @@ import parallel
 from cli import UserError
 from data import Rollout
 from formats import TAG, Sample
-from rewards import REWARDS, Reward, format_reward, overlong_penalty
+from rewards import REWARDS, Reward, check_math, format_reward, overlong_penalty
 from verifier import Verifier, VerifierFlags, make_verifier
 from workers import CallFailed, CallLost, Workers, load_function
 
@@ -61,6 +61,8 @@ class Scorer:
         self.takes: dict[str, set[str] | None] = {}  # the arguments each one takes; None: any
         for text in flags.reward:
             self._add(text)
+        if "math" in self.weights:
+            check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
         self.workers = Workers(2, list(self.calls.values())) if self.calls else None
         self.why_none = ""  # why the last completion without a verdict has none
@@ -70,19 +72,19 @@ class Scorer:
         return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
 
     def _add(self, text: str) -> None:
-        match = re.fullmatch(r"(.+?)(?:=([-+]?[\d.]+(?:[eE][-+]?\d+)?))?", text)
-        name, weight = match[1], float(match[2] or 1)
+        match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
+        name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
         if name in BUILT_IN:
             self.weights[name] = weight
             return
-        short = name.rpartition(":")[2]
-        if not name.rpartition(":")[0].endswith(".py"):
+        file, _, short = name.rpartition(":")
+        if not file.endswith(".py"):
             raise UserError(f"--reward {text}: give file.py:function or one of {', '.join(BUILT_IN)}, =WEIGHT after it")
-        if short in self.weights or short == "overlong":
+        if short in self.weights or short in (*BUILT_IN, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: there is a reward named {short!r} already; rename the function")
         try:
             parameters = inspect.signature(load_function(name)).parameters
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"--reward {text}: it cannot be loaded ({type(error).__name__}: {error})") from error
         if not {"completion", "answer"} <= set(parameters):
             raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
@@ -113,6 +115,7 @@ class Scorer:
         for _, rollouts in groups:
             for rollout in rollouts:
                 rollout.reward = sum(weight * rollout.rewards[name] for name, weight in self.weights.items() if weight)
+                rollout.unpenalised = rollout.reward
                 if self.overlong_buffer and max_length:
                     penalty = overlong_penalty(len(rollout.ids), max_length, self.overlong_buffer)
                     rollout.rewards["overlong"] = penalty
@@ -121,8 +124,9 @@ class Scorer:
 
     def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
         """A completion's reward, NaN without one, and what the user's function did wrong, None when it did not."""
-        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | sample.fields
-        if name in BUILT_IN:
+        given = {name: value for name, value in sample.fields.items() if value is not None}
+        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | given
+        if name not in self.calls:
             fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
             value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
             if value is None:
@@ -132,7 +136,7 @@ class Scorer:
         fields |= {"completion": rollout.text, "answer": sample.answer}
         fields = {k: v for k, v in fields.items() if takes is None or k in takes}
         try:
-            value = self.workers.call(self.calls[name], self.flags.reward_timeout, **fields)
+            value = self.workers.call(self.calls[name], self.flags.reward_timeout, fields)
         except CallLost as error:
             self.why_none = f"{self.calls[name]} {error}"
             return math.nan, None

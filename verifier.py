@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import urllib.parse
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import openai
 import parallel
 from cli import UserError
 
+WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # around a verdict; not «≠» or «¬», which turn it round
 INSTRUCTION = (
     "You compare a candidate answer with the reference answer of a question. Reply «Correct» when the candidate states "
     "the same final answer, «Incorrect» otherwise: one word and nothing else. Judge the final answer alone, not how it "
@@ -53,9 +55,15 @@ class VerifierFlags:
 
 def parse_url(url: str) -> str:
     """The base that the client needs: «host:8000» and «…/v1/chat/completions» are meant as http://host:8000/v1."""
-    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/chat/completions")
-    host = url.split("://", 1)[1]
-    return url if "/" in host else f"{url}/v1"
+    url = (url if "://" in url else f"http://{url}").strip().rstrip("/").removesuffix("/chat/completions")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and " " not in url and (parts.port or True)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UserError(f"{url!r} is no address of a verifier: give one like http://localhost:8000/v1 (--verifier_url)")
+    return url if parts.path else f"{url}/v1"
 
 
 def parse_verdict(reply: str) -> bool | None:
@@ -64,9 +72,9 @@ def parse_verdict(reply: str) -> bool | None:
     Thinking, brackets, bold, a «Judgement:» label and punctuation are stripped; what is left must be exactly the one
     word «correct» or «incorrect», in any case. Closes: «Incorrect. Not Correct», which holds both.
     """
-    text = without_thinking(reply)
-    text = re.sub(r"^[\s\W_]*(?:final\s+)?judge?ment[\s\W_]*:", " ", text, flags=re.IGNORECASE)
-    found = re.fullmatch(r"[\W_]*(correct|incorrect)[\W_]*", text, flags=re.IGNORECASE)
+    text = without_thinking(reply).rpartition("</think>")[2]  # some templates open it in the prompt
+    text = re.sub(rf"^{WRAPPING}(?:final\s+)?judge?ment{WRAPPING}:", " ", text, flags=re.IGNORECASE)
+    found = re.fullmatch(rf"{WRAPPING}(correct|incorrect){WRAPPING}", text, flags=re.IGNORECASE)
     return found[1].lower() == "correct" if found else None
 
 

@@ -46,8 +46,8 @@ class Workers:
         theirs.close()
         return process, ours
 
-    def call(self, name: str, seconds: float, **arguments: Any) -> Any:
-        """The result of function `name`, for which it waits at most `seconds` once a worker is idle.
+    def call(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
+        """The result of function `name` with `arguments`, waited for at most `seconds` once a worker is idle.
 
         Raises CallFailed when the function raised, CallLost when it gave no result. Safe in many threads.
         """
@@ -112,7 +112,8 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
                 answer, caller = ("lost", TOO_LONG.format(seconds)), _killed(caller)
         except (EOFError, OSError):
             answer, caller = ("lost", "its process died, out of memory perhaps"), _killed(caller)
-        pipe.send(answer)
+        with contextlib.suppress(OSError):  # nobody waits any more
+            pipe.send(answer)
     _killed(caller)
 
 
@@ -124,13 +125,15 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
         theirs.close()
         return child, ours
     ours.close()
+    os.setsid()  # a group of its own: whatever a call starts is killed with it
     while True:
         try:
             name, arguments = theirs.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            answer = "done", functions[name](**arguments)
+            value = functions[name](**arguments)
+            answer = "done", value.item() if hasattr(value, "item") else value  # numbers of NumPy and torch
         except BaseException as error:  # noqa: BLE001 - whatever a reward function does, SystemExit too, is an answer
             answer = "raised", f"{type(error).__name__}: {error}"[:300]
         try:
@@ -141,7 +144,10 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
 
 def _killed(caller: tuple[int, connection.Connection] | None) -> None:
     if caller:
-        os.kill(caller[0], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(caller[0], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may not have come to its own group yet
+            os.kill(caller[0], signal.SIGKILL)
         os.waitpid(caller[0], 0)
         caller[1].close()
 

@@ -4,10 +4,10 @@
     python bench/speed.py --workloads W1 --peer trl_yardstick.py   # and then another trainer on W1, in the same run
 
 W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts x 8 completions of
-exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-long has 896x896 pictures, W1-short completions
-of 128 tokens. Rewards are coin tosses.
+exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-nokl has beta 0, W1-long 896x896 pictures,
+W1-short completions of 128 tokens. Rewards are coin tosses.
 
-The limit of a part is the time its arithmetic takes at `MATMUL` or its memory traffic at `BANDWIDTH`, whichever is more:
+The limit of a part is the time its arithmetic takes at `MATMUL` or its memory traffic at `BANDWIDTH`, the longer one:
 what one H200 did in a bare matrix product and a bare copy.
 """
 

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from cli import UserError
 from evaluate import Config, bootstrap_interval, pass_at_k, summarise
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
@@ -31,14 +32,15 @@ def row(responses: list[str], exact: list[bool], rewards: list[float | None]) ->
 def test_scores_by_hand():
     rows = [
         row(["A photo of 3 cats"] * 4, [True] * 4, [1.0] * 4),
-        row(["A photo of 3 cats", "3", "?", ""], [True, False, False, False], [1.0, 0.85, None, 0.0]),
+        row(["A photo of 3 cats", "3", "?", ""], [True, False, False, False], [1.0, 0.85, 0.0, 0.0]),
     ]
     scores = summarise(rows, "count")
     assert scores["n"] == 2
+    assert scores["no_verdict"] == 0
     assert scores["completions_per_row"] == 4
     assert scores["exact_match"] == scores["pass@1"] == pytest.approx((1 + 1 / 4) / 2)
     assert scores["pass@4"] == 1.0
-    assert scores["reward"] == pytest.approx((4 + 1.85) / 7)  # no verdict: in no mean
+    assert scores["reward"] == pytest.approx((4 + 1.85) / 8)
     assert scores["format_rate"] == pytest.approx(5 / 8)
     assert scores["truncated"] == pytest.approx(2 / 8)
     assert scores["mean_length"] == pytest.approx((5 * 17 + 1 + 1 + 0) / 8)
@@ -56,3 +58,15 @@ def test_bootstrap_interval():
 def test_config_refuses_what_cannot_work(bad):
     with pytest.raises(ValueError, match=r"must|needs"):
         Config(model="m", data="d", **bad)
+
+
+def test_completions_without_verdict_are_left_out_and_counted():
+    rows = [row(["a"] * 4, [True] * 4, [1.0] * 4) for _ in range(9)]
+    rows.append(row(["a"] * 4, [False, False, False, True], [None, None, None, 1.0]))
+    scores = summarise(rows, "count")
+    assert scores["no_verdict"] == pytest.approx(3 / 40)
+    assert scores["exact_match"] == 1.0
+    assert scores["reward"] == 1.0
+    assert scores["pass@4"] == 1.0  # of the rows with four verdicts
+    with pytest.raises(UserError, match="14% of the completions have no verdict"):
+        summarise([*rows, row(["a"] * 4, [False] * 4, [None, None, None, 1.0])], "count")

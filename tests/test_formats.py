@@ -5,6 +5,7 @@ JSON by hand.
 """
 
 import ast
+import base64
 import io
 import json
 import pathlib
@@ -281,6 +282,9 @@ BAD_ROWS = {
     "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or pictures"),
     "an answer that is no number": ({"prompt": "q", "answer": float("nan")}, "the answer is empty"),
     "a conversation without a gold": (conversation("q", "Answer: "), "the answer is empty"),
+    "an answer that is true": ({"prompt": "q", "answer": True}, "«answer» is true: write it as the word"),
+    "a broken data address": ({"prompt": "q", "answer": "y", "images": ["data:image/png;base64,?"]}, "no base64"),
+    "a name no file can have": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
     "an osf row without a question": ({k: v for k, v in OSF.items() if k != "question"}, "no text for a prompt"),
 }
 
@@ -292,6 +296,38 @@ def test_bad_rows_of_every_shape(folder, name):
     with pytest.raises(UserError, match=rf"1 of 2 rows cannot be used: .*d\.jsonl row 2: .*({message})"):
         load_samples(path, "vqa")
     assert len(load_samples(path, "vqa", skip_bad_rows=True)) == 1
+
+
+def test_numbers_and_addresses_are_read_as_they_are_meant(folder):
+    address = "data:image/png;base64," + base64.b64encode(png("green")).decode()
+    rows = [{"prompt": "q", "answer": 3.0, "images": [], "image": address}, {"prompt": "q", "answer": 2.5}]
+    samples = load_samples(jsonl(folder / "n.jsonl", *rows), "vqa")
+    assert [s.answer for s in samples] == ["3", "2.5"]
+    assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (0, 128, 0)
+
+
+def test_files_named_after_another_format_say_so(folder):
+    (folder / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n{"prompt": "q", "answer": "1"}\n')
+    (folder / "list.jsonl").write_text('[{"prompt": "q", "answer": "1"}]')
+    (folder / "latin.jsonl").write_bytes('{"prompt": "größe", "answer": "1"}'.encode("latin-1"))
+    for name, message in (("lines.json", "are a .jsonl"), ("list.jsonl", "name it .json"), ("latin.jsonl", "as UTF-8")):
+        with pytest.raises(UserError, match=message):
+            load_samples(f"{folder}/{name}", "math")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("images_path;question;answer\na;b;c\n", "has no column .* cells are told apart by commas"),
+        ("images_path,question,answer,answer\n0.png,q,1,2\n", "names a column twice"),
+        ("images_path,question,answer\n\n\n0.png,q\n", "row 4: more or fewer cells"),
+        ('images_path,question,answer\n0.png,"two\nlines",1\n9.png,q,2\n', "row 3: no image at"),
+    ],
+)
+def test_counting_tables_that_are_off(folder, text, message):
+    (folder / "main.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_samples(str(folder), "count")
 
 
 # --- columns, several data sets ---------------------------------------------------------------------------------------
@@ -437,6 +473,20 @@ def test_ten_gigabytes_of_zeros_are_refused_unread(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["bomb.zip"]
 
 
+def test_a_zip_with_one_huge_file_or_two_data_sets_is_refused(tmp_path):
+    table = "images_path,question,answer\n1.png,How many?,3\n"
+    with zipfile.ZipFile(tmp_path / "huge.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("main.csv", table)
+        archive.writestr("images/1.png", bytes(300 * 2**20))
+    with pytest.raises(UserError, match=r"'images/1\.png' would unpack to 300 MiB; at most 256 of one file"):
+        load_samples(str(tmp_path / "huge.zip"), "count")
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        archive.writestr("a/main.csv", table)
+        archive.writestr("b/main.csv", table)
+    with pytest.raises(UserError, match=r"has 2 files main\.csv"):
+        load_samples(str(tmp_path / "two.zip"), "count")
+
+
 def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
     """The directory says 100 bytes, the stream holds 100 MB: reading stops at what the directory says."""
     with zipfile.ZipFile(tmp_path / "liar.zip", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -494,6 +544,9 @@ def test_convert_round_trips_every_format(folder):
     output = folder / "new" / "osf.jsonl"
     data.convert(data.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
+    (folder / "t.json").write_text(json.dumps([OSF | {"phrase_type": "test_freeform"}]))
+    data.convert(data.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images"))
+    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted test row is a row like any other"
 
 
 def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):

@@ -158,6 +158,11 @@ def test_verdicts_of_the_math_vectors(case):
         ("Correct, because 3 = 3", None),
         ("not correct", None),
         ("incorrectly", None),
+        ("They match.</think>\n\nCorrect", True),  # a template that opens the thinking in the prompt
+        ("<think>Incorrect</think><think>hm</think> «Correct»", True),
+        ("!= correct", None),
+        ("≠ correct", None),
+        ("¬correct", None),
         ("\n\n", None),
     ],
 )

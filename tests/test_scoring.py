@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +72,18 @@ def test_math_vectors(case):
         ("(C)", "C", True),
         ("", "3", False),
         ("9^{9^{9}}", "3", False),
+        ("$5$.", "5", True),
+        ("\\text{B}.", "B", True),
+        ("on", "No", False),
+        ("no.", "No", True),
+        ("5 \\text{ km}", "5 \\text{ m}", False),
+        ("5 \\text{ cm}", "5", True),
+        ("1=5", "5", False),
+        ("x=5", "5", True),
+        ("6 \\to 5", "5", False),
+        ("6 \\cup 5", "5", False),
+        ("\\neg 5", "5", False),
+        ("5_6", "5", False),
     ],
 )
 def test_same_answer(candidate, gold, want):
@@ -81,6 +94,34 @@ def test_the_verifier_gets_the_last_box_alone():
     seen = []
     rewards.math_reward(think("I say \\boxed{a {b} c}."), "zebra", "q", lambda *call: seen.append(call))
     assert seen == [("q", "zebra", "a {b} c")]
+
+
+def test_padding_an_answer_does_not_take_it_from_the_verifier():
+    called = []
+    assert rewards.math_reward(think("7 " * 5000), "seven things", "q", lambda *c: called.append(c)) == -1
+    assert not called
+
+
+def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(monkeypatch, tmp_path):
+    broken = tmp_path / "math_equal.py"
+    broken.write_text("import no_such_module\n")
+    monkeypatch.setattr(rewards, "MATH_EQUAL", f"{broken}:math_equal")
+    rewards._math_workers.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"math-verify does not work here .its worker process died"):
+            Scorer("math", RewardFlags())
+    finally:
+        rewards._math_workers.cache_clear()
+
+
+def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
+    made = []
+    monkeypatch.setattr(rewards, "Workers", lambda *args: (time.sleep(0.1), made.append(args), Workers(*args))[2])
+    rewards._math_workers.cache_clear()
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(lambda i: rewards.same_answer(f"{i}.0", str(i)), range(32)))
+    rewards._math_workers.cache_clear()
+    assert len(made) == 1
 
 
 def test_last_boxed():
@@ -116,6 +157,12 @@ def spin():
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def leave(): sys.exit(3)
 def fail(): raise KeyError("nothing")
+def child(x):
+    import subprocess
+    subprocess.run(["sleep", x])
+def number():
+    import numpy
+    return numpy.float32(0.5)
 def odd(): return lambda: 0
 def parent(): return os.getppid()
 """
@@ -124,9 +171,9 @@ def parent(): return os.getppid()
 @pytest.fixture
 def workers(tmp_path):
     (tmp_path / "t.py").write_text(TROUBLE)
-    names = [f"{tmp_path}/t.py:{name}" for name in ["echo", "sleep", "spin", "die", "leave", "fail", "odd", "parent"]]
+    names = [f"{tmp_path}/t.py:{name}" for name in re.findall(r"^def (\w+)", TROUBLE, re.MULTILINE)]
     pool = Workers(1, names)
-    return lambda name, seconds=5.0, **arguments: pool.call(f"{tmp_path}/t.py:{name}", seconds, **arguments)
+    return lambda name, seconds=5.0, **arguments: pool.call(f"{tmp_path}/t.py:{name}", seconds, arguments)
 
 
 def test_workers_outlive_whatever_a_call_does(workers):
@@ -143,6 +190,10 @@ def test_workers_outlive_whatever_a_call_does(workers):
         began = time.perf_counter()
         assert workers("echo", x=name) == name
         assert time.perf_counter() - began < 1, "the next call starts at once"
+    assert workers("number") == 0.5
+    with pytest.raises(CallLost, match="took longer"):
+        workers("child", 0.5, x="98765")
+    assert "98765" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     os.kill(workers("parent"), 9)  # the worker itself
     with pytest.raises(CallLost, match="worker process died"):
         workers("echo", x=1)
@@ -157,8 +208,8 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
         "import sys, os, threading; sys.path.insert(0, sys.argv[1])\n"
         "from workers import Workers\n"
         f"pool = Workers(1, ['{name}:sleep', '{name}:parent'])\n"
-        f"print(pool.call('{name}:parent', 5.0), flush=True)\n"
-        f"threading.Thread(target=lambda: pool.call('{name}:sleep', 2.0, x=60)).start()\n"
+        f"print(pool.call('{name}:parent', 5.0, {{}}), flush=True)\n"
+        f"threading.Thread(target=lambda: pool.call('{name}:sleep', 2.0, {{'x': 60}})).start()\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, ROOT], capture_output=True, text=True, check=False, timeout=60)
@@ -241,6 +292,12 @@ def test_a_reward_that_fails_names_row_and_completion(own, name, message):
     assert group[0].reward != group[0].reward
 
 
+def test_columns_of_any_name_reach_a_reward(own):
+    scorer = Scorer("count", RewardFlags(reward=(f"{own}:brief",)))
+    fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
+    assert scorer([(Sample("<image>?", "3", [], "r", fields), rollouts("3"))]) is None
+
+
 def test_none_means_no_verdict(own):
     scorer, group, error = scored(own, "own:nothing")
     assert error is None
@@ -257,11 +314,18 @@ def test_none_means_no_verdict(own):
         ("lenght=0.5", "give file.py:function or one of count, vqa, math, format"),
         ("own:brief=heavy", "cannot be loaded"),
         ("own:overlong", "a reward named 'overlong' already"),
+        ("own:format", "a reward named 'format' already"),
+        ("own:brief=1.2.3", "cannot be loaded"),
+        ("", "give file.py:function"),
+        ("leaves.py:f", "cannot be loaded .SystemExit: 3"),
     ],
 )
 def test_rewards_that_cannot_be_used_are_refused_at_the_start(own, flag, message):
+    leaves = pathlib.Path(own).with_name("leaves.py")
+    leaves.write_text("import sys; sys.exit(3)\n")
+    flag = flag.replace("own:", f"{own}:").replace("leaves.py", str(leaves))
     with pytest.raises(UserError, match=rf"--reward .*{message}"):
-        Scorer("count", RewardFlags(reward=(flag.replace("own:", f"{own}:"),)))
+        Scorer("count", RewardFlags(reward=(flag,)))
 
 
 def test_two_rewards_of_one_name_are_refused(own):

@@ -232,6 +232,9 @@ def test_urls():
     for url in ("http://h:8000", "h:8000", "http://h:8000/v1/", "http://h:8000/v1/chat/completions"):
         assert parse_url(url) == "http://h:8000/v1"
     assert parse_url("https://h/api/v3") == "https://h/api/v3"
+    for url in ("http://[::1", "http://host:80:80", "http://", "ftp://x", "http://exa mple"):
+        with pytest.raises(UserError, match="is no address of a verifier"):
+            parse_url(url)
 
 
 def test_the_environment_names_the_verifier(server, monkeypatch):
