@@ -25,6 +25,12 @@ class RunStopped(Exception):
         self.status = status
 
 
+def need(ok: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `ok`: what a Config says about settings that cannot be."""
+    if not ok:
+        raise ValueError(message)
+
+
 def note_interrupts() -> list[int]:
     """From now on Ctrl-C and SIGTERM only add to the returned list, for the caller to stop where nothing is lost. The
     second one ends the process at once."""

@@ -147,6 +147,8 @@ class Rollout:
     """(L,) under the policy that sampled it, when that is no longer the policy"""
     ref_logp: Tensor | None = None
     """(L,) under the reference, when there is a KL term"""
+    has_image: bool = False
+    """its prompt has one"""
 
 
 @dataclass

@@ -30,6 +30,7 @@ import cli
 import parallel
 from cli import UserError
 from data import DataFlags, Processor, Sample, encode_prompts, most_images, prompt_seed
+from model import Policy
 from rewards import FORMATS, exact_match
 from rollout import Engine, EngineFlags, make_engine
 from scoring import MOST_WITHOUT_VERDICT, RewardFlags, Scorer
@@ -129,6 +130,17 @@ def evaluate(
         raise UserError(error)
     predictions = parallel.gather_shares(predictions)
     return summarise(predictions, task), predictions
+
+
+def score_policy(
+    policy: Policy, engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
+) -> dict[str, float]:
+    """The scores of `policy` under training, one greedy completion a row, as metrics named eval/…"""
+    engine.wake_up()
+    engine.sync_weights(policy)
+    scores, _ = evaluate(engine, processor, samples, scorer, max_tokens)
+    engine.sleep()
+    return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
 
 
 def summarise(predictions: list[dict], task: str) -> dict[str, float]:

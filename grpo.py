@@ -23,9 +23,11 @@ from tqdm import tqdm
 import cli
 import parallel
 from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
-from cli import RunStopped
+from cli import RunStopped, need
 from data import DataFlags, Processor, Sample, encode_prompts, most_images, part_sizes, prompt_seed, row_at
-from evaluate import evaluate
+from evaluate import score_policy
+from guards import trouble
+from memory import check_room, fit, retried
 from model import (
     Policy,
     PolicyFlags,
@@ -34,6 +36,7 @@ from model import (
     load_reference,
     make_optimizer,
     micro_batches,
+    record_logprobs,
     whole,
 )
 from packing import Group, PackedBatch
@@ -92,6 +95,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     sampler reported."""
     importance_cap: float = 2.0
     """Truncation of the weight π_old / π_sampler that corrects the sampler's arithmetic; 0 leaves the weight out."""
+    max_logp_difference: float = 0.1
+    """The run stops when sampler and trainer differ by more nats a token on average; 0: never."""
 
     epochs: int = 1
     """Passes over the training rows."""
@@ -99,10 +104,6 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
 
     def __post_init__(self) -> None:
-        def need(ok: bool, message: str) -> None:
-            if not ok:
-                raise ValueError(message)
-
         self.check_data()
         self.check_rewards()
         self.check_policy()
@@ -118,7 +119,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         for name in f"{least_one} dynamic_sampling_rounds prompts_per_step".split():
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
         counts = "seed max_steps eval_every save_every prompts_per_update"
-        for name in f"{counts} beta importance_cap".split():
+        for name in f"{counts} beta importance_cap max_logp_difference".split():
             need(getattr(self, name) >= 0, f"{name} must not be negative")
         need(0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length")
         need(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
@@ -254,6 +255,8 @@ class Run:
     """prompts drawn from the endless shuffled stream of training rows"""
     clock: Clock = field(default_factory=Clock)
     """seconds of the current step's parts"""
+    budget: int = 0
+    """tokens of a micro-batch"""
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -270,9 +273,11 @@ def train_step(run: Run) -> dict[str, float]:
         for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
             rollout.advantage = advantage
     if cfg.beta:
-        record_logprobs(run, run.reference, groups, "ref_logp")
+        with run.clock("reference"):
+            record_logprobs(run.reference, with_gradient(run, groups), "ref_logp", cfg.temperature, run.budget)
     if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
-        record_logprobs(run, run.policy, groups, "old_logp")
+        with run.clock("old_logp"):
+            record_logprobs(run.policy, with_gradient(run, groups), "old_logp", cfg.temperature, run.budget)
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
         for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
@@ -296,6 +301,9 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     with run.clock("rollout"):
         completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.has_image = bool(group.prompt.images)
     with run.clock("reward"):
         error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
     if error := next(filter(None, parallel.gather_from_all(error)), None):
@@ -342,16 +350,6 @@ def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
     return kept
 
 
-@torch.no_grad()
-def record_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
-    """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
-    with run.clock("reference" if policy is run.reference else "old_logp"):
-        for batch in micro_batches(run.policy, with_gradient(run, groups), run.cfg.micro_batch_tokens):
-            logp, _ = policy(batch, run.cfg.temperature)
-            for rollout, of_rollout in zip(batch.rollouts, logp.cpu().split([len(r.ids) for r in batch.rollouts])):
-                setattr(rollout, name, of_rollout)
-
-
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     """One optimizer step on `groups`; returns sums over their tokens, of all processes, for the metrics."""
     cfg = run.cfg
@@ -361,27 +359,28 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals)
     for rollout, weight in zip(rollouts, weights.tolist()):
         rollout.weight = weight
-    sums = []
     with run.clock("train"):
-        for batch in micro_batches(run.policy, with_gradient(run, groups), cfg.micro_batch_tokens):
-            logp, entropy = run.policy(batch, cfg.temperature)
-            loss, stats = batch_loss(cfg, batch, logp)
-            (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
-            stats["entropy"] = (entropy * (batch.column("weight") > 0)).sum()
-            sums.append(stats)
+        run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
+        stats = parallel.total(sums)
     grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    stats = parallel.total(sums)
-    if not (stats["loss"].isfinite() and grad_norm.isfinite()):
-        raise RunStopped(
-            f"step {run.step + 1}: loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}; stopped before the update. "
-            f"Checkpoints in {cfg.output}, if any, are whole: --resume with a lower --learning_rate or --dtype float32",
-            status=1,
-        )
+    if why := trouble(stats, grad_norm, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
+        raise RunStopped(f"step {run.step + 1}: {why}; stopped before the update, checkpoints are whole", status=1)
     with run.clock("optimizer"):
         run.optimizer.step()
         run.scheduler.step()
         run.optimizer.zero_grad()
     return stats | {"grad_norm": grad_norm}
+
+
+def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
+    """Add up the gradient of `groups` in micro-batches of `budget` tokens; returns sums over the tokens of each."""
+    sums = []
+    for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
+        logp, entropy = run.policy(batch, run.cfg.temperature)
+        loss, stats = batch_loss(run.cfg, batch, logp)
+        (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
+        sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
+    return sums
 
 
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -406,9 +405,12 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         importance=importance,
     )
     trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
-    difference = (trainer_logp - sampler_logp).abs() * (batch.column("weight") > 0)
+    counted = batch.column("weight") > 0
+    with_image = batch.column("has_image") & counted
+    difference = (trainer_logp - sampler_logp).abs() * counted
     stats |= {"loss": loss.detach(), "difference": difference.sum(), "difference_max": difference.max()}
-    return loss, stats
+    stats |= {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
+    return loss, stats | {"flop": torch.tensor(3 * batch.forward_flop, device=loss.device)}
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -453,14 +455,9 @@ def save(run: Run) -> None:
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
-    """Scores of the current policy on the held-out rows, one greedy completion each; nothing without `eval_data`."""
-    if not run.eval_samples:
-        return {}
-    run.engine.wake_up()
-    run.engine.sync_weights(run.policy)
-    scores, _ = evaluate(run.engine, run.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
-    run.engine.sleep()
-    return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
+    """Scores of the current policy on the held-out rows; nothing without `eval_data`."""
+    held_out = (run.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
+    return score_policy(run.policy, run.engine, *held_out) if run.eval_samples else {}
 
 
 def set_up(cfg: Config) -> Run:
@@ -477,8 +474,11 @@ def set_up(cfg: Config) -> Run:
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
     engine.sleep()
-    policy = apply_fsdp(load_policy(cfg.model, cfg, device), device, dtype)
+    policy = load_policy(cfg.model, cfg, device)
+    check_room(policy, bool(cfg.beta), device)
+    policy = apply_fsdp(policy, device, dtype)
     reference = apply_fsdp(load_reference(cfg.model, cfg, dtype), device, dtype) if cfg.beta else None
+    budget = fit(policy, cfg, limits[0], device)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     updates = total_steps * cfg.updates_per_step
     rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, updates)
@@ -489,7 +489,7 @@ def set_up(cfg: Config) -> Run:
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     parts = (cfg, processor, samples, sizes, eval_samples, *models, log, total_steps)
-    return Run(*parts, start["step"], start["position"])
+    return Run(*parts, start["step"], start["position"], budget=budget)
 
 
 def main(cfg: Config) -> None:

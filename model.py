@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -55,11 +54,12 @@ class PolicyFlags:
     """Compute type; auto is bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
     train_vision: bool = False
     """Train the vision tower too; it is frozen otherwise."""
-    micro_batch_tokens: int = 16384
-    """Most packed tokens of one forward and backward; the gradient does not depend on it."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory: nothing; all but matrix products and attention; all but
-    each layer's input (a third more compute)."""
+    micro_batch_tokens: int = 0
+    """Most packed tokens of one forward and backward, on which the gradient does not depend; 0: what fits into the
+    GPU's free memory."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Layers that keep only their input and are computed again in the backward pass: none, every second, or all (a
+    third more compute); auto takes the fastest that fits into the GPU's memory."""
     compile: bool = True
     """Fuse the small operations of each layer with torch.compile, on a GPU; costs a minute at the start."""
 
@@ -69,8 +69,8 @@ class PolicyFlags:
             raise ValueError("learning_rate, warmup and weight_decay must not be negative")
         if self.max_grad_norm <= 0:
             raise ValueError("max_grad_norm must be above 0")
-        if self.micro_batch_tokens < 1:
-            raise ValueError("micro_batch_tokens must be at least 1")
+        if self.micro_batch_tokens < 0:
+            raise ValueError("micro_batch_tokens must not be negative")
 
 
 class Policy(nn.Module):
@@ -123,7 +123,6 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     for parameter in vision_parameters(model):
         parameter.requires_grad_(flags.train_vision)
-    set_checkpointing(model, flags.activation_checkpointing)
     model.train()
     return Policy(model)
 
@@ -133,26 +132,6 @@ def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype) -> Policy:
     model = load_model(name, dtype)
     take_packed_batches(model, compiled=flags.compile and torch.cuda.is_available())
     return Policy(model.eval().requires_grad_(False))
-
-
-def set_checkpointing(model: PreTrainedModel, kind: str) -> None:
-    """What the layers of `model` keep for the backward pass: «none» all of it, «selective», «full» their input."""
-    if kind == "none":
-        return
-    options = {"use_reentrant": False}
-    if kind == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, expensive_operations())
-    model.gradient_checkpointing_enable(options)
-
-
-def expensive_operations() -> list:
-    """What selective checkpointing keeps: matrix products and attention; all else is quick to compute again."""
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    for library, name in (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward")):
-        if hasattr(torch.ops, library) and hasattr(getattr(torch.ops, library), name):
-            kept.append(getattr(getattr(torch.ops, library), name).default)
-    kept.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
-    return kept
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -222,7 +201,30 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         for batch, anywhere in zip(batches, with_images.tolist()):
             batch.dummy_vision = bool(anywhere) and not batch.vision
     device = next(policy.parameters()).device
+    for batch in batches:
+        batch.forward_flop = forward_flop(policy, batch)
     return (batch.to(device) for batch in batches)
+
+
+def forward_flop(policy: Policy, batch: PackedBatch) -> float:
+    """Floating-point operations of a forward pass of the language model: two for each weight and token, four for each
+    query, key and hidden unit that attention brings together."""
+    model = language_model(policy.model)
+    config = model.config
+    weights = sum(p.numel() for p in model.layers.parameters())
+    pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
+    head = config.hidden_size * config.vocab_size
+    attention = config.num_hidden_layers * config.hidden_size * pairs
+    return 2.0 * (weights * batch.input_ids.shape[1] + head * len(batch.targets)) + 4.0 * attention
+
+
+@torch.no_grad()
+def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature: float, budget: int) -> None:
+    """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
+    found = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
+    for rollouts, logp in found:  # to the host only now: no micro-batch waits for the one before
+        for rollout, of_rollout in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
+            setattr(rollout, name, of_rollout)
 
 
 def whole(tensor: Tensor) -> Tensor:

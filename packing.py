@@ -84,6 +84,8 @@ class PackedBatch:
     """the completions in packed order."""
     vision: dict[str, Tensor]
     """the prompts' vision inputs, concatenated; empty without images."""
+    forward_flop: float = 0.0
+    """operations of a forward pass, for the metrics"""
     dummy_vision: bool = False
     """no image here, but another rank has one and the vision tower is trained: run it on a blank image."""
 

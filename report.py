@@ -38,6 +38,7 @@ import matplotlib.pyplot as plt
 
 GROUPS_A_REPORT = 3  # groups kept of a reported step
 GROUPS_ON_PAGE = 60  # most groups on the page, the newest
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 THUMBNAIL = 256  # longest side of a picture on the page
 
 
@@ -139,9 +140,24 @@ def step_metrics(
         "kl": mean("kl"),
         "entropy": mean("entropy"),
         "sampling/logp_difference_mean": mean("difference"),
+        "sampling/logp_difference_image": _share(updates, "image_difference", "image_tokens"),
+        "sampling/logp_difference_text": _share(updates, "difference", "tokens", "image_"),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
+        "mfu": sum(u["flop"] for u in updates).item() / parallel.world_size() / clock.seconds["train"] / peak_flops(),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
     }
+
+
+def _share(updates: list[dict[str, torch.Tensor]], part: str, of: str, less: str = "") -> float:
+    """The sum of `part` over the sum of `of`, those of `less` taken off both; NaN where there is none."""
+    sums = [sum(u[name] - (u[less + name] if less else 0) for u in updates).item() for name in (part, of)]
+    return sums[0] / sums[1] if sums[1] else math.nan
+
+
+def peak_flops() -> float:
+    """What this GPU does at most in a second, dense bfloat16, by its maker; NaN for one that is not listed."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), math.nan)
 
 
 class RunLog:

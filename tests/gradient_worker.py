@@ -65,9 +65,10 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         scheduler=SimpleNamespace(step=lambda: None),
         step=0,
         clock=Clock(),
+        budget=cfg.micro_batch_tokens or 16384,
     )
     stats = update(run, parallel.my_share(groups))
-    batches = len(pack_groups(with_gradient(run, groups), cfg.micro_batch_tokens))
+    batches = len(pack_groups(with_gradient(run, groups), run.budget))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 import evaluate
 import grpo
+import rollout
 import scoring
 from cli import RunStopped, UserError
 from report import read_rows
@@ -52,7 +53,10 @@ def test_a_run_leaves_what_the_readme_says(run):
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 2, 4]
     for row in rows[1:]:
-        assert all(math.isfinite(value) for value in row.values())
+        unknown = {name for name, value in row.items() if value is None}
+        assert unknown == {"mfu", "sampling/logp_difference_text"}, "no GPU, and every row has a picture"
+        assert all(math.isfinite(value) for value in row.values() if value is not None)
+        assert row["sampling/logp_difference_image"] == pytest.approx(row["sampling/logp_difference_mean"])
         assert row["sampling/logp_difference_mean"] < 1e-5
     assert rows[4]["kl"] > 0
     described = (ROOT / "README.md").read_text()
@@ -300,6 +304,58 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
     one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
     assert [row["reward"] for row in one] == pytest.approx([row["reward"] for row in two])
     assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-4)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model, shapes, tmp_path, where, capsys):
+    """The error is raised by a decoder layer in the second micro-batch, in the midst of the gradient's adding up."""
+    flags = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
+    grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
+    calls, load = [], grpo.load_policy
+
+    def overflow(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    def overflowing(*args):
+        policy = load(*args)
+        layer = policy.model.model.language_model.layers[2]
+        if where == "forward":
+            layer.register_forward_pre_hook(overflow)
+        else:
+            layer.register_full_backward_hook(overflow)
+        return policy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "load_policy", overflowing)
+        grpo.main(config(tiny_model, shapes, tmp_path / "overflow", **flags))
+    assert "from now on micro-batches of 100 tokens" in capsys.readouterr().err
+    assert len(calls) > 4
+    plain, other = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("plain", "overflow"))
+    for row, again in zip(plain, other):
+        for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
+            assert again[name] == pytest.approx(row[name], rel=1e-4, abs=1e-7), name
+    one, two = weights(tmp_path / "plain" / "final"), weights(tmp_path / "overflow" / "final")
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+
+
+def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path):
+    def overflow(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "accumulate", overflow)
+        with pytest.raises(RunStopped, match=r"out of GPU memory .CUDA out of memory.*--activation_checkpointing full"):
+            grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+
+
+def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_path, monkeypatch):
+    """Its log-probabilities are another distribution's: nothing is trained on them."""
+    monkeypatch.setattr(rollout.HFEngine, "sync_weights", lambda self, policy: self.model.lm_head.weight.data.mul_(3))
+    with pytest.raises(RunStopped, match=r"step 1: .* differ from the trainer's by .* --max_logp_difference"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
+    grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=1, max_logp_difference=0.0))
 
 
 # --- how runs end -----------------------------------------------------------------------------------------------------

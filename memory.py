@@ -1,0 +1,124 @@
+"""A GPU's memory: what a model needs of it, micro-batches and checkpointing that fit, going on after an overflow.
+
+The figures of a layer's activations are measured ones (LOG.md): one H200, bfloat16, layers fused by torch.compile.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import parallel
+from cli import RunStopped, UserError
+from model import Policy, PolicyFlags
+from packing import LOGIT_ROWS, language_model
+
+T = TypeVar("T")
+MOST_TOKENS = 10240  # of a micro-batch chosen here: more keeps a GPU no busier
+ENOUGH_TOKENS = 8192  # with fewer, checkpointing with larger micro-batches is faster
+CPU_TOKENS = 16384  # without a GPU
+MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
+STATE = 16  # bytes a trained parameter: float32 weight, gradient, two moments of AdamW
+ADVICE = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory, --beta 0, or more GPUs"
+
+
+def check_room(policy: Policy, with_reference: bool, device: torch.device) -> None:
+    """Raise UserError when this process's share of weights, gradients and optimizer alone overflows its GPU."""
+    if device.type != "cuda":
+        return
+    parameters = sum(p.numel() for p in policy.parameters())
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    needed = (STATE * trained + 2 * (parameters - trained) + 2 * parameters * with_reference) / parallel.world_size()
+    total = torch.cuda.get_device_properties(device).total_memory * (1 - MARGIN)
+    if needed > total:
+        missing = (needed - total) / 2**30
+        raise UserError(
+            f"this GPU is too small by {missing:.1f} GiB: weights, gradients, AdamW take {needed / 2**30:.1f} GiB of "
+            f"{total / 2**30:.1f} usable on each of {parallel.world_size()} processes. What helps: {ADVICE}"
+        )
+
+
+def set_checkpointing(policy: Policy, kind: str) -> None:
+    """Which layers keep only their input for the backward pass: «none», every second («selective») or all («full»)."""
+    if kind == "none":
+        return
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(language_model(policy.model).layers):
+        layer.gradient_checkpointing = kind == "full" or number % 2 == 0
+
+
+def bytes_per_token(policy: Policy, kind: str, compiled: bool) -> float:
+    """What one packed token leaves behind in the forward pass for the backward pass, over all layers."""
+    config = language_model(policy.model).config
+    kept = 2 * config.hidden_size
+    whole = 2 * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
+    share = {"none": 1.0, "selective": 0.5, "full": 0.0}[kind]
+    return config.num_hidden_layers * (share * whole + (1 - share) * kept) + whole
+
+
+def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) -> int:
+    """Set the checkpointing and return the tokens of a micro-batch: the flags', else the fastest in the free memory.
+
+    `longest`: the most tokens of a prompt with one completion, which cannot be split. Raises UserError when not even
+    that fits. Every process takes the same.
+    """
+    kind, budget = flags.activation_checkpointing, flags.micro_batch_tokens
+    if device.type != "cuda":
+        set_checkpointing(policy, "none" if kind == "auto" else kind)
+        return budget or CPU_TOKENS
+    torch.cuda.empty_cache()
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.world_size()
+    vocabulary = language_model(policy.model).embed_tokens.weight.shape[0]
+    layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
+    free, total = torch.cuda.mem_get_info(device)
+    # gradients and moments are not there yet; logits in float32 three times over; two layers gathered whole
+    room = free - MARGIN * total - (STATE - 4) * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer
+    fits = {
+        name: int(room / bytes_per_token(policy, name, flags.compile))
+        for name in (("none", "selective", "full") if kind == "auto" else (kind,))
+    }
+    enough = max(longest, min(budget or ENOUGH_TOKENS, ENOUGH_TOKENS))
+    kind = next((name for name, tokens in fits.items() if tokens >= enough), list(fits)[-1])
+    tokens = -int(parallel.all_max(torch.tensor(-fits[kind])))
+    if tokens < longest and not budget:
+        missing = (longest - tokens) * bytes_per_token(policy, kind, flags.compile) / 2**30
+        raise UserError(
+            f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
+            f"shorter ones (--max_prompt_length, --max_completion_length), {ADVICE}"
+        )
+    if parallel.is_main() and not (flags.activation_checkpointing == kind and budget):
+        print(f"micro-batches of {budget or min(tokens, MOST_TOKENS)} tokens, checkpointing {kind}", file=sys.stderr)
+    set_checkpointing(policy, kind)
+    return budget or min(tokens, MOST_TOKENS)
+
+
+def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
+    """`work(budget)`, and the budget it was done with: when the GPU's memory overflows, everything that it added to the
+    gradient is forgotten and it is done again, once, with half the budget.
+
+    Raises RunStopped when that does not help either, or when other processes wait in the middle of the same work.
+    """
+    for attempt in range(2):
+        try:
+            return budget, work(budget)
+        except torch.OutOfMemoryError as error:
+            if attempt or parallel.world_size() > 1:
+                reason = str(error).split(". ")[0]
+                raise RunStopped(f"out of GPU memory ({reason}). What helps: {ADVICE}", status=1) from None
+            recover(policy)
+            budget //= 2
+            print(f"out of GPU memory: from now on micro-batches of {budget} tokens", file=sys.stderr)
+    raise AssertionError("unreachable")
+
+
+def recover(policy: Policy) -> None:
+    """End a forward or backward pass that broke off, as FSDP ends one that came through, and forget its gradients."""
+    policy._get_fsdp_state()._root_post_backward_final_callback()
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    policy.zero_grad()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
