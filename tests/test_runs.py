@@ -340,14 +340,20 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 
-def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path):
+def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monkeypatch):
+    load = grpo.load_policy
+
     def overflow(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "accumulate", overflow)
-        with pytest.raises(RunStopped, match=r"out of GPU memory .CUDA out of memory.*--activation_checkpointing full"):
-            grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+    def overflowing(*args):
+        policy = load(*args)
+        policy.model.model.language_model.layers[1].register_forward_pre_hook(overflow)
+        return policy
+
+    monkeypatch.setattr(grpo, "load_policy", overflowing)
+    with pytest.raises(RunStopped, match=r"out of GPU memory .CUDA out of memory.*--activation_checkpointing full"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
 
 
 def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_path, monkeypatch):
