@@ -120,6 +120,8 @@ class Prompt:
     images"""
     source: str = ""
     """the sample's file and row, for messages"""
+    features: Tensor | None = None
+    """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
 
 
 @dataclass

@@ -34,6 +34,7 @@ from model import (
     apply_fsdp,
     load_policy,
     load_reference,
+    look,
     make_optimizer,
     micro_batches,
     record_logprobs,
@@ -238,8 +239,7 @@ class Run:
     cfg: Config
     processor: Processor
     samples: list[Sample]
-    part_sizes: list[int]
-    """rows of each of several mixed data sets"""
+    part_sizes: list[int]  # rows of each of several mixed data sets
     eval_samples: list[Sample]
     policy: Policy
     reference: Policy | None
@@ -249,14 +249,11 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
     total_steps: int
-    step: int = 0
-    """steps done"""
-    position: int = 0
-    """prompts drawn from the endless shuffled stream of training rows"""
-    clock: Clock = field(default_factory=Clock)
-    """seconds of the current step's parts"""
-    budget: int = 0
-    """tokens of a micro-batch"""
+    step: int = 0  # steps done
+    position: int = 0  # prompts drawn from the endless shuffled stream of training rows
+    clock: Clock = field(default_factory=Clock)  # seconds of the current step's parts
+    budget: int = 0  # tokens of a micro-batch
+    features: dict[str, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -298,6 +295,7 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     seeds = [prompt_seed(cfg.seed, place) for place in places]
     with run.clock("prompts"):
         prompts = encode_prompts(samples, run.processor)
+        look(run.policy, prompts, run.features)
     with run.clock("rollout"):
         completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]

@@ -33,7 +33,10 @@ from packing import (
     pack_groups,
     take_packed_batches,
     token_logprobs,
+    vision_features,
 )
+
+KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
 
 
 @dataclass(kw_only=True)
@@ -216,6 +219,31 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     head = config.hidden_size * config.vocab_size
     attention = config.num_hidden_layers * config.hidden_size * pairs
     return 2.0 * (weights * batch.input_ids.shape[1] + head * len(batch.targets)) + 4.0 * attention
+
+
+@torch.no_grad()
+def look(policy: Policy, prompts: list[Prompt], kept: dict[str, Tensor], at_once: int = 32768) -> None:
+    """Give each prompt the features of its images when the vision tower is frozen: once for the sampler, the reference
+    and all updates, and once a run for those that `kept`, on the host, has room for. `at_once`: patches."""
+    visual = getattr(policy.model.model, "visual", None)
+    if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
+        return
+    new = [prompt for prompt in prompts if prompt.vision and prompt.source not in kept]
+    while new:
+        batch, patches = [], 0
+        while new and (not batch or patches + len(new[-1].vision["pixel_values"]) <= at_once):
+            batch.append(new.pop())
+            patches += len(batch[-1].vision["pixel_values"])
+        inputs = [torch.cat([p.vision[name] for p in batch]) for name in ("pixel_values", "image_grid_thw")]
+        device = next(visual.parameters()).device
+        features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
+        merged = visual.config.spatial_merge_size**2
+        sizes = [len(prompt.vision["pixel_values"]) // merged for prompt in batch]
+        kept |= {prompt.source: part.clone() for prompt, part in zip(batch, features.split(sizes))}
+    for prompt in prompts:
+        prompt.features = kept.get(prompt.source)
+    while sum(part.nbytes for part in kept.values()) > KEPT_FEATURES:
+        del kept[next(iter(kept))]  # the oldest
 
 
 @torch.no_grad()

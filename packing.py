@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from data import Prompt, Rollout, Sample
 
@@ -138,7 +139,11 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
             rollouts.append(rollout)
             t += length
     position_ids = torch.cat(positions, dim=1)  # (R, T)
-    with_images = [group.prompt.vision for group in groups if group.prompt.vision]
+    with_images = [
+        group.prompt.vision | ({"pixel_values": group.prompt.features} if group.prompt.features is not None else {})
+        for group in groups
+        if group.prompt.vision
+    ]
     return PackedBatch(
         input_ids=torch.cat(ids)[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
@@ -281,12 +286,31 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
+        visual.forward = functools.partial(_features_or_forward, visual, visual.forward)
     embedding = language_model(model).embed_tokens
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
     model.logprob_chunk = torch.compile(_logprob_chunk, dynamic=True) if compiled else _logprob_chunk
     for layer in language_model(model).layers if compiled else []:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
+
+
+def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
+    """(image tokens, features) all that the language model takes of images: the last layer's features and, for models
+    that have them, those of the layers between, side by side."""
+    out = visual(pixel_values.to(visual.dtype), grid_thw=grid)
+    return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
+
+
+def _features_or_forward(visual: nn.Module, forward, pixel_values: Tensor, grid_thw: Tensor, **options: object):
+    """The vision tower; given features of `vision_features` in place of pixels, those."""
+    config = visual.config
+    if pixel_values.shape[-1] == config.in_channels * config.temporal_patch_size * config.patch_size**2:
+        return forward(pixel_values, grid_thw=grid_thw, **options)
+    last, *between = pixel_values.split(getattr(config, "out_hidden_size", config.hidden_size), dim=-1)
+    out = BaseModelOutputWithPooling(pooler_output=last)
+    out.deepstack_features = list(between)
+    return out
 
 
 def _completion_ids_back(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

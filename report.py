@@ -82,6 +82,7 @@ class Clock:
 
     def __init__(self):
         self.begun, self.seconds = time.perf_counter(), {}
+        self.memory = 0  # most bytes of the GPU in use at the end of a part, by everything
 
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -89,6 +90,8 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()  # what PyTorch counts would hold what a sleeping vLLM gave back
+            self.memory = max(self.memory, total - free)
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begun
 
 
@@ -144,7 +147,7 @@ def step_metrics(
         "sampling/logp_difference_text": _share(updates, "difference", "tokens", "image_"),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
         "mfu": sum(u["flop"] for u in updates).item() / parallel.world_size() / clock.seconds["train"] / peak_flops(),
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+        "memory_gib": clock.memory / 2**30,
     }
 
 

@@ -144,6 +144,7 @@ class VLLMEngine:
             )
         options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
         if processor.image_processor is not None:  # images come fitted: no limit may make vLLM resize them again
+            options["enable_mm_embeds"] = True
             options["mm_processor_kwargs"] = {"min_pixels": processor.factor**2, "max_pixels": processor.max_pixels}
         else:
             options = {}
@@ -170,6 +171,7 @@ class VLLMEngine:
                 "that fit this project's torch; --vllm_memory sets its share of the GPU; --engine hf samples without it"
             ) from None
         self.sampling_params = vllm.SamplingParams
+        self.width = self.llm.model_config.get_hidden_size()
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
         size, rank = flags.tensor_parallel, parallel.rank()
@@ -229,10 +231,7 @@ class VLLMEngine:
         return self._generate(prompts, n, seeds, max_tokens, temperature, top_p)
 
     def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
-        requests = [
-            {"prompt_token_ids": p.engine_ids} | ({"multi_modal_data": {"image": p.images}} if p.images else {})
-            for p in prompts
-        ]
+        requests = [{"prompt_token_ids": p.engine_ids} | self._pictures(p) for p in prompts]
         params = [
             self.sampling_params(
                 n=n,
@@ -252,8 +251,9 @@ class VLLMEngine:
         bar = functools.partial(tqdm, delay=3, leave=False) if shown else False
         with self._seen_pixels() as seen:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
-        if not self.pixels_checked and any(prompt.images for prompt in prompts):
-            check_pixels(prompts, seen)
+        shown = [prompt for prompt in prompts if prompt.images and prompt.features is None]
+        if not self.pixels_checked and shown:
+            check_pixels(shown, seen)
             self.pixels_checked = True
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt.ids.tolist():
@@ -270,6 +270,16 @@ class VLLMEngine:
             for ids, c, end, text in zip(kept, completions, stopped, texts)
         ]
         return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+
+    def _pictures(self, prompt: Prompt) -> dict[str, Any]:
+        """What vLLM takes of a prompt's images: the trainer's own features when its tower is frozen, which leaves no
+        difference there and no work; else the fitted images."""
+        if not prompt.images:
+            return {}
+        if prompt.features is None or prompt.features.shape[-1] != self.width:
+            return {"multi_modal_data": {"image": prompt.images}}
+        grid = prompt.vision["image_grid_thw"]
+        return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
 
     @contextlib.contextmanager
     def _seen_pixels(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -302,8 +312,6 @@ def check_pixels(prompts: Sequence[Prompt], seen: list[tuple[Tensor, Tensor]]) -
         for grid, part in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
             pictures.setdefault(tuple(grid), []).append(part)
     for prompt in prompts:
-        if not prompt.images:
-            continue
         grids = prompt.vision["image_grid_thw"]
         for grid, part in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
             if not any((part - other).abs().max() < 0.02 for other in pictures.get(tuple(grid), [])):

@@ -12,6 +12,7 @@ import pytest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MKL_DYNAMIC"] = "FALSE"  # a busy machine must not change the number of threads, and with it the last bits
 
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # parquet files as Arrow tables; gone with the tests
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import FAMILIES, build, make_group, plain_logprobs
 
+from model import Policy, look, vision_parameters
 from packing import pack, pack_groups, take_packed_batches, token_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
@@ -112,3 +113,32 @@ def test_an_empty_completion_is_refused():
     group.rollouts[1].ids = group.rollouts[1].ids[:0]
     with pytest.raises(ValueError, match="without tokens"):
         pack([group])
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_kept_image_features_stand_for_their_pixels(family):
+    """A frozen tower looks at each picture once; its kept features give the same log-probabilities and gradients."""
+    g = torch.Generator().manual_seed(2)
+    model = build(family)
+    grids = [[(4, 4)], [], [(2, 2), (4, 8)], [(4, 4)]]
+    groups = [make_group(model, family, 20, grids[i], [9, 4], g) for i in range(4)]
+    for number, group in enumerate(groups):
+        group.prompt.source = f"row {number}"
+    take_packed_batches(model)
+    for parameter in vision_parameters(model):
+        parameter.requires_grad_(False)
+    want, _ = token_logprobs(model, pack(groups))
+    want.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    kept = {}
+    look(Policy(model), [group.prompt for group in groups], kept, at_once=20)
+    assert sorted(kept) == ["row 0", "row 2", "row 3"]
+    model.model.visual.blocks = None  # nothing may look at a picture any more
+    look(Policy(model), [group.prompt for group in groups], kept)
+    model.zero_grad()
+    got, _ = token_logprobs(model, pack(groups))
+    got.sum().backward()
+    assert torch.allclose(got, want, atol=1e-5)
+    for name, want_gradient in gradients.items():
+        own = dict(model.named_parameters())[name].grad
+        assert (own - want_gradient).norm() <= 1e-5 * want_gradient.norm() + 1e-7, name
