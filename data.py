@@ -122,6 +122,8 @@ class Prompt:
     """the sample's file and row, for messages"""
     features: Tensor | None = None
     """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
+    image_token: int = -1
+    """the id that stands for an image in `ids`"""
 
 
 @dataclass
@@ -276,7 +278,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
     ids = _expand(engine_ids, processor.image_token_id, counts)
     positions = prompt_positions(processor.skeleton, ids, vision)
-    return Prompt(ids, engine_ids, positions, images, vision, sample.source)
+    return Prompt(ids, engine_ids, positions, images, vision, sample.source, image_token=processor.image_token_id)
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:

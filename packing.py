@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from data import Prompt, Rollout, Sample
 
@@ -84,7 +83,9 @@ class PackedBatch:
     rollouts: list[Rollout]
     """the completions in packed order."""
     vision: dict[str, Tensor]
-    """the prompts' vision inputs, concatenated; empty without images."""
+    """the prompts' vision inputs, joined, or `features`, what a frozen tower made of them; empty without images"""
+    image_tokens: Tensor
+    """packed indices of the image tokens that `features` belong to"""
     forward_flop: float = 0.0
     """operations of a forward pass, for the metrics"""
     dummy_vision: bool = False
@@ -113,13 +114,15 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
     Raises ValueError for a completion without tokens: it has nothing to train on, and dropping it is the caller's call.
     """
-    ids, positions, kv, q_lens, k_lens, predict_from, rollouts = [], [], [], [], [], [], []
+    ids, positions, images, kv, q_lens, k_lens, predict_from, rollouts = [], [], [], [], [], [], [], []
     t = 0  # packed tokens so far
     for group in groups:
         s = len(group.prompt.ids)
         prompt = torch.arange(t, t + s)
         ids.append(group.prompt.ids)
         positions.append(group.prompt.positions)
+        if group.prompt.features is not None:
+            images.append(t + (group.prompt.ids == group.prompt.image_token).nonzero()[:, 0])
         kv.append(prompt)
         q_lens.append(s)
         k_lens.append(s)
@@ -139,11 +142,9 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
             rollouts.append(rollout)
             t += length
     position_ids = torch.cat(positions, dim=1)  # (R, T)
-    with_images = [
-        group.prompt.vision | ({"pixel_values": group.prompt.features} if group.prompt.features is not None else {})
-        for group in groups
-        if group.prompt.vision
-    ]
+    with_images = [group.prompt for group in groups if group.prompt.vision]
+    known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
+    inputs = [{"features": prompt.features} if known else prompt.vision for prompt in with_images]
     return PackedBatch(
         input_ids=torch.cat(ids)[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
@@ -152,7 +153,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         targets=torch.cat([rollout.ids for rollout in rollouts]),
         row_of_token=torch.repeat_interleave(torch.tensor([len(rollout.ids) for rollout in rollouts])),
         rollouts=rollouts,
-        vision={key: torch.cat([vision[key] for vision in with_images]) for key in (with_images or [{}])[0]},
+        vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
+        image_tokens=torch.cat([*images, torch.empty(0, dtype=torch.long)]),
     )
 
 
@@ -286,7 +288,6 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
-        visual.forward = functools.partial(_features_or_forward, visual, visual.forward)
     embedding = language_model(model).embed_tokens
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
@@ -300,17 +301,6 @@ def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Te
     that have them, those of the layers between, side by side."""
     out = visual(pixel_values.to(visual.dtype), grid_thw=grid)
     return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
-
-
-def _features_or_forward(visual: nn.Module, forward, pixel_values: Tensor, grid_thw: Tensor, **options: object):
-    """The vision tower; given features of `vision_features` in place of pixels, those."""
-    config = visual.config
-    if pixel_values.shape[-1] == config.in_channels * config.temporal_patch_size * config.patch_size**2:
-        return forward(pixel_values, grid_thw=grid_thw, **options)
-    last, *between = pixel_values.split(getattr(config, "out_hidden_size", config.hidden_size), dim=-1)
-    out = BaseModelOutputWithPooling(pooler_output=last)
-    out.deepstack_features = list(between)
-    return out
 
 
 def _completion_ids_back(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -337,22 +327,38 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     lm_head runs on completion tokens only, `LOGIT_ROWS` at a time, and again in the backward pass, so that the full
     (C, V) logits never exist.
     """
-    hidden = model.model(
-        input_ids=batch.input_ids,
+    inputs = {"input_ids": batch.input_ids, **batch.vision}
+    forward = model.model
+    if "features" in batch.vision:
+        inputs, forward = _with_features(model, batch), language_model(model)
+    hidden = forward(
         position_ids=batch.position_ids,
         attention_mask={"full_attention": None} if hasattr(model.model, "get_rope_index") else None,
         segments=batch.segments,
         use_cache=False,
-        **batch.vision,
+        **inputs,
     ).last_hidden_state[0]  # (T, D)
     hidden = hidden[batch.predict_from]  # (C, D)
     weight = model.lm_head.weight  # (V, D)
     chunks = [
-        checkpoint(model.logprob_chunk, h, weight, y, temperature, use_reentrant=False)
+        checkpoint(model.logprob_chunk, h, weight, y, temperature, use_reentrant=False, preserve_rng_state=False)
         for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))
     ]
     logp, entropy = zip(*chunks)
     return torch.cat(logp), torch.cat(entropy)
+
+
+def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
+    """The decoder's inputs with image features in their places. The model's own way asks the device where they go."""
+    text = language_model(model)
+    embedded = text.embed_tokens(batch.input_ids)  # (1, T, D)
+    last, *between = batch.vision["features"].to(embedded.dtype).split(embedded.shape[-1], dim=-1)
+    inputs: dict[str, object] = {"inputs_embeds": embedded.index_copy(1, batch.image_tokens, last[None])}
+    if between:  # Qwen3-VL adds features of the tower's inner layers after the decoder's first ones
+        places = torch.zeros(batch.input_ids.shape, dtype=torch.bool, device=embedded.device)
+        places[0, batch.image_tokens] = True
+        inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": list(between)}
+    return inputs
 
 
 def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ vqa() {
     --temperature 0.6 --top_p 0.95 --max_tokens 1024 -- \
     --max_prompt_length 2048 --max_completion_length 1024 --prompts_per_step 128 --num_generations 4 \
     --prompts_per_update 64 --learning_rate 2e-6 --warmup 0.03 --beta 5e-3 --clip_low 0.2 --clip_high 0.3 --epochs 10 \
-    --activation_checkpointing full --save_every 20
+    --save_every 20
 }
 
 # A warm-up of 10 steps is 80 of their updates.
@@ -118,13 +118,13 @@ math() {
     --max_prompt_length 4096 --max_completion_length 8192 --prompts_per_step 64 --num_generations 16 \
     --prompts_per_update 8 --learning_rate 1e-6 --warmup 80 --loss_type dapo --clip_low 0.2 --clip_high 0.28 \
     --overlong_buffer 2048 --dynamic_sampling --dynamic_sampling_rounds 10 --weight_decay 0.1 --epochs 5 \
-    --activation_checkpointing full --save_every 20
+    --save_every 20
 }
 
 count() {
   recipe count count Qwen/Qwen2.5-VL-3B-Instruct "" "" --max_side 512 -- --max_tokens 256 -- \
     --max_completion_length 256 --prompts_per_step 8 --num_generations 8 --learning_rate 5e-5 --epochs 50 --seed 43 \
-    --activation_checkpointing full --save_every 50
+    --save_every 50
 }
 
 recipe=${1:-demo}

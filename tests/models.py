@@ -131,7 +131,8 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
         pixels = torch.randn(sum(h * w for h, w in grids), patch, generator=g)
         vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
     prompt_ids = torch.cat(ids)
-    prompt = Prompt(prompt_ids, [], prompt_positions(model.model, prompt_ids, vision), [], vision)
+    positions = prompt_positions(model.model, prompt_ids, vision)
+    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE)
     return Group(prompt, [Rollout(words(n), torch.zeros(n)) for n in lengths])
 
 

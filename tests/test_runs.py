@@ -162,7 +162,7 @@ def test_variants_run(name, tiny_model, shapes, tmp_path):
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, warmup=1, **VARIANTS[name]))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert len(rows) == 2
-    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert any(not torch.equal(before[n], after[n]) for n in before)
 
