@@ -186,6 +186,7 @@ class VLLMEngine:
     def wake_up(self) -> None:
         """Room for the weights alone; the KV cache follows when they have been pushed."""
         if self.asleep:
+            torch.cuda.empty_cache()  # what the trainer holds without need
             self.llm.wake_up(tags=["weights"])
 
     def sync_weights(self, policy: Policy) -> None:

@@ -18,7 +18,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -155,52 +155,61 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
     }
 
 
-def measure(cfg: Config, name: str) -> dict:
-    """Mean seconds of the parts of `cfg.steps` steps of a workload."""
-    work, folder = WORKLOADS[name], pathlib.Path(cfg.folder)
+def measure(cfg: Config) -> dict[str, dict]:
+    """Mean seconds of the parts of `cfg.steps` steps of each workload, one after another in one process."""
+    folder = pathlib.Path(cfg.folder)
     flags = dict(flag.split("=", 1) for flag in cfg.flags)
-    flags = {
-        key: value if value.isalpha() and value not in ("true", "false") else json.loads(value)
-        for key, value in flags.items()
-    }
+    words = {key: value for key, value in flags.items() if value.isalpha() and value not in ("true", "false")}
+    flags = {key: json.loads(value) for key, value in flags.items() if key not in words} | words
+    works = {name: WORKLOADS[name] for name in cfg.workloads}
+    data = {name: make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)) for name, work in works.items()}
+    first = next(iter(works))
     settings = dict(
         model=str(folder / cfg.shape),
-        data=make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)),
-        output=str(folder / name),
+        data=data[first],
+        output=str(folder / "run"),
         overwrite=True,
         reward=("count=0", f"{HERE}/coin.py:coin"),
         prompts_per_step=cfg.prompts,
         num_generations=cfg.generations,
-        max_completion_length=work["tokens"],
-        max_prompt_length=2048 if work["side"] > 448 else 512,
-        beta=work["beta"],
-        max_steps=cfg.steps + 1,
+        max_completion_length=max(work["tokens"] for work in works.values()),
+        max_prompt_length=2048 if any(work["side"] > 448 for work in works.values()) else 512,
+        beta=max(work["beta"] for work in works.values()),
+        max_steps=1,
         report_every=1000,
     )
     run = grpo.set_up(grpo.Config(**(settings | flags)))
     run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
-    rows = []
-    for step in range(cfg.steps + 1):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        watched = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-        profiler = torch.profiler.profile(activities=watched) if cfg.profile and step == cfg.steps else None
-        with profiler or contextlib.nullcontext():
-            rows.append(grpo.train_step(run))
-        run.step += 1
-        print(
-            f"{name} step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in rows[-1].items() if "time" in k), flush=True
-        )
-        if profiler:
-            print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
-    keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
-    means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
-    means["limits"] = limits(
-        AutoConfig.from_pretrained(folder / cfg.shape), cfg, work["side"], work["tokens"], work["beta"]
-    )
-    means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
-    means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
-    return means
+    results = {}
+    for name, work in works.items():
+        run.samples = run.cfg.samples(data[name], "count", run.processor)
+        run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
+        run.part_sizes, run.position = [len(run.samples)], 0
+        rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
+        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
+        means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
+        config = AutoConfig.from_pretrained(folder / cfg.shape)
+        means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"])
+        means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
+        means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
+        results[name] = means
+    return results
+
+
+def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:
+    """One training step and its metrics; step 0 of a workload warms up and is not counted."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    watched = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    profiler = torch.profiler.profile(activities=watched) if cfg.profile and number == cfg.steps else None
+    with profiler or contextlib.nullcontext():
+        row = grpo.train_step(run)
+    run.step += 1
+    run.features.clear()  # each picture is new in each step
+    print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
+    if profiler:
+        print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
+    return row
 
 
 def show(results: dict[str, dict]) -> None:
@@ -219,15 +228,13 @@ def show(results: dict[str, dict]) -> None:
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
-    results = {}
-    for name in cfg.workloads:  # each in a process of its own, as a run is
-        if len(cfg.workloads) > 1:
-            command = [sys.executable, __file__, *sys.argv[1:], "--workloads", name]
-            command += ["--results", str(folder / "parts" / name)]
-            subprocess.run([*command, "--peer", "None"], check=True)
-            results |= json.loads(next((folder / "parts" / name).glob("*.json")).read_text())["workloads"]
-        else:
-            results[name] = measure(cfg, name)
+    if cfg.peer:  # ours in a process of its own, so that the other trainer finds the GPU empty
+        part = folder / "ours"
+        flags = [flag for flag in sys.argv[1:] if flag not in ("--peer", cfg.peer)]
+        subprocess.run([sys.executable, __file__, *flags, "--results", str(part)], check=True)
+        results = json.loads(max(part.glob("*.json")).read_text())["workloads"]
+    else:
+        results = measure(cfg)
     about = {
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
@@ -237,12 +244,13 @@ def main(cfg: Config) -> None:
         "workloads": results,
     }
     if cfg.peer:
-        done = subprocess.run([sys.executable, cfg.peer, str(folder / cfg.shape)], capture_output=True, text=True)
+        command = [sys.executable, cfg.peer, str(folder / cfg.shape), "--steps", str(cfg.steps)]
+        done = subprocess.run(command, capture_output=True, text=True)
         print(done.stdout[-3000:], done.stderr[-1500:])
         seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
         about["peer"] = {"script": pathlib.Path(cfg.peer).name, "steps": seconds}
         if seconds and "W1" in results:
-            about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
+            about["peer"]["ratio"] = float(np.mean(seconds[1:] or seconds)) / results["W1"]["step_time"]
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
     (pathlib.Path(cfg.results) / f"speed-{stamp}.json").write_text(json.dumps(about, indent=1) + "\n")

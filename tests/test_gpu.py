@@ -161,6 +161,7 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
         micro_batch_tokens=30000,
     )
     run = grpo.set_up(cfg)
+    run.engine.wake_up()
     groups, _, _ = grpo.collect(run)
     for group in groups:
         for rollout in group.rollouts:
