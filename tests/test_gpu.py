@@ -158,7 +158,7 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
         prompts_per_step=12,
         num_generations=16,
         max_completion_length=64,
-        micro_batch_tokens=30000,
+        micro_batch_tokens=14000,
     )
     run = grpo.set_up(cfg)
     run.engine.wake_up()
@@ -169,7 +169,7 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    grpo.accumulate(run, groups, 30000)
+    grpo.accumulate(run, groups, 14000)
     needed = torch.cuda.max_memory_allocated() - before
     run.policy.zero_grad()
     torch.cuda.empty_cache()
@@ -179,6 +179,6 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
         run.step, stats = 0, grpo.update(run, groups)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "from now on micro-batches of 15000 tokens" in capsys.readouterr().err
-    assert run.budget == 15000
+    assert "from now on micro-batches of 7000 tokens" in capsys.readouterr().err
+    assert run.budget == 7000
     assert stats["grad_norm"].isfinite()
