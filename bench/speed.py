@@ -188,6 +188,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
+        means = {key: value for key, value in means.items() if np.isfinite(value)}
         config = AutoConfig.from_pretrained(folder / cfg.shape)
         means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"])
         means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
