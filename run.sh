@@ -20,8 +20,9 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 show() { printf '+ %s\n' "$*"; "$@"; }
 
 set_up() {  # .venv with the pinned requirements, once for each version of them
-  local python=${PYTHON:-python3} stamp
-  stamp=$(cksum < requirements.txt)
+  local python=${PYTHON:-python3} stamp files=(requirements.txt)
+  nvidia-smi -L > /dev/null 2>&1 && files+=(requirements-gpu.txt)  # which brings vLLM
+  stamp=$(cat "${files[@]}" | cksum)
   [ "$(cat .venv/installed 2>/dev/null)" = "$stamp" ] && return
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     { echo "error: '$python' is missing or older than Python 3.11; name another: PYTHON=python3.12 ./run.sh" >&2; exit 2; }
@@ -30,7 +31,7 @@ set_up() {  # .venv with the pinned requirements, once for each version of them
     { echo "error: $python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }
   local quiet=--quiet
   [ -t 1 ] && quiet=  # pip's own progress bars, where somebody is watching
-  .venv/bin/pip install --disable-pip-version-check $quiet --requirement requirements.txt
+  .venv/bin/pip install --disable-pip-version-check $quiet --requirement "${files[-1]}"
   echo "$stamp" > .venv/installed
 }
 

@@ -13,6 +13,8 @@ what one H200 did in a bare matrix product and a bare copy.
 
 import contextlib
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import subprocess
@@ -241,6 +243,7 @@ def main(cfg: Config) -> None:
         "date": datetime.date.today().isoformat(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
+        "vllm": importlib.metadata.version("vllm") if importlib.util.find_spec("vllm") else None,
         "git_commit": report.git_commit(),
         "workloads": results,
     }

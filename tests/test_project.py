@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -112,6 +113,8 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
 
 def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
+    bench = ast.parse((ROOT / "bench" / "speed.py").read_text())
+    known |= {n.target.id for n in ast.walk(bench) if isinstance(n, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):
@@ -119,5 +122,19 @@ def test_flags_in_the_readme_and_run_sh_exist():
 
 
 def test_requirements_are_pinned():
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        assert line.startswith("#") or re.fullmatch(r"[\w-]+==[\w.]+", line), line
+    for name in ("requirements.txt", "requirements-gpu.txt"):
+        for line in (ROOT / name).read_text().splitlines():
+            assert line.startswith(("#", "-r ")) or re.fullmatch(r"[\w-]+==[\w.]+", line), line
+
+
+def test_the_readmes_speeds_are_those_of_the_results():
+    """The table's steps and the comparison, from the newest file that has them."""
+    readme = (ROOT / "README.md").read_text()
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "bench" / "results").glob("*.json"))]
+    table = next(r["workloads"] for r in results if len(r["workloads"]) == 4)
+    row = re.search(r"^\| \*\*step\*\* (.*)$", readme, re.MULTILINE)[1]
+    assert re.findall(r"\*\*([\d.]+)\*\*", row) == [f"{w['step_time']:.1f}" for w in table.values()]
+    peer = next(r for r in results if "peer" in r)
+    assert f"{peer['workloads']['W1']['step_time']:.1f} s against" in readme
+    for seconds in peer["peer"]["steps"]:
+        assert f"{seconds:.1f}" in readme
