@@ -4,14 +4,19 @@ Guards against: log-probabilities of another distribution than the one sampled f
 attention or positions, completions that depend on their batch, and stop tokens lost or counted twice.
 """
 
+import importlib.util
+import re
+import sys
+
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from data import Sample, encode_prompt, load_processor
+from cli import UserError
+from data import Sample, encode_prompt, encode_prompts, load_processor
 from packing import Group, pack, take_packed_batches, token_logprobs
-from rollout import EngineFlags, HFEngine, make_engine, sample
+from rollout import EngineFlags, HFEngine, VLLMEngine, check_pixels, make_engine, sample
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +121,41 @@ def test_temperature_zero_takes_the_likeliest():
     tokens, logp = sample(logits, torch.zeros(50, dtype=torch.float64), temperature=0)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-6, rtol=0)
+
+
+# --- vLLM where it cannot be ------------------------------------------------------------------------------------------
+
+
+def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor, tmp_path, monkeypatch):
+    flags, cpu = EngineFlags(engine="vllm"), torch.device("cpu")
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(UserError, match=r"vLLM is not installed; pip install -r requirements-gpu"):
+            make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('undefined symbol: built for another torch')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*--engine hf samples"):
+        VLLMEngine(flags, tiny_model, processor, torch.bfloat16, 100, 1)
+    with pytest.raises(UserError, match="there is no GPU"):
+        make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
+
+
+def test_auto_says_what_it_chose(tiny_model, processor, capsys):
+    make_engine(EngineFlags(), tiny_model, processor, torch.device("cpu"), torch.float32, 100, 1)
+    assert re.search(r"sampler: transformers \d.* \(there is no GPU\)", capsys.readouterr().err)
+
+
+def test_pixels_are_compared_picture_by_picture(processor):
+    images = [Image.new("RGB", (56, 28 * (1 + i)), (40 * i, 9, 90)) for i in range(3)]
+    pictures = [Sample("<image>?", "1", [image], f"row {i}") for i, image in enumerate(images)]
+    prompts = encode_prompts(pictures, processor)
+    seen = [(p.vision["pixel_values"].bfloat16().float(), p.vision["image_grid_thw"]) for p in reversed(prompts)]
+    check_pixels(prompts, seen)
+    seen[0] = (seen[0][0] + 0.1, seen[0][1])
+    with pytest.raises(UserError, match="row 2: vLLM's vision tower did not get the trainer's pixels"):
+        check_pixels(prompts, seen)
+    with pytest.raises(UserError, match="row 0"):
+        check_pixels(prompts, [])
