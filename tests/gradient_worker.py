@@ -50,7 +50,9 @@ class KeepGradients:
 
 
 def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool) -> dict:
-    cfg = Config(data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, **flags)
+    cfg = Config(
+        data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
+    )
     policy = apply_fsdp(load_policy(model, cfg, torch.device("cpu")), torch.device("cpu"), torch.float32)
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
