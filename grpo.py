@@ -92,8 +92,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     beta: float = 0.0
     """β: weight of the KL term to the starting model; 0 keeps no reference model."""
     old_logp: Literal["policy", "sampler"] = "policy"
-    """π_old's log-probabilities: the trainer's own (free with one update a step, else one more forward), or those the
-    sampler reported."""
+    """π_old's log-probabilities: the trainer's (one more forward with several updates a step), or the sampler's."""
     importance_cap: float = 2.0
     """Truncation of the weight π_old / π_sampler that corrects the sampler's arithmetic; 0 leaves the weight out."""
     max_logp_difference: float = 0.1
@@ -105,6 +104,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
 
     def __post_init__(self) -> None:
+        self.check_run()
         self.check_data()
         self.check_rewards()
         self.check_policy()
@@ -116,11 +116,15 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
             self.prompts_per_step % self.prompts_per_update == 0,
             f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
         )
-        least_one = "max_completion_length num_iterations epochs report_every"
-        for name in f"{least_one} dynamic_sampling_rounds prompts_per_step".split():
+        for name in [
+            "max_completion_length",
+            "num_iterations",
+            "epochs",
+            "dynamic_sampling_rounds",
+            "prompts_per_step",
+        ]:
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
-        counts = "seed max_steps eval_every save_every prompts_per_update"
-        for name in f"{counts} beta importance_cap max_logp_difference".split():
+        for name in ["seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference"]:
             need(getattr(self, name) >= 0, f"{name} must not be negative")
         need(0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length")
         need(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
@@ -270,11 +274,9 @@ def train_step(run: Run) -> dict[str, float]:
         for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
             rollout.advantage = advantage
     if cfg.beta:
-        with run.clock("reference"):
-            record_logprobs(run.reference, with_gradient(run, groups), "ref_logp", cfg.temperature, run.budget)
+        record(run, run.reference, groups, "ref_logp")
     if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
-        with run.clock("old_logp"):
-            record_logprobs(run.policy, with_gradient(run, groups), "old_logp", cfg.temperature, run.budget)
+        record(run, run.policy, groups, "old_logp")
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
         for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
@@ -346,6 +348,13 @@ def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
         rollouts = [r for r in group.rollouts if not math.isnan(r.reward) and (r.advantage or run.cfg.beta)]
         kept += [replace(group, rollouts=rollouts)] if rollouts else []
     return kept
+
+
+def record(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
+    """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
+    with run.clock("reference" if policy is run.reference else name):
+        what = (with_gradient(run, groups), name, run.cfg.temperature)
+        run.budget, _ = retried(policy, run.budget, lambda budget: record_logprobs(policy, *what, budget))
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
@@ -478,8 +487,7 @@ def set_up(cfg: Config) -> Run:
     reference = apply_fsdp(load_reference(cfg.model, cfg, dtype), device, dtype) if cfg.beta else None
     budget = fit(policy, cfg, limits[0], device)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
-    updates = total_steps * cfg.updates_per_step
-    rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, updates)
+    rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, total_steps * cfg.updates_per_step)
     optimizer, scheduler = make_optimizer(policy, *rates)
     start = {"step": 0, "position": 0}
     if resume_from:

@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 import parallel
-from cli import UserError, run
+from cli import UserError, need, run
 from data import TAG
 from packing import Group
 
@@ -72,6 +72,11 @@ class RunFlags:
     """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
     report_every: int = 10
     """Steps between refreshes of curves.png and completions.html."""
+
+    def check_run(self) -> None:
+        """Raise ValueError for settings that cannot be."""
+        need(self.report_every >= 1, "report_every must be at least 1")
+        need(self.eval_every >= 0 and self.save_every >= 0, "eval_every and save_every must not be negative")
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

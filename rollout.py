@@ -248,13 +248,13 @@ class VLLMEngine:
             )
             for seed in seeds
         ]
-        shown = parallel.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
-        bar = functools.partial(tqdm, delay=3, leave=False) if shown else False
+        watched = parallel.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
+        bar = functools.partial(tqdm, delay=3, leave=False) if watched else False
         with self._seen_pixels() as seen:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
-        shown = [prompt for prompt in prompts if prompt.images and prompt.features is None]
-        if not self.pixels_checked and shown:
-            check_pixels(shown, seen)
+        pictured = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
+        if not self.pixels_checked and pictured:
+            check_pixels(pictured, seen)
             self.pixels_checked = True
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt.ids.tolist():
@@ -277,10 +277,14 @@ class VLLMEngine:
         difference there and no work; else the fitted images."""
         if not prompt.images:
             return {}
-        if prompt.features is None or prompt.features.shape[-1] != self.width:
+        if not self._takes_features(prompt):
             return {"multi_modal_data": {"image": prompt.images}}
         grid = prompt.vision["image_grid_thw"]
         return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
+
+    def _takes_features(self, prompt: Prompt) -> bool:
+        """Features of the tower's inner layers (Qwen3-VL) make them wider than what vLLM takes."""
+        return prompt.features is not None and prompt.features.shape[-1] == self.width
 
     @contextlib.contextmanager
     def _seen_pixels(self) -> Iterator[list[tuple[Tensor, Tensor]]]:

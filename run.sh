@@ -115,8 +115,9 @@ math() {
     echo "no REWARD_MODEL_URL: answers are judged by the rule alone. A verifier model is started, for example, with" \
       "'vllm serve MODEL --port 8000', then REWARD_MODEL_URL=http://localhost:8000/v1"
   fi
-  recipe "math-$1" math Qwen/Qwen2.5-VL-7B-Instruct "$data" "" --skip_bad_rows -- -- \
-    --max_prompt_length 4096 --max_completion_length 8192 --prompts_per_step 64 --num_generations 16 \
+  recipe "math-$1" math Qwen/Qwen2.5-VL-7B-Instruct "$data" "" --skip_bad_rows --max_prompt_length 4096 -- \
+    --n 8 --temperature 0.6 --max_tokens 8192 -- \
+    --max_completion_length 8192 --prompts_per_step 64 --num_generations 16 \
     --prompts_per_update 8 --learning_rate 1e-6 --warmup 80 --loss_type dapo --clip_low 0.2 --clip_high 0.28 \
     --overlong_buffer 2048 --dynamic_sampling --dynamic_sampling_rounds 10 --weight_decay 0.1 --epochs 5 \
     --save_every 20

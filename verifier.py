@@ -139,7 +139,6 @@ class Verifier:
             return reply
         except (openai.OpenAIError, OSError, ValueError) as error:
             self.asked.pop(key, None)  # asked again when it comes again
-            self.failures += 1
             self.last_error = f"{type(error).__name__}: {str(error).strip()[:200]}"
             return None
 
@@ -147,6 +146,7 @@ class Verifier:
         async with self.slots:
             if self.failures >= 2 * self.flags.verifier_concurrency:  # it is down: waiting longer helps nobody
                 return None
+            self.failures += 1  # until it has come through
             answer = await self.client.chat.completions.create(
                 model=self.model or "", messages=request(question, gold, candidate), temperature=0, max_tokens=2048
             )

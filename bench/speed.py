@@ -153,7 +153,6 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
         "reference": forward / MATMUL if beta else 0.0,
         "train": 3 * forward / MATMUL,
         "optimizer": 28 * (layers + lm_head) / BANDWIDTH,
-        "flop": 3 * forward,
     }
 
 
@@ -201,8 +200,6 @@ def measure(cfg: Config) -> dict[str, dict]:
 
 def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:
     """One training step and its metrics; step 0 of a workload warms up and is not counted."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     watched = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=watched) if cfg.profile and number == cfg.steps else None
     with profiler or contextlib.nullcontext():

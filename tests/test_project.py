@@ -113,8 +113,8 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
 
 def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
-    bench = ast.parse((ROOT / "bench" / "speed.py").read_text())
-    known |= {n.target.id for n in ast.walk(bench) if isinstance(n, ast.AnnAssign)}
+    for path in (ROOT / "bench").glob("*.py"):
+        known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):

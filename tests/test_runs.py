@@ -306,12 +306,13 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
     assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-4)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "reference"])
 def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model, shapes, tmp_path, where, capsys):
     """The error is raised by a decoder layer in the second micro-batch, in the midst of the gradient's adding up."""
     flags = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
-    calls, load = [], grpo.load_policy
+    loader = "load_reference" if where == "reference" else "load_policy"
+    calls, load = [], getattr(grpo, loader)
 
     def overflow(*_):
         calls.append(1)
@@ -321,14 +322,14 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
     def overflowing(*args):
         policy = load(*args)
         layer = policy.model.model.language_model.layers[2]
-        if where == "forward":
+        if where != "backward":
             layer.register_forward_pre_hook(overflow)
         else:
             layer.register_full_backward_hook(overflow)
         return policy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "load_policy", overflowing)
+        patch.setattr(grpo, loader, overflowing)
         grpo.main(config(tiny_model, shapes, tmp_path / "overflow", **flags))
     assert "from now on micro-batches of 100 tokens" in capsys.readouterr().err
     assert len(calls) > 4
