@@ -112,17 +112,10 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
         need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
-        need(
-            self.prompts_per_step % self.prompts_per_update == 0,
-            f"prompts_per_update ({self.prompts_per_update}) must divide prompts_per_step ({self.prompts_per_step})",
-        )
-        for name in [
-            "max_completion_length",
-            "num_iterations",
-            "epochs",
-            "dynamic_sampling_rounds",
-            "prompts_per_step",
-        ]:
+        step, part = self.prompts_per_step, self.prompts_per_update
+        need(step % part == 0, f"prompts_per_update ({part}) must divide prompts_per_step ({step})")
+        sizes = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
+        for name in sizes:
             need(getattr(self, name) >= 1, f"{name} must be at least 1")
         for name in ["seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference"]:
             need(getattr(self, name) >= 0, f"{name} must not be negative")
