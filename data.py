@@ -1,4 +1,4 @@
-"""Samples, prompts and the order of the data; formats.py reads the rows, images.py the pictures.
+"""Samples and prompts; formats.py reads the rows, images.py the pictures, stream.py says which rows come when.
 
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import jinja2
-import numpy as np
 import torch
 import tyro
 from PIL import Image
@@ -432,48 +431,6 @@ def _check_length(
         length += h * w // processor.factor**2 - 1
     if max_prompt_length is not None and length > max_prompt_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}")
-
-
-# --- order ------------------------------------------------------------------------------------------------------------
-
-
-def row_at(place: int, sizes: Sequence[int], seed: int, weights: tuple[float, ...] = ()) -> int:
-    """The row at `place` of an endless shuffled stream over data sets of `sizes` rows that lie one after another.
-
-    An epoch is as many places as there are rows. Without `weights` it goes through every row once, in a new order each
-    time. With them each data set gets its share of every epoch's places, and goes through its own rows in an endless
-    order of its own, so that none of them is left out for good.
-    """
-    epoch, index = divmod(place, sum(sizes))
-    return int(_order(tuple(sizes), seed, epoch, weights)[index])
-
-
-@functools.lru_cache(maxsize=2)
-def _order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
-    rows = sum(sizes)
-    shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
-    if not weights:
-        return shuffled
-    ends = np.round(np.cumsum(weights) / sum(weights) * rows).astype(int)  # of each data set's share of the places
-    chosen = []
-    for part, (size, first, start, end) in enumerate(zip(sizes, np.cumsum([0, *sizes]), [0, *ends], ends)):
-        places = range(epoch * (end - start), (epoch + 1) * (end - start))
-        chosen += [first + row_at(place, (size,), seed + 1 + part) for place in places]
-    return np.asarray(chosen)[shuffled]
-
-
-def part_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
-    """How many rows each of several mixed data sets has. Raises UserError when `weights` do not fit them."""
-    parts = [sample.part for sample in samples]
-    sizes = [parts.count(part) for part in range(max(parts) + 1)]
-    if weights and len(weights) != len(sizes):
-        raise UserError(f"--data_weights has {len(weights)} weights for {len(sizes)} data sets: give one for each")
-    return sizes
-
-
-def prompt_seed(seed: int, place: int) -> int:
-    """The sampling seed of the prompt at `place` of the stream: its completions follow from it alone."""
-    return int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
 
 
 # --- command ----------------------------------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ from tqdm import tqdm
 import cli
 import parallel
 from cli import UserError
-from data import DataFlags, Processor, Sample, encode_prompts, most_images, prompt_seed
+from data import DataFlags, Processor, Sample, encode_prompts, most_images
 from model import Policy
 from rewards import FORMATS, exact_match
 from rollout import Engine, EngineFlags, make_engine
 from scoring import MOST_WITHOUT_VERDICT, RewardFlags, Scorer
+from stream import prompt_seed
 
 CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
 

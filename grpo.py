@@ -24,7 +24,7 @@ import cli
 import parallel
 from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
 from cli import RunStopped, need
-from data import DataFlags, Processor, Sample, encode_prompts, most_images, part_sizes, prompt_seed, row_at
+from data import DataFlags, Sample, most_images
 from evaluate import score_policy
 from guards import trouble
 from memory import check_room, fit, retried
@@ -44,6 +44,7 @@ from packing import Group, PackedBatch
 from report import Clock, RunFlags, RunLog, refuse_to_mix_runs, step_metrics
 from rollout import Engine, EngineFlags, make_engine
 from scoring import MOST_WITHOUT_VERDICT, NoRewards, RewardFlags, Scorer
+from stream import PromptStream, prompt_seed
 
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 
@@ -234,9 +235,7 @@ class Run:
     """Everything a step needs."""
 
     cfg: Config
-    processor: Processor
-    samples: list[Sample]
-    part_sizes: list[int]  # rows of each of several mixed data sets
+    stream: PromptStream
     eval_samples: list[Sample]
     policy: Policy
     reference: Policy | None
@@ -286,13 +285,13 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     mine = parallel.my_share(list(range(cfg.prompts_per_step)))
     places = [run.position + ordinal for ordinal in mine]
     run.position += cfg.prompts_per_step
-    samples = [run.samples[row_at(place, run.part_sizes, cfg.seed, cfg.data_weights)] for place in places]
-    seeds = [prompt_seed(cfg.seed, place) for place in places]
+    samples, seeds = run.stream.rows(places), [prompt_seed(cfg.seed, place) for place in places]
     with run.clock("prompts"):
-        prompts = encode_prompts(samples, run.processor)
+        prompts = run.stream.take(places)
         look(run.policy, prompts, run.features)
     with run.clock("rollout"):
         completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
+    run.stream.prepare([place + cfg.prompts_per_step for place in places])
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
     for group in groups:
         for rollout in group.rollouts:
@@ -450,13 +449,13 @@ def train(run: Run) -> None:
 
 def save(run: Run) -> None:
     """A checkpoint. There is no global random state to save: data order and sampling follow from seed and position."""
-    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg) | {"rows": run.part_sizes}}
+    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg) | {"rows": run.stream.sizes}}
     save_checkpoint(run.cfg.output, run.policy, run.optimizer, run.scheduler, progress)
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
     """Scores of the current policy on the held-out rows; nothing without `eval_data`."""
-    held_out = (run.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
+    held_out = (run.stream.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
     return score_policy(run.policy, run.engine, *held_out) if run.eval_samples else {}
 
 
@@ -468,7 +467,7 @@ def set_up(cfg: Config) -> Run:
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor)
-    sizes = part_sizes(samples, cfg.data_weights)
+    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
     eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
@@ -477,17 +476,17 @@ def set_up(cfg: Config) -> Run:
     policy = load_policy(cfg.model, cfg, device)
     check_room(policy, bool(cfg.beta), device)
     policy = apply_fsdp(policy, device, dtype)
-    reference = apply_fsdp(load_reference(cfg.model, cfg, dtype), device, dtype) if cfg.beta else None
+    reference = apply_fsdp(load_reference(cfg.model, cfg, dtype, policy), device, dtype) if cfg.beta else None
     budget = fit(policy, cfg, limits[0], device)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, total_steps * cfg.updates_per_step)
     optimizer, scheduler = make_optimizer(policy, *rates)
     start = {"step": 0, "position": 0}
     if resume_from:
-        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": sizes})
+        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
-    parts = (cfg, processor, samples, sizes, eval_samples, *models, log, total_steps)
+    parts = (cfg, stream, eval_samples, *models, log, total_steps)
     return Run(*parts, start["step"], start["position"], budget=budget)
 
 

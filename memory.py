@@ -40,22 +40,23 @@ def check_room(policy: Policy, with_reference: bool, device: torch.device) -> No
         )
 
 
-def set_checkpointing(policy: Policy, kind: str) -> None:
-    """Which layers keep only their input for the backward pass: «none», every second («selective») or all («full»)."""
-    if kind == "none":
+def set_checkpointing(policy: Policy, again: int) -> None:
+    """Let `again` of the layers, evenly spread, keep only their input and be computed again in the backward pass."""
+    if again == 0:
         return
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    for number, layer in enumerate(language_model(policy.model).layers):
-        layer.gradient_checkpointing = kind == "full" or number % 2 == 0
+    layers = language_model(policy.model).layers
+    for i, layer in enumerate(layers):
+        layer.gradient_checkpointing = i * again // len(layers) < (i + 1) * again // len(layers)
 
 
-def bytes_per_token(policy: Policy, kind: str, compiled: bool) -> float:
-    """What one packed token leaves behind in the forward pass for the backward pass, over all layers."""
+def bytes_per_token(policy: Policy, again: int, compiled: bool) -> float:
+    """What one packed token leaves behind in the forward pass for the backward pass when `again` layers are
+    checkpointed, over all layers."""
     config = language_model(policy.model).config
     kept = 2 * config.hidden_size
     whole = 2 * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
-    share = {"none": 1.0, "selective": 0.5, "full": 0.0}[kind]
-    return config.num_hidden_layers * (share * whole + (1 - share) * kept) + whole
+    return (config.num_hidden_layers - again) * whole + again * kept + whole
 
 
 def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) -> int:
@@ -64,9 +65,11 @@ def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) 
     `longest`: the most tokens of a prompt with one completion, which cannot be split. Raises UserError when not even
     that fits. Every process takes the same.
     """
-    kind, budget = flags.activation_checkpointing, flags.micro_batch_tokens
+    layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
+    choices = {"none": [0], "selective": [layers // 2], "full": [layers], "auto": list(range(layers + 1))}
+    choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
-        set_checkpointing(policy, "none" if kind == "auto" else kind)
+        set_checkpointing(policy, choice[0])
         return budget or CPU_TOKENS
     torch.cuda.empty_cache()
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.world_size()
@@ -75,22 +78,21 @@ def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) 
     free, total = torch.cuda.mem_get_info(device)
     # gradients and moments are not there yet; logits in float32 three times over; two layers gathered whole
     room = free - MARGIN * total - (STATE - 4) * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer
-    fits = {
-        name: int(room / bytes_per_token(policy, name, flags.compile))
-        for name in (("none", "selective", "full") if kind == "auto" else (kind,))
-    }
     enough = max(longest, min(budget or ENOUGH_TOKENS, ENOUGH_TOKENS))
-    kind = next((name for name, tokens in fits.items() if tokens >= enough), list(fits)[-1])
-    tokens = -int(parallel.all_max(torch.tensor(-fits[kind])))
+    fits = {again: int(room / bytes_per_token(policy, again, flags.compile)) for again in choice}
+    again = next((again for again, tokens in fits.items() if tokens >= enough), choice[-1])
+    again = int(parallel.all_max(torch.tensor(again)))
+    tokens = -int(parallel.all_max(torch.tensor(-fits[again])))
     if tokens < longest and not budget:
-        missing = (longest - tokens) * bytes_per_token(policy, kind, flags.compile) / 2**30
+        missing = (longest - tokens) * bytes_per_token(policy, again, flags.compile) / 2**30
         raise UserError(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
             f"shorter ones (--max_prompt_length, --max_completion_length), {ADVICE}"
         )
-    if parallel.is_main() and not (flags.activation_checkpointing == kind and budget):
-        print(f"micro-batches of {budget or min(tokens, MOST_TOKENS)} tokens, checkpointing {kind}", file=sys.stderr)
-    set_checkpointing(policy, kind)
+    if parallel.is_main():
+        tokens_said = f"micro-batches of {budget or min(tokens, MOST_TOKENS)} tokens"
+        print(f"{tokens_said}, activation checkpointing of {again} of {layers} layers", file=sys.stderr)
+    set_checkpointing(policy, again)
     return budget or min(tokens, MOST_TOKENS)
 
 

@@ -62,7 +62,7 @@ class PolicyFlags:
     GPU's free memory."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers that keep only their input and are computed again in the backward pass: none, every second, or all (a
-    third more compute); auto takes the fastest that fits into the GPU's memory."""
+    third more compute); auto takes as few as fit into the GPU's memory."""
     compile: bool = True
     """Fuse the small operations of each layer with torch.compile, on a GPU; costs a minute at the start."""
 
@@ -130,9 +130,12 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     return Policy(model)
 
 
-def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype) -> Policy:
-    """The model at `name` as the fixed reference of the KL term, in the compute type: it is never trained."""
+def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype, policy: Policy) -> Policy:
+    """The model at `name` as the fixed reference of the KL term, in the compute type: it is never trained. A vision
+    tower that is not trained either is the one of `policy`."""
     model = load_model(name, dtype)
+    if vision_parameters(model) and not flags.train_vision:
+        model.model.visual = policy.model.model.visual
     take_packed_batches(model, compiled=flags.compile and torch.cuda.is_available())
     return Policy(model.eval().requires_grad_(False))
 

@@ -235,11 +235,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch 2.11
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 shares key heads without being asked
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *longest, **options)
 
 

@@ -1,7 +1,7 @@
 """How fast a training step is: workloads through the real `train_step`, part by part, beside the physical limit.
 
     python bench/speed.py                                   # W1, W1 without KL, W1-long, W1-short on one GPU
-    python bench/speed.py --workloads W1 --peer trl_yardstick.py   # and then another trainer on W1, in the same run
+    python bench/speed.py --peer trl                        # and then TRL on W1, in the same run
 
 W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts x 8 completions of
 exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-nokl has beta 0, W1-long 896x896 pictures,
@@ -33,6 +33,7 @@ import cli
 import grpo
 import report
 import tiny
+from stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 matrix product, 8192 cubed, on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
@@ -64,7 +65,8 @@ class Config:
     generations: int = 8
     """Completions of each prompt."""
     peer: str | None = None
-    """A script that runs W1 with another trainer and prints lines «STEP seconds»."""
+    """Another trainer to run W1 with afterwards: trl (bench/peer_trl.py), or a script that takes the model's folder and
+    --steps and prints lines «STEP seconds»."""
     folder: str = "runs/bench"
     """Where model, data and runs are written."""
     results: str = str(HERE / "results")
@@ -183,9 +185,9 @@ def measure(cfg: Config) -> dict[str, dict]:
     run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
     results = {}
     for name, work in works.items():
-        run.samples = run.cfg.samples(data[name], "count", run.processor)
+        samples = run.cfg.samples(data[name], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
-        run.part_sizes, run.position = [len(run.samples)], 0
+        run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
@@ -245,11 +247,12 @@ def main(cfg: Config) -> None:
         "workloads": results,
     }
     if cfg.peer:
-        command = [sys.executable, cfg.peer, str(folder / cfg.shape), "--steps", str(cfg.steps)]
+        script = str(HERE / "peer_trl.py") if cfg.peer == "trl" else cfg.peer
+        command = [sys.executable, script, str(folder / cfg.shape), "--steps", str(cfg.steps + 1)]
         done = subprocess.run(command, capture_output=True, text=True)
         print(done.stdout[-3000:], done.stderr[-1500:])
         seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
-        about["peer"] = {"script": pathlib.Path(cfg.peer).name, "steps": seconds}
+        about["peer"] = {"name": cfg.peer, "steps": seconds}
         if seconds and "W1" in results:
             about["peer"]["ratio"] = float(np.mean(seconds[1:] or seconds)) / results["W1"]["step_time"]
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)

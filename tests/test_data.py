@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from cli import UserError
-from data import decode_image, encode_prompt, fit_image, fitted_size, load_processor, load_samples, row_at
+from data import decode_image, encode_prompt, fit_image, fitted_size, load_processor, load_samples
+from stream import row_at
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
 

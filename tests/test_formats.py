@@ -20,8 +20,9 @@ from PIL import Image
 
 import data
 from cli import UserError
-from data import decode_image, encode_prompt, load_processor, load_samples, part_sizes, row_at
+from data import decode_image, encode_prompt, load_processor, load_samples
 from formats import Cell, Columns, Sample
+from stream import part_sizes, row_at
 
 
 def png(colour: str = "blue", size: int = 60) -> bytes:

@@ -16,15 +16,15 @@ def policy(tiny_model):
     return load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
 
 
-def free(monkeypatch, policy, kind: str, tokens: int, compiled: bool = True) -> None:
-    """A GPU with room for micro-batches of `tokens` tokens when checkpointing is `kind`, and no more."""
+def free(monkeypatch, policy, again: int, tokens: int, compiled: bool = True) -> None:
+    """A GPU with room for micro-batches of `tokens` tokens when `again` layers are checkpointed, and no more."""
     fixed = 12 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     text = language_model(policy.model)
     fixed += 12 * memory.LOGIT_ROWS * len(text.embed_tokens.weight) + 12 * sum(
         p.numel() for p in text.layers[0].parameters()
     )
     total = 2**34
-    room = fixed + memory.MARGIN * total + (tokens + 0.5) * memory.bytes_per_token(policy, kind, compiled)
+    room = fixed + memory.MARGIN * total + (tokens + 0.5) * memory.bytes_per_token(policy, again, compiled)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room, total))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
@@ -34,23 +34,24 @@ def checkpointed(policy) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "want_kind", "want_tokens"),
+    ("again", "tokens", "want", "want_tokens"),
     [
-        ("none", 50_000, [False] * 4, memory.MOST_TOKENS),  # more than is of use
-        ("none", 9_000, [False] * 4, 9_000),
-        ("selective", 9_000, [True, False] * 2, 9_000),
-        ("full", 9_000, [True] * 4, 9_000),
-        ("full", 3_000, [True] * 4, 3_000),  # fewer than it would like, enough for the longest row
+        (0, 50_000, [False] * 4, memory.MOST_TOKENS),  # more than is of use
+        (0, 9_000, [False] * 4, 9_000),
+        (1, 9_000, [False, False, False, True], 9_000),
+        (2, 9_000, [False, True] * 2, 9_000),
+        (4, 9_000, [True] * 4, 9_000),
+        (4, 3_000, [True] * 4, 3_000),  # fewer than it would like, enough for the longest row
     ],
 )
-def test_the_fastest_checkpointing_that_fits(policy, monkeypatch, kind, tokens, want_kind, want_tokens):
-    free(monkeypatch, policy, kind, tokens)
+def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, again, tokens, want, want_tokens):
+    free(monkeypatch, policy, again, tokens)
     assert memory.fit(policy, PolicyFlags(), 2000, GPU) == want_tokens
-    assert checkpointed(policy) == want_kind
+    assert checkpointed(policy) == want
 
 
 def test_flags_decide_where_they_are_given(policy, monkeypatch):
-    free(monkeypatch, policy, "none", 50_000)
+    free(monkeypatch, policy, 0, 50_000)
     flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")
     assert memory.fit(policy, flags, 2000, GPU) == 777
     assert checkpointed(policy) == [True] * 4
@@ -58,6 +59,6 @@ def test_flags_decide_where_they_are_given(policy, monkeypatch):
 
 
 def test_a_row_that_cannot_fit_says_what_is_missing(policy, monkeypatch):
-    free(monkeypatch, policy, "full", 1000)
+    free(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"too small by 0\.\d GiB for a prompt and completion of 2000 tokens.*--max_p"):
         memory.fit(policy, PolicyFlags(), 2000, GPU)

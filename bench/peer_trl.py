@@ -1,0 +1,106 @@
+"""TRL's GRPOTrainer on workload W1: the other side of `bench/speed.py --peer trl`.
+
+    pip install trl==1.16.0
+    python bench/peer_trl.py runs/bench/3b --steps 2
+
+Its fastest settings for this work: vLLM in the same process with sleep mode, float32 master weights under bfloat16
+autocast, gradient checkpointing (without it the step does not fit), micro-batches of 16 completions. The model, the
+pictures' size, the lengths and the coin tosses are W1's. Prints «STEP seconds GiB» for every step, the first included.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+import numpy as np
+import torch
+import tyro
+from datasets import Dataset
+from PIL import Image
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+@dataclass
+class Config:
+    """Time TRL on W1."""
+
+    model: tyro.conf.Positional[str]
+    """Folder of the random model."""
+    steps: int = 2
+    """Steps, the first of which warms up."""
+    prompts: int = 32
+    """Prompts a step, with 8 completions each."""
+    tokens: int = 512
+    """Tokens of every completion."""
+    side: int = 448
+    """Sides of the pictures in pixels."""
+    beta: float = 0.01
+    """Weight of the KL term."""
+    micro_batch: int = 16
+    """Completions of one forward and backward."""
+    vllm_memory: float = 0.3
+    """vLLM's share of the GPU."""
+
+
+class Stopwatch(TrainerCallback):
+    """Prints what each step took."""
+
+    def on_step_begin(self, *_, **__) -> None:
+        torch.cuda.synchronize()
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, *_, **__) -> None:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        print(f"STEP {time.perf_counter() - self.begun:.2f} {(total - free) / 2**30:.1f}", flush=True)
+
+
+def noise(rng: np.random.Generator, side: int) -> Image.Image:
+    """A picture of random pixels."""
+    return Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+
+
+def main(cfg: Config) -> None:
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(cfg.prompts * (cfg.steps + 1)):
+        turn = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
+        rows.append({"prompt": [{"role": "user", "content": turn}], "images": [noise(rng, cfg.side)]})
+    args = GRPOConfig(
+        output_dir=f"{cfg.model}-trl",
+        per_device_train_batch_size=cfg.micro_batch,
+        gradient_accumulation_steps=cfg.prompts * 8 // cfg.micro_batch,
+        num_generations=8,
+        max_completion_length=cfg.tokens,
+        generation_kwargs={"ignore_eos": True, "min_tokens": cfg.tokens},
+        beta=cfg.beta,
+        learning_rate=1e-6,
+        bf16=True,
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=True,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=True,
+        vllm_gpu_memory_utilization=cfg.vllm_memory,
+        vllm_max_model_length=2048,
+        max_steps=cfg.steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+    )
+    trainer = GRPOTrainer(
+        model=cfg.model,
+        reward_funcs=lambda completions, **_: [float(rng.random() < 0.5) for _ in completions],
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Stopwatch()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
