@@ -291,13 +291,13 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
         look(run.policy, prompts, run.features)
     with run.clock("rollout"):
         completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
-    run.stream.prepare([place + cfg.prompts_per_step for place in places])
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
     for group in groups:
         for rollout in group.rollouts:
             rollout.has_image = bool(group.prompt.images)
     with run.clock("reward"):
         error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
+    run.stream.prepare([place + cfg.prompts_per_step for place in places])
     if error := next(filter(None, parallel.gather_from_all(error)), None):
         raise NoRewards(error)
     names = run.scorer.names

@@ -54,7 +54,7 @@ def bytes_per_token(policy: Policy, again: int, compiled: bool) -> float:
     """What one packed token leaves behind in the forward pass for the backward pass when `again` layers are
     checkpointed, over all layers."""
     config = language_model(policy.model).config
-    kept = 2 * config.hidden_size
+    kept = 4 * config.hidden_size  # the residual stream is float32
     whole = 2 * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
     return (config.num_hidden_layers - again) * whole + again * kept + whole
 

@@ -153,7 +153,9 @@ def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype)
     tower stays whole on every process, so a batch of text alone touches no collective of it.
     """
     mesh = init_device_mesh(device.type, (parallel.world_size(),))
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
+    # inputs are left as they come: the residual stream stays float32
+    precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {"mesh": mesh, "mp_policy": precision}
     vision = vision_parameters(policy.model)
     frozen = {p for p in vision if not p.requires_grad}
     policy.to(device)

@@ -30,7 +30,7 @@ from transformers import AttentionInterface
 
 from data import Prompt, Rollout, Sample
 
-LOGIT_ROWS = 1024  # completion tokens per lm_head call: bounds the (rows, V) float32 logits to 0.6 GB for V = 152k
+LOGIT_ROWS = 512  # completion tokens per lm_head call: bounds the (rows, V) float32 logits to 0.3 GB for V = 152k
 
 
 @dataclass
@@ -288,9 +288,30 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     embedding = language_model(model).embed_tokens
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
+        keep_residual_in_float32(language_model(model))
     model.logprob_chunk = torch.compile(_logprob_chunk, dynamic=True) if compiled else _logprob_chunk
     for layer in language_model(model).layers if compiled else []:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
+
+
+def keep_residual_in_float32(text: nn.Module) -> None:
+    """Let a decoder stack that computes in bfloat16 add up its layers in float32; in float32 nothing changes.
+
+    Rounded after each addition it would lose much, and what it loses would depend on how a compiler fuses them: with
+    and without gradients the same model gave other log-probabilities.
+    """
+
+    def to_weights(norm: nn.Module, _: object, out: Tensor) -> Tensor:
+        return out.to(norm.weight.dtype)
+
+    text.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
+    # rounded, although float32 would be exact: samplers round them too, and equal roundings do not add up
+    text.rotary_emb.register_forward_hook(lambda _, __, out: tuple(x.to(text.norm.weight.dtype) for x in out))
+    text.norm.register_forward_hook(to_weights)
+    for layer in text.layers:
+        for name, child in layer.named_children():
+            if "norm" in name:
+                child.register_forward_hook(to_weights)
 
 
 def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class EngineFlags:
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """The sampler; auto is vllm where it is installed and there is a GPU, else hf (transformers with a KV cache)."""
-    vllm_memory: float = 0.35
+    vllm_memory: float = 0.25
     """Share of the GPU's memory for vLLM's weights and KV cache while it samples; the trainer has it in between."""
     vllm_sequences: int = 256
     """Most sequences that vLLM decodes at the same time, on each GPU."""

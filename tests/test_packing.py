@@ -6,12 +6,13 @@ predicted from the wrong place, images given to the wrong group, and gradients l
 
 import copy
 
+import models
 import pytest
 import torch
 from models import FAMILIES, build, make_group, plain_logprobs
 
 from model import Policy, look, vision_parameters
-from packing import pack, pack_groups, take_packed_batches, token_logprobs
+from packing import language_model, pack, pack_groups, take_packed_batches, token_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
 # For each group of the pack: text tokens, image grids in patches, completion lengths (1 = only an end token).
@@ -142,3 +143,33 @@ def test_kept_image_features_stand_for_their_pixels(family):
     for name, want_gradient in gradients.items():
         own = dict(model.named_parameters())[name].grad
         assert (own - want_gradient).norm() <= 1e-5 * want_gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_half_precision_the_residual_stream_is_float32(family):
+    model = build(family).bfloat16()
+    groups = groups_for(model, family, "no image")
+    take_packed_batches(model)
+    seen = set()
+    for layer in language_model(model).layers:
+        layer.register_forward_pre_hook(lambda _, args: seen.add(("residual", args[0].dtype)))
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args: seen.add(("attention", args[0].dtype)))
+    token_logprobs(model, pack(groups))
+    assert seen == {("residual", torch.float32), ("attention", torch.bfloat16)}
+
+
+def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
+    monkeypatch.setitem(models.TEXT, "num_hidden_layers", 32)
+    model = build("qwen2_5")
+    groups = groups_for(model, "qwen2_5", "no image")
+
+    @torch.no_grad()
+    def plain() -> torch.Tensor:
+        return torch.cat([plain_logprobs(model, g, r.ids) for g in groups for r in g.rollouts]).float()
+
+    exact = plain()
+    model.bfloat16()
+    rounded = plain()
+    take_packed_batches(model)
+    packed, _ = token_logprobs(model, pack(groups))
+    assert (packed - exact).abs().mean() < 0.9 * (rounded - exact).abs().mean()

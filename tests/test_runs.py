@@ -153,6 +153,7 @@ VARIANTS = {
     "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
     "several updates a step": dict(prompts_per_update=2, micro_batch_tokens=200),
     "trained vision, checkpointed": dict(train_vision=True, activation_checkpointing="full", lr_schedule="cosine"),
+    "half precision": dict(dtype="bfloat16", train_vision=True, beta=0.01),
     "checkpointed selectively": dict(activation_checkpointing="selective", beta=0.01),
 }
 
