@@ -20,7 +20,7 @@ import torch
 import tyro
 from datasets import Dataset
 from PIL import Image
-from transformers import TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -70,13 +70,16 @@ def main(cfg: Config) -> None:
     for i in range(cfg.prompts * (cfg.steps + 1)):
         turn = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
         rows.append({"prompt": [{"role": "user", "content": turn}], "images": [noise(rng, cfg.side)]})
+    # a random model samples image placeholders too, and then TRL's forward looks for their pictures and ends
+    model = AutoConfig.from_pretrained(cfg.model)
+    unwanted = {model.image_token_id: -100.0, model.video_token_id: -100.0}
     args = GRPOConfig(
         output_dir=f"{cfg.model}-trl",
         per_device_train_batch_size=cfg.micro_batch,
         gradient_accumulation_steps=cfg.prompts * 8 // cfg.micro_batch,
         num_generations=8,
         max_completion_length=cfg.tokens,
-        generation_kwargs={"ignore_eos": True, "min_tokens": cfg.tokens},
+        generation_kwargs={"ignore_eos": True, "min_tokens": cfg.tokens, "logit_bias": unwanted},
         beta=cfg.beta,
         learning_rate=1e-6,
         bf16=True,
