@@ -131,10 +131,10 @@ def test_the_readmes_speeds_are_those_of_the_results():
     """The table's steps and the comparison, from the newest file that has them."""
     readme = (ROOT / "README.md").read_text()
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "bench" / "results").glob("*.json"))]
-    table = next(r["workloads"] for r in results if len(r["workloads"]) == 4)
+    table = [r["workloads"] for r in results if len(r["workloads"]) == 4][-1]
     row = re.search(r"^\| \*\*step\*\* (.*)$", readme, re.MULTILINE)[1]
     assert re.findall(r"\*\*([\d.]+)\*\*", row) == [f"{w['step_time']:.1f}" for w in table.values()]
-    peer = next(r for r in results if "peer" in r)
-    assert f"{peer['workloads']['W1']['step_time']:.1f} s against" in readme
-    for seconds in peer["peer"]["steps"]:
+    peers = [r for r in results if "peer" in r]
+    assert f"{peers[-1]['workloads']['W1']['step_time']:.1f} s against" in readme
+    for seconds in (seconds for r in peers for seconds in r["peer"]["steps"]):
         assert f"{seconds:.1f}" in readme
