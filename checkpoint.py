@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 import parallel
 from cli import UserError
+from lora import adapter_tensors, has_adapter, write_adapter
 from model import Policy, full_weights, load_model, saved_dtype
 
 # What a resumed run must share: it decides which prompts come next.
 SAME_RUN = ("task", "data", "data_weights", "rows", "model", "seed", "prompts_per_step", "num_generations")
+SAME_RUN += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit")  # what is trained
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # the rest lies where the run started from
 
 
 def save_checkpoint(
@@ -39,7 +42,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     parallel.wait_for_all()
-    parameters, moments = get_state_dict(policy, optimizer)
+    parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
     dcp.save({"policy": parameters, "optimizer": moments}, checkpoint_id=partial)
     if parallel.is_main():
         (partial / "state.json").write_text(json.dumps(progress | {"scheduler": scheduler.state_dict()}, indent=1))
@@ -76,9 +79,9 @@ def load_checkpoint(
     if changed:
         raise UserError(f"--resume: {folder} is of another run ({', '.join(changed)}): use the same or a new --output")
     decay = [group["weight_decay"] for group in optimizer.param_groups]
-    parameters, moments = get_state_dict(policy, optimizer)
+    parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
     dcp.load({"policy": parameters, "optimizer": moments}, checkpoint_id=folder)
-    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments)
+    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
     rates = list(scheduler.base_lrs)
     scheduler.load_state_dict(saved["scheduler"] | {"base_lrs": rates})
     for group, rate, shape, own_decay in zip(optimizer.param_groups, rates, scheduler.lr_lambdas, decay):
@@ -87,12 +90,29 @@ def load_checkpoint(
 
 
 def export(policy: Policy, source: str, folder: str) -> None:
-    """Write the policy in Hugging Face layout, in the dtype `source` was saved in, with its tokenizer and processor.
+    """Write what was trained: an adapter in PEFT layout, to be loaded over `source`; or the whole model in Hugging Face
+    layout, in the dtype `source` was saved in, with its tokenizer and processor, for `from_pretrained` and vLLM.
 
-    `from_pretrained` and vLLM load the folder. Written beside its place and renamed. All processes.
+    Written beside its place and renamed. All processes.
     """
     target = pathlib.Path(folder)
     partial = target.with_suffix(".partial")
+    if parallel.is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    if has_adapter(policy.model):
+        tensors = adapter_tensors(policy.model)
+        if parallel.is_main():
+            write_adapter(policy.model, tensors, source, partial)
+    else:
+        _write_model(policy, source, partial)
+    if parallel.is_main():
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    parallel.wait_for_all()
+
+
+def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
     model = load_model(source, saved_dtype(source)) if parallel.is_main() else None
     own = dict(model.named_parameters()) if model is not None else {}
     for name, weight in full_weights(policy):  # one whole weight at a time
@@ -101,13 +121,14 @@ def export(policy: Policy, source: str, folder: str) -> None:
     if model is not None:
         if own:
             raise RuntimeError(f"the policy has no {sorted(own)[0]} to export")
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(source).save_pretrained(partial)
-        for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
-            settings = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-            if settings is not None:
-                shutil.copy(settings, partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    parallel.wait_for_all()
+        model.save_pretrained(folder)
+        copy_processor(source, folder)
+
+
+def copy_processor(source: str, folder: pathlib.Path) -> None:
+    """The tokenizer, chat template and image settings of `source`, for whoever loads `folder`."""
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        settings = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if settings is not None:
+            shutil.copy(settings, folder)

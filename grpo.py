@@ -27,6 +27,7 @@ from cli import RunStopped, need
 from data import DataFlags, Sample, most_images
 from evaluate import score_policy
 from guards import trouble
+from lora import reference_weights
 from memory import check_room, fit, retried
 from model import (
     Policy,
@@ -38,7 +39,6 @@ from model import (
     make_optimizer,
     micro_batches,
     record_logprobs,
-    whole,
 )
 from packing import Group, PackedBatch
 from report import Clock, RunFlags, RunLog, refuse_to_mix_runs, step_metrics
@@ -344,7 +344,8 @@ def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
 
 def record(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
     """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
-    with run.clock("reference" if policy is run.reference else name):
+    reference = name == "ref_logp"
+    with run.clock("reference" if reference else name), reference_weights(policy.model, reference):
         what = (with_gradient(run, groups), name, run.cfg.temperature)
         run.budget, _ = retried(policy, run.budget, lambda budget: record_logprobs(policy, *what, budget))
 
@@ -361,7 +362,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     with run.clock("train"):
         run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
         stats = parallel.total(sums)
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
+    grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     if why := trouble(stats, grad_norm, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
         raise RunStopped(f"step {run.step + 1}: {why}; stopped before the update, checkpoints are whole", status=1)
     with run.clock("optimizer"):
@@ -409,7 +410,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     difference = (trainer_logp - sampler_logp).abs() * counted
     stats |= {"loss": loss.detach(), "difference": difference.sum(), "difference_max": difference.max()}
     stats |= {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
-    return loss, stats | {"flop": torch.tensor(3 * batch.forward_flop, device=loss.device)}
+    return loss, stats | {"flop": torch.tensor(batch.flop, device=loss.device)}
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -469,18 +470,17 @@ def set_up(cfg: Config) -> Run:
     samples = cfg.samples(cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
     eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
-    dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else parallel.compute_dtype(device)
+    dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
     engine.sleep()
     policy = load_policy(cfg.model, cfg, device)
     check_room(policy, bool(cfg.beta), device)
     policy = apply_fsdp(policy, device, dtype)
-    reference = apply_fsdp(load_reference(cfg.model, cfg, dtype, policy), device, dtype) if cfg.beta else None
+    reference = load_reference(cfg.model, cfg, device, policy) if cfg.beta else None
     budget = fit(policy, cfg, limits[0], device)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
-    rates = (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.warmup, total_steps * cfg.updates_per_step)
-    optimizer, scheduler = make_optimizer(policy, *rates)
+    optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
     start = {"step": 0, "position": 0}
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import parallel
 from cli import RunStopped, UserError
+from lora import has_adapter
 from model import Policy, PolicyFlags
 from packing import LOGIT_ROWS, language_model
 
@@ -28,9 +29,10 @@ def check_room(policy: Policy, with_reference: bool, device: torch.device) -> No
     """Raise UserError when this process's share of weights, gradients and optimizer alone overflows its GPU."""
     if device.type != "cuda":
         return
-    parameters = sum(p.numel() for p in policy.parameters())
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    needed = (STATE * trained + 2 * (parameters - trained) + 2 * parameters * with_reference) / parallel.world_size()
+    needed = sum(p.numel() * (STATE if p.requires_grad else min(p.element_size(), 2)) for p in policy.parameters())
+    if with_reference and not has_adapter(policy.model):
+        needed += 2 * sum(p.numel() for p in policy.parameters())
+    needed /= parallel.world_size()
     total = torch.cuda.get_device_properties(device).total_memory * (1 - MARGIN)
     if needed > total:
         missing = (needed - total) / 2**30

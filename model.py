@@ -10,12 +10,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -25,6 +26,7 @@ from transformers import (
 import parallel
 from cli import UserError
 from data import Prompt, Rollout, prompt_positions
+from lora import adapted_weights, continue_adapter, has_adapter, new_adapter
 from packing import (
     Group,
     PackedBatch,
@@ -65,6 +67,18 @@ class PolicyFlags:
     third more compute); auto takes as few as fit into the GPU's memory."""
     compile: bool = True
     """Fuse the small operations of each layer with torch.compile, on a GPU; costs a minute at the start."""
+    lora_rank: int = 0
+    """Rank of an adapter to train beside the frozen model; 0 trains the model itself."""
+    lora_alpha: float = 0.0
+    """α of the adapter, whose scale is α / rank; 0: twice the rank."""
+    adapter: str | None = None
+    """An adapter in PEFT layout to go on training, with its own rank and α; as it is, it is the KL reference."""
+    load_in_4bit: bool = False
+    """Keep the frozen model in 4 bits (bitsandbytes nf4, double quantisation) beside the adapter."""
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory between updates."""
+    offload_reference: bool = False
+    """Keep the reference model in host memory; its layers come to the GPU one after another when they are needed."""
 
     def check_policy(self) -> None:
         """Raise ValueError for settings that cannot be."""
@@ -72,8 +86,21 @@ class PolicyFlags:
             raise ValueError("learning_rate, warmup and weight_decay must not be negative")
         if self.max_grad_norm <= 0:
             raise ValueError("max_grad_norm must be above 0")
-        if self.micro_batch_tokens < 0:
-            raise ValueError("micro_batch_tokens must not be negative")
+        if min(self.micro_batch_tokens, self.lora_rank, self.lora_alpha) < 0:
+            raise ValueError("micro_batch_tokens, lora_rank and lora_alpha must not be negative")
+        if self.adapter and (self.lora_rank or self.lora_alpha):
+            raise ValueError("adapter has a rank and an α of its own: leave lora_rank and lora_alpha out")
+        if self.load_in_4bit and not self.has_adapter:
+            raise ValueError("load_in_4bit freezes the model: give lora_rank or adapter, which are trained beside it")
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """What to compute in on `device`."""
+        return getattr(torch, self.dtype) if self.dtype != "auto" else parallel.compute_dtype(device)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained in place of the model."""
+        return bool(self.lora_rank or self.adapter)
 
 
 class Policy(nn.Module):
@@ -106,38 +133,68 @@ class Policy(nn.Module):
         return out.pooler_output.sum() + sum(feature.sum() for feature in deepstack)
 
 
-def load_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal or image-text model saved at `name`, on the CPU. Raises UserError when it cannot be loaded."""
+def load_model(name: str, dtype: torch.dtype, quantised_on: torch.device | None = None) -> PreTrainedModel:
+    """The causal or image-text model saved at `name`, on the CPU; or on `quantised_on`, the linear layers of its
+    decoder stack in 4 bits. Raises UserError when it cannot be loaded."""
+    options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    if quantised_on is not None:
+        options |= {"quantization_config": four_bit(dtype), "device_map": {"": quantised_on}}
     try:
         config = AutoConfig.from_pretrained(name)
         multimodal = type(config) in AutoModelForImageTextToText._model_mapping
         loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-        return loader.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        return loader.from_pretrained(name, **options)
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
             "Hugging Face layout or a hub name within reach"
         ) from None
 
 
+def four_bit(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """nf4 with double quantisation (QLoRA, arXiv:2305.14314), computing in `dtype`; the vision tower, whose features
+    the sampler shares, and the lm_head stay as they are."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["visual", "lm_head"],
+    )
+
+
 def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
-    """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`."""
-    model = load_model(name, torch.float32)
-    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
+    """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`.
+
+    With an adapter that alone is trained and float32, and the model is in the compute type or in 4 bits.
+    """
+    dtype = flags.compute_dtype(device) if flags.has_adapter else torch.float32
+    model = load_model(name, dtype, device if flags.load_in_4bit else None)
+    if flags.has_adapter:
+        if flags.adapter:
+            continue_adapter(model, flags.adapter)
+        else:
+            new_adapter(model, flags.lora_rank, flags.lora_alpha, flags.train_vision)
     for parameter in vision_parameters(model):
-        parameter.requires_grad_(flags.train_vision)
+        parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
+    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
 
 
-def load_reference(name: str, flags: PolicyFlags, dtype: torch.dtype, policy: Policy) -> Policy:
-    """The model at `name` as the fixed reference of the KL term, in the compute type: it is never trained. A vision
-    tower that is not trained either is the one of `policy`."""
+def load_reference(name: str, flags: PolicyFlags, device: torch.device, policy: Policy) -> Policy:
+    """The fixed reference of the KL term: `policy` itself when it has an adapter, which `lora.reference_weights`
+    switches; else the model at `name` in the compute type, sharded, with the vision tower of `policy` when that is not
+    trained."""
+    if has_adapter(policy.model):
+        return policy
+    dtype = flags.compute_dtype(device)
     model = load_model(name, dtype)
     if vision_parameters(model) and not flags.train_vision:
         model.model.visual = policy.model.model.visual
-    take_packed_batches(model, compiled=flags.compile and torch.cuda.is_available())
-    return Policy(model.eval().requires_grad_(False))
+    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
+    reference = Policy(model.eval().requires_grad_(False))
+    return apply_fsdp(reference, device, dtype, offload=flags.offload_reference)
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -146,42 +203,75 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return list(tower.parameters()) if tower is not None else []
 
 
-def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype) -> Policy:
+def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype, offload: bool = False) -> Policy:
     """Shard `policy` over all processes: every decoder layer a unit, the rest (embedding, lm_head) with the root.
 
     Master weights stay float32, compute runs in `compute_dtype`, gradients are averaged in float32. A frozen vision
-    tower stays whole on every process, so a batch of text alone touches no collective of it.
+    tower stays whole on every process, so a batch of text alone touches no collective of it; so does a 4-bit model.
+    `offload`: shards lie in host memory until a layer is run.
     """
     mesh = init_device_mesh(device.type, (parallel.world_size(),))
     # inputs are left as they come: the residual stream stays float32
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = {"mesh": mesh, "mp_policy": precision}
+    host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
+    options = {"mesh": mesh, "mp_policy": precision, "offload_policy": host}
     vision = vision_parameters(policy.model)
-    frozen = {p for p in vision if not p.requires_grad}
-    policy.to(device)
+    quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
+    frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
     for parameter in frozen:
-        parameter.data = parameter.data.to(compute_dtype)
-    if vision and not frozen:
+        dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+        parameter.data = parameter.data.to(device, dtype)
+    if offload:
+        for buffer in policy.buffers():
+            buffer.data = buffer.data.to(device)
+    else:
+        policy.to(device)
+    if vision and not frozen.intersection(vision):
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
     for layer in language_model(policy.model).layers:
-        fully_shard(layer, **options)
+        fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
     return policy
 
 
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose moments lie in host memory and come to the GPU, some parameters at a time, for the update alone."""
+
+    def step(self, closure: None = None) -> None:
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    self.param_groups = [group | {"params": [parameter]}]
+                    self._move(parameter, parameter.device)
+                    super().step()
+                    self._move(parameter, torch.device("cpu"))
+        finally:
+            self.param_groups = groups
+
+    def _move(self, parameter: Tensor, device: torch.device) -> None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in self.state[parameter]:
+                moment = self.state[parameter][name]
+                local = moment._local_tensor if isinstance(moment, DTensor) else moment
+                pinned = device.type == "cpu" and local.is_cuda  # which PyTorch keeps for the next time
+                local.data = torch.empty_like(local, device=device, pin_memory=pinned).copy_(local)
+
+
 def make_optimizer(
-    policy: Policy, learning_rate: float, weight_decay: float, schedule: str, warmup: float, updates: int
+    policy: Policy, flags: PolicyFlags, updates: int
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """AdamW over what is trained (matrices decay, norms and biases do not) and its learning-rate schedule.
 
-    `warmup` is in updates, below 1 a share of all `updates`; no update is spent at rate zero.
+    The warm-up is in updates, below 1 a share of all `updates`; no update is spent at rate zero.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay}
+    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([decayed, others], lr=learning_rate, fused=trained[0].device.type == "cuda")
-    shape = functools.partial(lr_factor, updates=updates, warmup=warmup, schedule=schedule)
+    kind = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
+    optimizer = kind([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
+    shape = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
 
 
@@ -210,8 +300,17 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
             batch.dummy_vision = bool(anywhere) and not batch.vision
     device = next(policy.parameters()).device
     for batch in batches:
-        batch.forward_flop = forward_flop(policy, batch)
+        batch.flop = train_flop(policy, batch)
     return (batch.to(device) for batch in batches)
+
+
+def train_flop(policy: Policy, batch: PackedBatch) -> float:
+    """Operations of a forward and backward pass: the gradients of activations cost as much as the forward pass, those
+    of weights the share that is trained."""
+    weights = dict.fromkeys((False, True), 0)
+    for parameter in language_model(policy.model).parameters():
+        weights[parameter.requires_grad] += parameter.numel()
+    return forward_flop(policy, batch) * (2 + weights[True] / sum(weights.values()))
 
 
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
@@ -219,7 +318,7 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     query, key and hidden unit that attention brings together."""
     model = language_model(policy.model)
     config = model.config
-    weights = sum(p.numel() for p in model.layers.parameters())
+    weights = sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.layers.parameters())
     pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
     head = config.hidden_size * config.vocab_size
     attention = config.num_hidden_layers * config.hidden_size * pairs
@@ -260,15 +359,10 @@ def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature:
             setattr(rollout, name, of_rollout)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; every process calls it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(in-memory name, whole tensor) of every parameter; every process must go through all of it together."""
-    for name, parameter in policy.model.named_parameters():
-        yield name, whole(parameter.detach())
+    """(in-memory name, whole tensor) of every parameter of the model, its adapter worked in; every process must go
+    through all of it together."""
+    return adapted_weights(policy.model)
 
 
 def saved_dtype(name: str) -> torch.dtype:

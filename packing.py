@@ -86,8 +86,8 @@ class PackedBatch:
     """the prompts' vision inputs, joined, or `features`, what a frozen tower made of them; empty without images"""
     image_tokens: Tensor
     """packed indices of the image tokens that `features` belong to"""
-    forward_flop: float = 0.0
-    """operations of a forward pass, for the metrics"""
+    flop: float = 0.0
+    """operations of a forward and backward pass, for the metrics"""
     dummy_vision: bool = False
     """no image here, but another rank has one and the vision tower is trained: run it on a blank image."""
 

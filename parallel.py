@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -66,6 +67,11 @@ def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     stacked = torch.stack([torch.stack([part[name].detach().float() for name in names]) for part in parts])
     sums, largest = all_sum(stacked.sum(0)).cpu(), all_max(stacked.amax(0)).cpu()
     return {name: (largest if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; every process calls it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def my_share(items: list[T]) -> list[T]:

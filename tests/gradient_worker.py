@@ -16,7 +16,7 @@ from models import fixed_groups
 import parallel
 from data import load_processor
 from grpo import Config, group_advantages, update, with_gradient
-from model import apply_fsdp, load_policy, whole
+from model import apply_fsdp, load_policy
 from packing import pack_groups
 from report import Clock
 
@@ -42,7 +42,9 @@ class KeepGradients:
 
     def step(self):
         self.kept = {
-            name: whole(p.grad).clone() for name, p in self.policy.model.named_parameters() if p.grad is not None
+            name: parallel.whole(p.grad).clone()
+            for name, p in self.policy.model.named_parameters()
+            if p.grad is not None
         }
 
     def zero_grad(self):

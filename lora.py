@@ -1,0 +1,227 @@
+"""LoRA (arXiv:2106.09685): a few trained parameters beside a frozen base.
+
+    adapted weight = W + scaling B A        W (O, D) frozen, A (r, D) and B (O, r) trained
+    scaling        = α / r, with rslora (arXiv:2312.03732) α / √r
+
+The sampler gets the adapted weights, made anew from the base for every sync: nothing is ever merged into the base, so
+no rounding adds up. The reference of the KL term is the same model with its adapter switched: to the one it started
+from, or, where it started from none, off. There is no second copy of the base.
+"""
+
+import contextlib
+import copy
+import logging
+import pathlib
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import parallel
+from cli import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+POLICY, REFERENCE = "policy", "reference"  # adapters: the trained one, and the one it started from
+LANGUAGE = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
+VISION = r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj|fc1|fc2|linear_fc1|linear_fc2)"
+MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter with --lora_rank"
+
+
+def load_peft() -> ModuleType:
+    """PEFT, imported where there is an adapter and not before: it takes two seconds."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
+    import peft
+
+    return peft
+
+
+def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None:
+    """Put an adapter that changes nothing yet beside every linear layer of the decoder stack, and of the vision tower
+    with `vision`; the rest of `model` is frozen. The same random A on every process."""
+    targets = f"{LANGUAGE}|{VISION}" if vision else LANGUAGE
+    alpha = alpha or 2 * rank
+    config = load_peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        _put(config, model, [POLICY])
+
+
+def continue_adapter(model: nn.Module, source: str) -> None:
+    """Put the adapter saved at `source` beside the layers it was made for, to be trained on, and once more as it is,
+    for the reference.
+
+    Raises UserError when there is none, when it was made for another base or when it holds more than A and B.
+    """
+    config, tensors = read_adapter(source)
+    if config.use_dora or config.modules_to_save or config.bias != "none":
+        what = "DoRA" if config.use_dora else "modules_to_save" if config.modules_to_save else "trained biases"
+        raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
+    found = match_modules(tensors, model, source)
+    parts = {(module, part): tensor for (module, part), tensor in found.items()}
+    for module, part in parts:
+        if part not in ("lora_A.weight", "lora_B.weight"):
+            raise UserError(f"--adapter {source}: {module} has {part}, which cannot be continued: {MERGE_FIRST}")
+    saved, config = config, copy.copy(config)
+    config.target_modules = sorted({module for module, _ in parts})
+    config.rank_pattern = {module: len(a) for (module, part), a in parts.items() if part == "lora_A.weight"}
+    config.lora_dropout = 0.0  # the sampler has none
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    _put(config, model, [POLICY, REFERENCE])
+    modules = dict(model.named_modules())
+    for (module, part), tensor in parts.items():
+        for name in (POLICY, REFERENCE):
+            getattr(modules[module], part.removesuffix(".weight"))[name].weight.data.copy_(tensor)
+    model.peft_config[POLICY] = saved  # what the result is written with
+
+
+def _put(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
+    """Put adapters into `model`, of which POLICY is active and alone trained."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there are meant to be two
+        for name in names:
+            load_peft().inject_adapter_in_model(copy.copy(config), model, name)
+    for layer in _layers(model).values():
+        layer._active_adapter = [POLICY]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{POLICY}." in name)
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()  # master weights
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """PEFT's layers with an adapter, by their names in `model`."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def read_adapter(source: str) -> tuple["LoraConfig", dict[str, Tensor]]:
+    """The configuration and the tensors of the adapter in the folder or under the hub name `source`; other files, as
+    LLaMA-Factory and ms-swift leave there, are not looked at. Raises UserError when it is not a LoRA adapter."""
+    if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
+        raise UserError(f"{source!r} has no adapter_config.json: an adapter in PEFT layout is needed")
+    peft = load_peft()
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of settings that another release of PEFT wrote
+            config = peft.PeftConfig.from_pretrained(source)
+        tensors = peft.load_peft_weights(source, device="cpu")
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        raise UserError(f"cannot read an adapter from {source!r} ({str(error).splitlines()[0][:160]})") from None
+    if not isinstance(config, peft.LoraConfig):
+        raise UserError(f"{source!r} holds a {config.peft_type} adapter; LoRA is what is supported here")
+    return config, tensors
+
+
+def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> dict[tuple[str, str], Tensor]:
+    """`tensors` by (module of `model`, what of it: «lora_A.weight», …), names of older transformers brought up to date.
+
+    Raises UserError naming the first module that `model` lacks or that has other shapes.
+    """
+    modules, found = dict(model.named_modules()), {}
+    for key, tensor in tensors.items():
+        path = key.removeprefix("base_model.model.")
+        module, part = _split(path, modules)
+        if module is None:
+            raise UserError(f"{source} was made for another base: this one has no module for its {path}")
+        wanted = _shape(modules[module], part)
+        if wanted is not None and not _fits(tensor.shape, wanted):
+            raise UserError(
+                f"{source} was made for another base: its {path} is {tuple(tensor.shape)}, which does not fit the "
+                f"{tuple(modules[module].weight.shape)} of {module} here"
+            )
+        found[module, part] = tensor
+    return found
+
+
+def _split(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
+    """The longest start of `path`, or of what older releases called the same, that is a module; and the rest."""
+    for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
+        name, part = new + path.removeprefix(old) if path.startswith(old) else path, ""
+        while "." in name:
+            name, _, last = name.rpartition(".")
+            part = f"{last}.{part}" if part else last
+            if name in modules and (part.startswith("lora_") or part in ("weight", "bias")):
+                return name, part
+    return None, path
+
+
+def _shape(module: nn.Module, part: str) -> tuple[int | None, ...] | None:
+    """The shape that `part` must have beside `module`, None where any number may stand."""
+    weight = getattr(module, "weight", None)
+    shape = getattr(getattr(weight, "quant_state", None), "shape", getattr(weight, "shape", None))
+    if shape is None or len(shape) != 2:
+        return None
+    outputs, inputs = shape
+    wanted = {"lora_A.weight": (None, inputs), "lora_B.weight": (outputs, None), "weight": (outputs, inputs)}
+    wanted |= {"lora_embedding_A": (None, outputs), "lora_embedding_B": (inputs, None)}
+    return wanted.get(part)
+
+
+def _fits(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(want in (None, got) for got, want in zip(shape, wanted))
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether an adapter is trained beside `model`."""
+    return bool(_layers(model))
+
+
+@contextlib.contextmanager
+def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
+    """Inside, `model` is its own reference: with the adapter it started from, or without one."""
+    layers = list(_layers(model).values()) if switch else []
+    try:
+        for layer in layers:  # PEFT's own switches would change what is trained too
+            if REFERENCE in layer.lora_A:
+                layer._active_adapter = [REFERENCE]
+            else:
+                layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._active_adapter, layer._disable_adapters = [POLICY], False
+
+
+@torch.no_grad()
+def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base, whole tensor) of every parameter with the adapter in it, in the base's dtype, a 4-bit one
+    dequantised as its forward does. Every process must go through all of it together."""
+    layers = _layers(model)
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if ".lora_" in name:
+            continue
+        weight = dequantised(parameter) if hasattr(parameter, "quant_state") else parallel.whole(parameter.detach())
+        layer = layers.get(owner.removesuffix(".base_layer"))
+        if layer is not None and leaf == "weight":
+            a, b = (parallel.whole(part[POLICY].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+            weight = torch.addmm(weight.float(), b, a, alpha=layer.scaling[POLICY]).to(weight.dtype)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def dequantised(parameter: Tensor) -> Tensor:
+    """The whole of a bitsandbytes 4-bit weight, as its forward multiplies with it."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(parameter.data, parameter.quant_state)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The trained adapter as PEFT names it, on the CPU; every process calls it together."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if f".{POLICY}." in name:
+            tensors[f"base_model.model.{name.replace(f'.{POLICY}.', '.')}"] = parallel.whole(parameter.detach()).cpu()
+    return tensors
+
+
+def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, which PEFT, vLLM and merge_lora.py load over `base`."""
+    config = copy.copy(model.peft_config[POLICY])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(folder))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")

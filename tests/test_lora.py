@@ -1,0 +1,294 @@
+"""Adapters: trained, continued, switched for the reference, handed to the sampler, kept beside 4-bit weights.
+
+Guards against: gradients that differ from the plain forward's, a reference that is not the adapter the run started
+from, weights that drift because an adapter was merged again and again, and results that PEFT does not load.
+"""
+
+import copy
+import json
+import pathlib
+import shutil
+
+import peft
+import pytest
+import torch
+from conftest import run_script
+from models import FAMILIES, build, make_group, plain_logprobs
+from safetensors.torch import load_file, save_file
+from test_runs import SMALL, config, weights
+
+import grpo
+import lora
+from cli import UserError
+from data import encode_prompts, load_processor, load_samples
+from lora import adapted_weights, continue_adapter, new_adapter, reference_weights
+from model import PolicyFlags, load_model, load_policy
+from packing import pack, take_packed_batches, token_logprobs
+from report import read_rows
+from rollout import HFEngine
+
+CPU = torch.device("cpu")
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """B starts at zero: give it values, as training would."""
+    g = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B.policy" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=g)
+
+
+@pytest.fixture(scope="module")
+def sft(tiny_model, tmp_path_factory) -> pathlib.Path:
+    """An adapter over the tiny model, made and saved by PEFT alone, as LLaMA-Factory leaves one: files of its own
+    beside, target modules by their last names, dropout."""
+    folder = tmp_path_factory.mktemp("sft") / "adapter"
+    model = load_model(tiny_model, torch.float32)
+    names = ["q_proj", "v_proj", "down_proj"]
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=16, lora_dropout=0.1, use_rslora=True, target_modules=names, exclude_modules=r".*visual.*"
+    )
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "training_args.bin").write_bytes(b"not to be unpickled")
+    return folder
+
+
+def peft_logits(base: str, adapter: pathlib.Path, prompt) -> torch.Tensor:
+    model = peft.PeftModel.from_pretrained(load_model(base, torch.float32), adapter).eval()
+    return plain(model, prompt)
+
+
+@torch.no_grad()
+def plain(model, prompt) -> torch.Tensor:
+    inputs = {**prompt.vision, "mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]}
+    return model(input_ids=prompt.ids[None], **inputs).logits[0]
+
+
+@pytest.fixture(scope="module")
+def prompt(tiny_model, shapes):
+    processor = load_processor(tiny_model, "count")
+    return encode_prompts(load_samples(shapes, "count", processor=processor)[:1], processor)[0]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("vision", [False, True])
+def test_gradients_equal_the_plain_forward(family, vision):
+    base = build(family)
+    g = torch.Generator().manual_seed(1)
+    grids = [(4, 4)] if "vl" in family or family == "aria" else []
+    groups = [make_group(base, family, 5, grids, [4, 1, 7], g), make_group(base, family, 3, [], [2, 2], g)]
+    new_adapter(base, rank=4, alpha=0, vision=vision)
+    randomise(base)
+    packed = copy.deepcopy(base)
+    take_packed_batches(packed)
+    batch = pack(groups)
+    weight = torch.randn(len(batch.targets), generator=g)
+    want = torch.cat([plain_logprobs(base, group, r.ids) for group in groups for r in group.rollouts])
+    got, _ = token_logprobs(packed, batch)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    (want * weight).sum().backward()
+    (got * weight).sum().backward()
+    trained = 0
+    for (name, p), q in zip(base.named_parameters(), packed.parameters(), strict=True):
+        assert (p.grad is not None) == (q.grad is not None) == (".lora_" in name and p.requires_grad), name
+        if p.grad is not None and p.grad.abs().max() > 0:
+            trained += 1
+            torch.testing.assert_close(q.grad, p.grad, atol=1e-5 * max(1.0, p.grad.abs().max().item()), rtol=0)
+    assert trained >= 8
+    assert any("visual" in name for name, p in base.named_parameters() if p.requires_grad) == (
+        vision and family not in ("qwen2_5", "qwen3", "aria")
+    )
+
+
+def test_a_continued_adapter_starts_with_the_same_logits(tiny_model, sft, prompt):
+    policy = load_policy(tiny_model, PolicyFlags(adapter=str(sft)), CPU)
+    want = peft_logits(tiny_model, sft, prompt)
+    fresh = load_model(tiny_model, torch.float32)
+    base = plain(fresh, prompt)
+    assert (want - base).abs().max() > 0.01, "the adapter does nothing"
+    continue_adapter(fresh, str(sft))
+    assert torch.equal(plain(fresh, prompt), want)
+    own = dict(adapted_weights(policy.model))
+    for name, parameter in fresh.named_parameters():
+        if ".lora_" in name:
+            continue
+        parameter.data = own[name.replace(".base_layer.", ".")]
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    torch.testing.assert_close(plain(fresh, prompt), want, atol=1e-5, rtol=0)
+
+
+def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
+    model = load_model(tiny_model, torch.float32)
+    base = plain(model, prompt)
+    continue_adapter(model, str(sft))
+    start = plain(model, prompt)
+    randomise(model, seed=5)
+    trained = plain(model, prompt)
+    with reference_weights(model):
+        assert torch.equal(plain(model, prompt), start)
+    with reference_weights(model, switch=False):
+        assert torch.equal(plain(model, prompt), trained)
+    assert torch.equal(plain(model, prompt), trained)
+    assert not torch.equal(trained, start)
+
+    model = load_model(tiny_model, torch.float32)
+    new_adapter(model, 4, 0, vision=False)
+    randomise(model)
+    with reference_weights(model):
+        assert torch.equal(plain(model, prompt), base)
+    assert not torch.equal(plain(model, prompt), base)
+    assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit):
+    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first."""
+    policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=four_bit, dtype="bfloat16"), CPU)
+    engine = HFEngine(load_model(tiny_model, torch.bfloat16), load_processor(tiny_model, "count"))
+    before = {name: p.clone() for name, p in policy.model.named_parameters() if ".lora_" not in name}
+    for seed in range(50):
+        randomise(policy.model, seed)
+        engine.sync_weights(policy)
+    layers = lora._layers(policy.model)
+    held, adapted = dict(engine.model.named_parameters()), 0
+    for name, parameter in policy.model.named_parameters():
+        if ".lora_" in name:
+            continue
+        assert torch.equal(parameter, before[name]), name
+        module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
+        want = lora.dequantised(parameter) if hasattr(parameter, "quant_state") else parameter
+        if module in layers and leaf == "weight":
+            adapted += 1
+            want = (want.float() + layers[module].get_delta_weight("policy")).bfloat16()
+        got = held[f"{module}.{leaf}"]
+        assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # a last bit, where float32 sums in another order
+        assert (got == want).float().mean() > 0.99, name
+    assert adapted == 28
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "new": dict(lora_rank=4, beta=0.01),
+    "with vision": dict(lora_rank=4, train_vision=True, beta=0.01),
+    "checkpointed": dict(lora_rank=4, activation_checkpointing="full"),
+    "4-bit": dict(lora_rank=4, load_in_4bit=True, dtype="bfloat16", beta=0.01),
+    "offloaded": dict(offload_optimizer=True, offload_reference=True, beta=0.01),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(name, tiny_model, shapes, tmp_path):
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=2, **RUNS[name]))
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert len(rows) == 3
+    assert rows[0].get("kl", 0) == pytest.approx(0, abs=1e-7)
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < (0.05 if "4" in name else 1e-5)
+    if "lora_rank" in RUNS[name]:
+        found = load_file(tmp_path / "final" / "adapter_model.safetensors")
+        assert any(tensor.any() for key, tensor in found.items() if "lora_B" in key), "it was trained"
+        assert sorted(p.name for p in (tmp_path / "final").iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        size = sum(f.stat().st_size for f in (tmp_path / "checkpoint-2").iterdir())
+        assert size < 2_000_000, "the frozen model is not written"
+
+
+def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
+    for name, flag in (("here", False), ("host", True)):
+        grpo.main(config(tiny_model, shapes, tmp_path / name, max_steps=3, offload_optimizer=flag, weight_decay=0.1))
+    one, two = (weights(tmp_path / name / "final") for name in ("here", "host"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
+    """Two processes make the run of one; a resumed run is the same; the result is one adapter over the same base."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
+    flags += [f"--{key}={value}" for key, value in SMALL.items()] + ["--learning_rate=1e-3", "--beta=0.01"]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
+    assert one.keys() == load_file(sft / "adapter_model.safetensors").keys()
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+    rows = read_rows(tmp_path / "0" / "metrics.jsonl")
+    assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
+
+    shutil.rmtree(tmp_path / "0" / "checkpoint-4")
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "0", again)
+    grpo.main(config(tiny_model, shapes, again, max_steps=4, beta=0.01, adapter=str(sft), resume=True))
+    resumed = load_file(again / "final" / "adapter_model.safetensors")
+    assert all(torch.allclose(one[name], resumed[name], atol=1e-6) for name in one)
+
+    settings = json.loads((tmp_path / "0" / "final" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == tiny_model
+    assert sorted(settings["target_modules"]) == ["down_proj", "q_proj", "v_proj"]
+    assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (4, 16, True)
+    trained = load_model(tiny_model, torch.float32)
+    continue_adapter(trained, str(tmp_path / "0" / "final"))
+    assert torch.equal(peft_logits(tiny_model, tmp_path / "0" / "final", prompt), plain(trained, prompt))
+    assert not torch.equal(plain(trained, prompt), peft_logits(tiny_model, sft, prompt))
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def changed(sft: pathlib.Path, folder: pathlib.Path, settings: dict, rename=lambda key, tensor: (key, tensor)):
+    shutil.copytree(sft, folder)
+    kept = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(kept | settings))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(rename(*item) for item in tensors.items()), folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_path):
+    older = changed(
+        sft, tmp_path / "old", {}, lambda k, t: (k.replace("model.language_model.layers", "model.layers"), t)
+    )
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, older)
+    assert torch.equal(plain(model, prompt), peft_logits(tiny_model, sft, prompt))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rename", "message"),
+    [
+        ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
+        ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
+        ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; LoRA is what is supported"),
+        (
+            {},
+            lambda k, t: (k, t[:, :-1].contiguous() if "lora_A" in k else t),
+            r"made for another base: its .*_proj.lora_A.*, which does not fit the",
+        ),
+        ({}, lambda k, t: (k.replace("layers.0", "layers.9"), t), r"made for another base: this one has no module .*9"),
+    ],
+)
+def test_adapters_that_cannot_be_continued_say_why(tiny_model, sft, tmp_path, settings, rename, message):
+    folder = changed(sft, tmp_path / "adapter", settings, *([rename] if rename else []))
+    with pytest.raises(UserError, match=message):
+        continue_adapter(load_model(tiny_model, torch.float32), folder)
+
+
+def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: an adapter in PEFT layout is needed"):
+        continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path))
+    with pytest.raises(ValueError, match="leave lora_rank and lora_alpha out"):
+        grpo.Config(data="x", adapter="y", lora_rank=4)
+    with pytest.raises(ValueError, match="load_in_4bit freezes the model: give lora_rank or adapter"):
+        grpo.Config(data="x", load_in_4bit=True)
