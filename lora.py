@@ -10,7 +10,6 @@ from, or, where it started from none, off. There is no second copy of the base.
 
 import contextlib
 import copy
-import logging
 import pathlib
 import warnings
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter
 
 def load_peft() -> ModuleType:
     """PEFT, imported where there is an adapter and not before: it takes two seconds."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
     import peft
 
     return peft
@@ -99,7 +97,7 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def read_adapter(source: str) -> tuple["LoraConfig", dict[str, Tensor]]:
+def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig", dict[str, Tensor]]:
     """The configuration and the tensors of the adapter in the folder or under the hub name `source`; other files, as
     LLaMA-Factory and ms-swift leave there, are not looked at. Raises UserError when it is not a LoRA adapter."""
     if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
@@ -107,8 +105,8 @@ def read_adapter(source: str) -> tuple["LoraConfig", dict[str, Tensor]]:
     peft = load_peft()
     try:
         with warnings.catch_warnings(action="ignore"):  # of settings that another release of PEFT wrote
-            config = peft.PeftConfig.from_pretrained(source)
-        tensors = peft.load_peft_weights(source, device="cpu")
+            config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
+        tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"cannot read an adapter from {source!r} ({str(error).splitlines()[0][:160]})") from None
     if not isinstance(config, peft.LoraConfig):
@@ -123,8 +121,8 @@ def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> 
     """
     modules, found = dict(model.named_modules()), {}
     for key, tensor in tensors.items():
-        path = key.removeprefix("base_model.model.")
-        module, part = _split(path, modules)
+        path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        module, part = module_of(path, modules)
         if module is None:
             raise UserError(f"{source} was made for another base: this one has no module for its {path}")
         wanted = _shape(modules[module], part)
@@ -137,8 +135,9 @@ def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> 
     return found
 
 
-def _split(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
-    """The longest start of `path`, or of what older releases called the same, that is a module; and the rest."""
+def module_of(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
+    """The longest start of `path`, or of what older releases of transformers call it, that is one of `modules`; and the
+    rest, «weight», «lora_A.weight», …; (None, path) when there is none."""
     for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
         name, part = new + path.removeprefix(old) if path.startswith(old) else path, ""
         while "." in name:

@@ -1,6 +1,7 @@
 """Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
 
 import functools
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from packing import (
     vision_features,
 )
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
 KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
 
 
@@ -140,15 +142,18 @@ def load_model(name: str, dtype: torch.dtype, quantised_on: torch.device | None 
     if quantised_on is not None:
         options |= {"quantization_config": four_bit(dtype), "device_map": {"": quantised_on}}
     try:
-        config = AutoConfig.from_pretrained(name)
-        multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-        return loader.from_pretrained(name, **options)
+        return auto_class(AutoConfig.from_pretrained(name)).from_pretrained(name, **options)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
             "Hugging Face layout or a hub name within reach"
         ) from None
+
+
+def auto_class(config: PreTrainedConfig) -> type:
+    """The Auto class that makes a model of `config`."""
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
 def four_bit(dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -1,0 +1,260 @@
+"""Base model + LoRA adapter = one model, merged by PEFT shard by shard.
+
+    python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
+
+One shard of the base is in memory at a time, so merging needs a few gigabytes for any model; the check at the end,
+that base with adapter and merged model give the same logits, needs as much as the model once.
+Plain LoRA, rslora, DoRA, adapted embeddings, `modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave
+beside an adapter is not looked at. Tokenizer, processor, chat template and generation config are those of the base.
+"""
+
+import copy
+import gc
+import json
+import pathlib
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+import cli
+from cli import RunStopped, UserError
+from data import Sample, encode_prompt, load_processor
+from lora import POLICY, load_peft, match_modules, module_of, read_adapter
+from model import auto_class, load_model, saved_dtype
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # largest difference, in logits' deviations
+Found = dict[tuple[str, str], Tensor]  # (module, part): tensor, as `match_modules` gives it
+
+
+@dataclass
+class Config:
+    """Merge an adapter into its base."""
+
+    base_model: str
+    """The model the adapter was trained on: a folder in Hugging Face layout or a hub name."""
+    lora_model: str
+    """The adapter in PEFT layout: a folder or a hub name."""
+    output_path: str
+    """The merged model's folder; it must not exist yet."""
+    cache_dir: str | None = None
+    """Where models from the hub are kept."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the merged weights are saved in; auto: as the base."""
+
+
+def merge_lora(
+    base_model: str, lora_model: str, output_path: str, cache_dir: str | None = None, dtype: str = "auto"
+) -> float:
+    """Write base and adapter as one model to `output_path`; returns the largest difference of their logits.
+
+    Raises UserError when the adapter was made for another base, naming the first shape that does not fit, and when the
+    output is there already; RunStopped when the logits differ by more than rounding.
+    """
+    target = pathlib.Path(output_path)
+    if target.exists():
+        raise UserError(f"--output_path {output_path!r} is there already: remove it or name another folder")
+    base = _folder(base_model, cache_dir)
+    config, tensors = read_adapter(lora_model, cache_dir)
+    settings = AutoConfig.from_pretrained(base)
+    with torch.device("meta"):
+        model = auto_class(settings).from_config(settings)
+    found = match_modules(tensors, model, lora_model)
+    saved = saved_dtype(str(base)) if dtype == "auto" else getattr(torch, dtype)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        adapter = _up_to_date(config, found, pathlib.Path(scratch))
+        try:
+            untied = _write_shards(base, partial, _Merger(model, adapter, found), saved)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+        _copy_settings(base, partial, settings, saved, untied)
+        difference, deviation = _compare(base, scratch, partial, saved)
+    print(f"largest difference of the logits: {difference:.2g} (their standard deviation is {deviation:.2g})")
+    if not difference <= TOLERANCE[saved] * deviation:
+        raise RunStopped(
+            f"the merged model in {partial} does not give the adapter's logits; left there to be looked at", 1
+        )
+    partial.rename(target)
+    return difference
+
+
+def _folder(name: str, cache_dir: str | None) -> pathlib.Path:
+    """The folder of a model, fetched from the hub when it is not here."""
+    path = pathlib.Path(name)
+    if not path.is_dir():
+        try:
+            path = pathlib.Path(
+                snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0][:160]
+            raise UserError(
+                f"--base_model {name!r} is neither a folder nor on the hub within reach ({reason})"
+            ) from None
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise UserError(f"--base_model {name!r} needs a config.json and weights in safetensors files")
+    return path
+
+
+def _up_to_date(config: Any, found: Found, folder: pathlib.Path) -> Any:
+    """Write the adapter anew with today's module names, for PEFT to load; returns its configuration."""
+    config = copy.copy(config)
+    config.target_modules = sorted({module for module, part in found if part.startswith("lora_")})
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.save_pretrained(str(folder))
+    tensors = {f"base_model.model.{module}.{part}": tensor.contiguous() for (module, part), tensor in found.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return config
+
+
+class _Merger:
+    """The model without weights and PEFT's layers in it, which are filled, merged and emptied one at a time."""
+
+    def __init__(self, model: PreTrainedModel, config: Any, found: Found):
+        self.found = found
+        self.before = dict(model.named_modules())  # as the base's files know them
+        config = copy.copy(config)
+        config.modules_to_save, config.bias = None, "none"  # these are not merged but stand in the base's place
+        with warnings.catch_warnings(action="ignore"):
+            if config.target_modules:
+                load_peft().inject_adapter_in_model(config, model, POLICY, low_cpu_mem_usage=True)
+        self.layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+        self.done: set[tuple[str, str]] = set()
+
+    def __call__(self, module: str, leaf: str, weight: Tensor) -> Tensor:
+        """`weight`, which the base has under `module`.`leaf`, as the adapted model has it."""
+        parts = {part: tensor for (owner, part), tensor in self.found.items() if owner == module}
+        self.done |= {
+            (module, part) for part in parts if part == leaf or (part.startswith("lora_") and leaf == "weight")
+        }
+        if leaf in parts:
+            weight = parts[leaf]
+        if leaf != "weight" or not any(part.startswith("lora_") for part in parts):
+            return weight
+        layer = self.layers[module]
+        layer.base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
+        for part, tensor in parts.items():
+            if part.startswith("lora_"):
+                _fill(layer, part, tensor.float())
+        with torch.no_grad():
+            layer.merge(safe_merge=True, adapter_names=[POLICY])
+        merged = layer.base_layer.weight.data
+        layer.merged_adapters.clear()
+        layer.base_layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        return merged
+
+
+def _fill(layer: nn.Module, part: str, tensor: Tensor) -> None:
+    """Give PEFT's `layer` what was saved as `part`: «lora_A.weight», «lora_embedding_A», «lora_magnitude_vector», …"""
+    name = part.removesuffix(".weight")
+    holder, parameter = getattr(layer, name), nn.Parameter(tensor, requires_grad=False)
+    if isinstance(holder[POLICY], nn.Module):
+        holder[POLICY].weight = parameter
+    else:
+        holder[POLICY] = parameter
+
+
+def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtype: torch.dtype) -> bool:
+    """Write every shard of `base` merged; returns whether the lm_head had to be given weights of its own."""
+    shards, where = sorted(base.glob("*.safetensors")), {}
+    total = 0
+    for shard in tqdm(shards, "merging", unit="shard", disable=not sys.stderr.isatty()):
+        tensors: dict[str, Tensor] = {}
+        for key, weight in _tensors(shard):
+            module, leaf = module_of(key, merge.before)
+            tensors[key] = merge(module, leaf, weight).to(dtype) if module else weight
+            if module and module.endswith("embed_tokens") and _splits(merge):
+                tensors["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)
+        where |= dict.fromkeys(tensors, shard.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        save_file({key: t.contiguous() for key, t in tensors.items()}, output / shard.name, metadata={"format": "pt"})
+    if missing := sorted(set(merge.found) - merge.done):
+        raise UserError(f"the base's files have no {'.'.join(missing[0])}, which the adapter changes")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return _splits(merge)
+
+
+def _tensors(shard: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(shard, framework="pt") as file:
+        for key in list(file.keys()):
+            yield key, file.get_tensor(key)
+
+
+def _splits(merge: _Merger) -> bool:
+    """Whether embedding and lm_head share one tensor in the base and no longer do: the adapter changes one of them, or
+    each in its own way."""
+    tied = merge.before[""].config.tie_word_embeddings
+    return tied and any(module.endswith("embed_tokens") or module == "lm_head" for module, _ in merge.found)
+
+
+def _copy_settings(
+    base: pathlib.Path, output: pathlib.Path, settings: PreTrainedConfig, dtype: torch.dtype, untied: bool
+) -> None:
+    """Everything of `base` that is not weights: tokenizer, processor, chat template, generation config, config."""
+    for path in base.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name:
+            shutil.copy(path, output)
+    settings.dtype = dtype
+    if untied:
+        settings.tie_word_embeddings = False
+        if hasattr(settings, "text_config"):
+            settings.text_config.tie_word_embeddings = False
+    settings.save_pretrained(output)
+
+
+def _compare(base: pathlib.Path, adapter: str, merged: pathlib.Path, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest difference of the logits of base with adapter and of the merged model, and their deviation."""
+    inputs = _example(base)
+    with warnings.catch_warnings(action="ignore"):
+        model = load_peft().PeftModel.from_pretrained(load_model(str(base), dtype), adapter)
+    want = _logits(model, inputs)
+    del model
+    gc.collect()
+    got = _logits(load_model(str(merged), dtype), inputs)
+    return (got - want).abs().max().item(), want.std().item()
+
+
+@torch.inference_mode()
+def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model.eval()(**inputs).logits.float()
+
+
+def _example(base: pathlib.Path) -> dict[str, Tensor]:
+    """A question, with a picture where the model takes pictures."""
+    try:
+        processor = load_processor(str(base), "count")
+    except UserError:  # a base model without a chat template
+        return {"input_ids": torch.arange(32)[None]}
+    pictured = processor.image_processor is not None
+    picture = Image.linear_gradient("L").convert("RGB").resize((112, 112))
+    sample = Sample("<image>How many?" if pictured else "How many?", "1", [picture] if pictured else [], "the check")
+    prompt = encode_prompt(sample, processor)
+    inputs = {"input_ids": prompt.ids[None], **prompt.vision}
+    return inputs | ({"mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]} if pictured else {})
+
+
+def main(cfg: Config) -> None:
+    merge_lora(cfg.base_model, cfg.lora_model, cfg.output_path, cfg.cache_dir, cfg.dtype)
+    print(f"{cfg.output_path}: a model in Hugging Face layout")
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)

@@ -1,0 +1,119 @@
+"""Merged models against PEFT's own forward, for every kind of adapter people bring."""
+
+import json
+import pathlib
+import shutil
+
+import peft
+import pytest
+import torch
+from conftest import run_script
+from safetensors.torch import load_file, save_file
+from test_lora import plain, prompt, sft  # noqa: F401 (fixtures)
+
+from cli import UserError
+from lora import LANGUAGE
+from merge_lora import merge_lora
+from model import load_model
+
+KINDS = {
+    "lora": dict(target_modules=LANGUAGE),
+    "rslora": dict(target_modules=LANGUAGE, use_rslora=True),
+    "dora": dict(target_modules=LANGUAGE, use_dora=True),
+    "every linear layer, the vision tower's too": dict(target_modules="all-linear"),
+    "ranks and alphas of their own": dict(
+        target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1}
+    ),
+    "embedding": dict(target_modules=["embed_tokens", "q_proj"]),
+    "lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "embedding and lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+}
+
+
+def make(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
+    """An adapter over `base` with no value at rest, saved by PEFT; returns the adapted model."""
+    torch.manual_seed(2)
+    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+@pytest.fixture(scope="module")
+def untied(tiny_model, tmp_path_factory) -> str:
+    """A model whose lm_head has weights of its own, as the 7B's, in several shards; the tiny one's are its embedding."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(settings))
+    model = load_model(str(folder), torch.float32)
+    assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
+    torch.nn.init.normal_(model.lm_head.weight, std=0.08)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="500KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return str(folder)
+
+
+@pytest.mark.parametrize("base", ["tiny_model", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys):  # noqa: F811
+    base = request.getfixturevalue(base)
+    want = plain(make(base, tmp_path / "adapter", **KINDS[kind]), prompt)
+    difference = merge_lora(base, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    got = plain(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt)
+    start = plain(load_model(base, torch.float32).eval(), prompt)
+    assert (want - start).abs().max() > 0.05, "the adapter does nothing"
+    assert difference <= 1e-4 and (got - want).abs().max() <= 1e-4
+    assert "largest difference of the logits" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "merged" / name).read_text() == (pathlib.Path(base) / name).read_text()
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+
+
+def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_path):  # noqa: F811
+    """A base and an adapter with names as the hub's Qwen2.5-VL files have them, in another dtype."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(tiny_model, base)
+    shutil.copytree(sft, adapter)
+    old = {}
+    for key, tensor in load_file(base / "model.safetensors").items():
+        old[key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")] = tensor
+    save_file(old, base / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {key.replace("model.language_model.", "model."): tensor for key, tensor in tensors.items()}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+    output = tmp_path / "merged"
+    flags = [f"--base_model={base}", f"--lora_model={adapter}", f"--output_path={output}", "--dtype=bfloat16"]
+    done = run_script("merge_lora.py", *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "largest difference" in done.stdout
+    model = load_model(str(output), torch.bfloat16)
+    assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_file(output / "model.safetensors").keys() == old.keys()
+    want = plain(peft.PeftModel.from_pretrained(load_model(tiny_model, torch.float32), sft).eval(), prompt)
+    assert (plain(model.float().eval(), prompt) - want).abs().max() < 0.1 * want.std()
+    again = run_script("merge_lora.py", *flags)
+    assert (again.returncode, "is there already" in again.stderr, "Traceback" in again.stderr) == (2, True, False)
+
+
+def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):  # noqa: F811
+    other = tmp_path / "other"
+    shutil.copytree(sft, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file(
+        {k: t[:, :-1].clone() if "lora_A" in k else t for k, t in tensors.items()}, other / "adapter_model.safetensors"
+    )
+    output = str(tmp_path / "merged")
+    with pytest.raises(
+        UserError, match=r"made for another base: its .*lora_A.weight is \(4, 255\), .* the \(128, 256\)"
+    ):
+        merge_lora(tiny_model, str(other), output)
+    with pytest.raises(UserError, match=r"has no adapter_config.json"):
+        merge_lora(tiny_model, untied, output)
+    with pytest.raises(UserError, match=r"--base_model .*nowhere.* is neither a folder nor on the hub"):
+        merge_lora(str(tmp_path / "nowhere" / "at" / "all"), str(sft), output)
+    assert not pathlib.Path(output).exists()
