@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import tyro
 
 
 class UserError(Exception):
     """A mistake in the input. The message is one line: what is wrong, where, and what to do about it."""
+
+
+SHRINK = "What helps: --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, more GPUs"
 
 
 class RunStopped(Exception):
@@ -56,7 +60,10 @@ def run(main: Callable[[Any], None], config: type) -> None:
     rank = int(os.environ.get("RANK", 0))
     args = tyro.cli(config, use_underscores=True, console_outputs=rank == 0)
     try:
-        main(args)
+        try:
+            main(args)
+        except torch.OutOfMemoryError as error:
+            raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
     except KeyboardInterrupt:
         print("interrupted before anything was at stake", file=sys.stderr, flush=True)
         os._exit(130)

@@ -123,6 +123,8 @@ class Prompt:
     """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
     image_token: int = -1
     """the id that stands for an image in `ids`"""
+    pictures: bytes = b""
+    """a digest of the fitted images: the same for the same pictures"""
 
 
 @dataclass
@@ -277,7 +279,13 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
     ids = _expand(engine_ids, processor.image_token_id, counts)
     positions = prompt_positions(processor.skeleton, ids, vision)
-    return Prompt(ids, engine_ids, positions, images, vision, sample.source, image_token=processor.image_token_id)
+    digest = hashlib.blake2b(digest_size=16)
+    for image in images:
+        digest.update(b"%d x %d:" % image.size + image.tobytes())
+    token = processor.image_token_id
+    return Prompt(
+        ids, engine_ids, positions, images, vision, sample.source, image_token=token, pictures=digest.digest()
+    )
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 import cli
@@ -108,7 +109,8 @@ def evaluate(
     predictions: list[dict] = []
     task, error = scorer.task, None
     silent = None if parallel.is_main() else True
-    for i in tqdm(range(0, len(mine), CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
+    longest = int(parallel.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
+    for i in tqdm(range(0, longest, CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
         rows = mine[i : i + CHUNK]
         prompts = encode_prompts([sample for _, sample in rows], processor)
         seeds = [prompt_seed(seed, place) for place, _ in rows]

@@ -108,7 +108,7 @@ def _read_one(spec: str, image_dir: pathlib.Path | None, columns: Columns) -> It
     if suffix in (".json", ".jsonl") and path.is_file():
         return _read_json(path, split, image_dir, columns)
     if (path.is_dir() and not (path / "main.csv").is_file()) or (suffix == ".parquet" and path.is_file()):
-        return _read_table(open_table(path, split), name, image_dir or path.parent, columns)
+        return _read_table(open_table(path, split), spec, image_dir or path.parent, columns)
     if split is not None and path.exists():
         raise UserError(f"{name!r} has no splits: leave @{split} out")
     if path.is_dir():
@@ -122,7 +122,7 @@ def _read_one(spec: str, image_dir: pathlib.Path | None, columns: Columns) -> It
         r"[\w.-]+(/[\w.-]+)?(:\S+)?", name
     ):
         raise UserError(f"no data at {name!r}: give a .jsonl, .json, .parquet or .zip file, a folder or a hub name")
-    return _read_table(open_table(name, split), name, image_dir or pathlib.Path(), columns)
+    return _read_table(open_table(name, split), spec, image_dir or pathlib.Path(), columns)
 
 
 def read_text(path: str | Folder, flag: str) -> str:

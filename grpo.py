@@ -249,7 +249,7 @@ class Run:
     position: int = 0  # prompts drawn from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds of the current step's parts
     budget: int = 0  # tokens of a micro-batch
-    features: dict[str, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
+    features: dict[bytes, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -472,10 +472,10 @@ def set_up(cfg: Config) -> Run:
     eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
+    policy = load_policy(cfg.model, cfg, device)
+    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory)
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
     engine.sleep()
-    policy = load_policy(cfg.model, cfg, device)
-    check_room(policy, bool(cfg.beta), device)
     policy = apply_fsdp(policy, device, dtype)
     reference = load_reference(cfg.model, cfg, device, policy) if cfg.beta else None
     budget = fit(policy, cfg, limits[0], device)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 import parallel
 from cli import RunStopped, UserError
 from lora import has_adapter
-from model import Policy, PolicyFlags
+from model import Policy, PolicyFlags, vision_parameters
 from packing import LOGIT_ROWS, language_model
 
 T = TypeVar("T")
@@ -21,29 +21,49 @@ MOST_TOKENS = 10240  # of a micro-batch chosen here: more keeps a GPU no busier
 ENOUGH_TOKENS = 8192  # with fewer, checkpointing with larger micro-batches is faster
 CPU_TOKENS = 16384  # without a GPU
 MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
-STATE = 16  # bytes a trained parameter: float32 weight, gradient, two moments of AdamW
-ADVICE = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory, --beta 0, or more GPUs"
+LESS_ACTIVATION = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
-def check_room(policy: Policy, with_reference: bool, device: torch.device) -> None:
-    """Raise UserError when this process's share of weights, gradients and optimizer alone overflows its GPU."""
+def check_room(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sampler: float) -> None:
+    """Raise UserError when weights, gradients and optimizer alone overflow this process's GPU, or, gradients apart, do
+    so beside the share of it that is the `sampler`'s while it is awake."""
     if device.type != "cuda":
         return
-    needed = sum(p.numel() * (STATE if p.requires_grad else min(p.element_size(), 2)) for p in policy.parameters())
-    if with_reference and not has_adapter(policy.model):
-        needed += 2 * sum(p.numel() for p in policy.parameters())
-    needed /= parallel.world_size()
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
+    if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
+        held += 2 * sum(p.numel() for p in policy.parameters())
+    moments = 0 if flags.offload_optimizer else 8 * trained
     total = torch.cuda.get_device_properties(device).total_memory * (1 - MARGIN)
-    if needed > total:
-        missing = (needed - total) / 2**30
+    resting = (held + 4 * trained + moments) / parallel.world_size()  # the float32 weights and what does not change
+    training, sampling = resting + 4 * trained / parallel.world_size(), resting + sampler * total
+    if (needed := max(training, sampling)) > total:
+        what = "weights, gradients, AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
         raise UserError(
-            f"this GPU is too small by {missing:.1f} GiB: weights, gradients, AdamW take {needed / 2**30:.1f} GiB of "
-            f"{total / 2**30:.1f} usable on each of {parallel.world_size()} processes. What helps: {ADVICE}"
+            f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB of "
+            f"{total / 2**30:.1f} usable on each of {parallel.world_size()} processes. What helps: "
+            f"{smaller_state(flags, with_reference)}"
         )
 
 
+def smaller_state(flags: PolicyFlags, with_reference: bool) -> str:
+    """The flags that make weights and optimizer smaller and are not given yet."""
+    adapter, separate = flags.has_adapter, with_reference and not flags.has_adapter
+    steps = {
+        "--lora_rank 64": not adapter,
+        "--load_in_4bit" if adapter else "--load_in_4bit with it": not flags.load_in_4bit,
+        "--offload_optimizer": not flags.offload_optimizer,
+        "--offload_reference": separate and not flags.offload_reference,
+        "--beta 0": separate,
+        "a smaller --vllm_memory": True,
+        "more GPUs": True,
+    }
+    return ", ".join(step for step, open_ in steps.items() if open_)
+
+
 def set_checkpointing(policy: Policy, again: int) -> None:
-    """Let `again` of the layers, evenly spread, keep only their input and be computed again in the backward pass."""
+    """Let `again` of the layers, evenly spread, keep only their input and be computed again in the backward pass; and
+    with any of them the blocks of a trained vision tower."""
     if again == 0:
         return
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -52,13 +72,23 @@ def set_checkpointing(policy: Policy, again: int) -> None:
         layer.gradient_checkpointing = i * again // len(layers) < (i + 1) * again // len(layers)
 
 
-def bytes_per_token(policy: Policy, again: int, compiled: bool) -> float:
+def bytes_per_token(policy: Policy, again: int, compiled: bool, dtype: torch.dtype = torch.bfloat16) -> float:
     """What one packed token leaves behind in the forward pass for the backward pass when `again` layers are
-    checkpointed, over all layers."""
-    config = language_model(policy.model).config
+    checkpointed, over all layers, those of a trained vision tower included: the token may stand for a picture."""
+    config, size = language_model(policy.model).config, dtype.itemsize
     kept = 4 * config.hidden_size  # the residual stream is float32
-    whole = 2 * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
-    return (config.num_hidden_layers - again) * whole + again * kept + whole
+    whole = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
+    return (config.num_hidden_layers - again) * whole + again * kept + whole + _vision_bytes(policy, again, size)
+
+
+def _vision_bytes(policy: Policy, again: int, size: int) -> float:
+    if not any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
+        return 0.0
+    config = policy.model.config.vision_config
+    kept = size * config.hidden_size
+    whole = size * (14 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size))
+    blocks = config.depth * (kept if again else whole) + whole
+    return blocks * config.spatial_merge_size**2  # patches of a token
 
 
 def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) -> int:
@@ -79,17 +109,19 @@ def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) 
     layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
     free, total = torch.cuda.mem_get_info(device)
     # gradients and moments are not there yet; logits in float32 three times over; two layers gathered whole
-    room = free - MARGIN * total - (STATE - 4) * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer
-    enough = max(longest, min(budget or ENOUGH_TOKENS, ENOUGH_TOKENS))
-    fits = {again: int(room / bytes_per_token(policy, again, flags.compile)) for again in choice}
+    coming = 4 if flags.offload_optimizer else 12
+    room = free - MARGIN * total - coming * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer
+    enough = max(longest, budget or ENOUGH_TOKENS)
+    cost = {again: bytes_per_token(policy, again, flags.compile, flags.compute_dtype(device)) for again in choice}
+    fits = {again: int(room / cost[again]) for again in choice}
     again = next((again for again, tokens in fits.items() if tokens >= enough), choice[-1])
     again = int(parallel.all_max(torch.tensor(again)))
     tokens = -int(parallel.all_max(torch.tensor(-fits[again])))
     if tokens < longest and not budget:
-        missing = (longest - tokens) * bytes_per_token(policy, again, flags.compile) / 2**30
+        missing = (longest - tokens) * cost[again] / 2**30
         raise UserError(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
-            f"shorter ones (--max_prompt_length, --max_completion_length), {ADVICE}"
+            f"shorter ones (--max_prompt_length, --max_completion_length), {LESS_ACTIVATION}"
         )
     if parallel.is_main():
         tokens_said = f"micro-batches of {budget or min(tokens, MOST_TOKENS)} tokens"
@@ -110,7 +142,7 @@ def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int,
         except torch.OutOfMemoryError as error:
             if attempt or parallel.world_size() > 1:
                 reason = str(error).split(". ")[0]
-                raise RunStopped(f"out of GPU memory ({reason}). What helps: {ADVICE}", status=1) from None
+                raise RunStopped(f"out of GPU memory ({reason}). What helps: {LESS_ACTIVATION}", status=1) from None
             recover(policy)
             budget //= 2
             print(f"out of GPU memory: from now on micro-batches of {budget} tokens", file=sys.stderr)

@@ -3,9 +3,9 @@
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
 One shard of the base is in memory at a time, so merging needs a few gigabytes for any model; the check at the end,
-that base with adapter and merged model give the same logits, needs as much as the model once.
-Plain LoRA, rslora, DoRA, adapted embeddings, `modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave
-beside an adapter is not looked at. Tokenizer, processor, chat template and generation config are those of the base.
+that base with adapter and merged model give the same logits, needs as much as the model once. Plain LoRA, rslora,
+DoRA, adapted embeddings, `modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave beside an
+adapter is not looked at. Tokenizer, processor, chat template and generation config are those of the base.
 """
 
 import copy

@@ -331,13 +331,13 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 
 
 @torch.no_grad()
-def look(policy: Policy, prompts: list[Prompt], kept: dict[str, Tensor], at_once: int = 32768) -> None:
+def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_once: int = 32768) -> None:
     """Give each prompt the features of its images when the vision tower is frozen: once for the sampler, the reference
     and all updates, and once a run for those that `kept`, on the host, has room for. `at_once`: patches."""
     visual = getattr(policy.model.model, "visual", None)
     if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
         return
-    new = [prompt for prompt in prompts if prompt.vision and prompt.source not in kept]
+    new = list({p.pictures: p for p in prompts if p.vision and p.pictures not in kept}.values())
     while new:
         batch, patches = [], 0
         while new and (not batch or patches + len(new[-1].vision["pixel_values"]) <= at_once):
@@ -348,9 +348,9 @@ def look(policy: Policy, prompts: list[Prompt], kept: dict[str, Tensor], at_once
         features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
         merged = visual.config.spatial_merge_size**2
         sizes = [len(prompt.vision["pixel_values"]) // merged for prompt in batch]
-        kept |= {prompt.source: part.clone() for prompt, part in zip(batch, features.split(sizes))}
+        kept |= {prompt.pictures: part.clone() for prompt, part in zip(batch, features.split(sizes))}
     for prompt in prompts:
-        prompt.features = kept.get(prompt.source)
+        prompt.features = kept.get(prompt.pictures)
     while sum(part.nbytes for part in kept.values()) > KEPT_FEATURES:
         del kept[next(iter(kept))]  # the oldest
 
@@ -377,11 +377,11 @@ def saved_dtype(name: str) -> torch.dtype:
 
 
 def stop_tokens(
-    generation: GenerationConfig | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    generation: GenerationConfig | dict | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
     """Every token that ends a completion, from the generation config, the model's config and the tokenizer."""
     found = {tokenizer.eos_token_id}
     for source in (generation, config, getattr(config, "text_config", None)):
-        eos = getattr(source, "eos_token_id", None)
+        eos = source.get("eos_token_id") if isinstance(source, dict) else getattr(source, "eos_token_id", None)
         found |= set(eos if isinstance(eos, list) else [eos])
     return sorted(token for token in found if token is not None)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import parallel
-from cli import UserError
+from cli import RunStopped, UserError
 from data import Processor, Prompt, Rollout
 from model import Policy, full_weights, load_model, stop_tokens
 
@@ -53,6 +53,8 @@ class EngineFlags:
             raise ValueError("vllm_memory must be between 0 and 1")
         if self.vllm_sequences < 1 or self.tensor_parallel < 1:
             raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
+        if self.check_sync and self.tensor_parallel > 1:
+            raise ValueError("check_sync compares whole weights, which no process has with tensor_parallel above 1")
 
 
 class Engine(Protocol):
@@ -203,14 +205,15 @@ class VLLMEngine:
         self.llm.llm_engine.reset_encoder_cache()
 
     def _compare(self, policy: Policy) -> None:
-        """Raise RuntimeError when a weight in vLLM is not the trainer's, rounded."""
+        """Raise RunStopped when vLLM lacks a weight of the trainer's or has another one, beyond rounding."""
         (own,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
         for name, weight in full_weights(policy):
             theirs = own.pop(name, None)
-            if theirs is None:
-                raise RuntimeError(f"after the sync vLLM has no weight {name}")
-            if self.flags.tensor_parallel == 1 and not torch.equal(theirs[: len(weight)], weight.to(theirs.dtype)):
-                raise RuntimeError(f"after the sync vLLM's {name} is not the trainer's")
+            if theirs is None or not torch.equal(theirs[: len(weight)], weight.to(theirs.dtype)):
+                wrong = "is missing" if theirs is None else "is not the trainer's"
+                raise RunStopped(
+                    f"--check_sync: after the sync vLLM's {name} {wrong}; --engine hf samples without it", 1
+                )
 
     def generate(
         self,
@@ -227,9 +230,11 @@ class VLLMEngine:
             everyone = [prompt for share, _ in shares for prompt in share]
             everyones_seeds = [seed for _, share in shares for seed in share]
             first = sum(len(share) for share, _ in shares[: dist.get_rank(self.group)])
-            rollouts = self._generate(everyone, n, everyones_seeds, max_tokens, temperature, top_p)
+            rollouts = []
+            if everyone:
+                rollouts = self._generate(everyone, n, everyones_seeds, max_tokens, temperature, top_p)
             return rollouts[first : first + len(prompts)]
-        return self._generate(prompts, n, seeds, max_tokens, temperature, top_p)
+        return self._generate(prompts, n, seeds, max_tokens, temperature, top_p) if prompts else []
 
     def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
         requests = [{"prompt_token_ids": p.engine_ids} | self._pictures(p) for p in prompts]

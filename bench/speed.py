@@ -16,11 +16,13 @@ import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -54,9 +56,9 @@ WORKLOADS = {
 class Config:
     """Measure training steps on this machine."""
 
-    shape: str = "3b"
-    """The model's shape: 3b, 7b or tiny."""
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    shape: Literal["3b", "7b", "tiny"] = "3b"
+    """The model's shape."""
+    workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short"], ...] = tuple(WORKLOADS)
     """Which of W1, W1-nokl, W1-long, W1-short."""
     steps: int = 2
     """Measured steps of each workload, after one that warms up."""
@@ -75,6 +77,14 @@ class Config:
     """Further flags of grpo.py, as NAME=VALUE."""
     profile: bool = False
     """Write a table of the GPU's kernels in the last step of each workload."""
+
+    def __post_init__(self) -> None:
+        known = {field.name for field in fields(grpo.Config)}
+        for flag in self.flags:
+            if "=" not in flag or flag.split("=")[0] not in known:
+                raise ValueError(f"flags takes NAME=VALUE with flags of grpo.py, not {flag!r}")
+        if min(self.steps, self.prompts, self.generations) < 1:
+            raise ValueError("steps, prompts and generations must be at least 1")
 
 
 def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
@@ -192,8 +202,10 @@ def measure(cfg: Config) -> dict[str, dict]:
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
         means = {key: value for key, value in means.items() if np.isfinite(value)}
+        means["memory_gib"] = max(row["memory_gib"] for row in rows)  # at any part's end, the first step's too
         config = AutoConfig.from_pretrained(folder / cfg.shape)
         means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"])
+        means["of_the_limit"] = means["step_time"] / sum(means["limits"].values())
         means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
         means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
         results[name] = means
@@ -230,10 +242,11 @@ def show(results: dict[str, dict]) -> None:
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
-    if cfg.peer:  # ours in a process of its own, so that the other trainer finds the GPU empty
+    peer = cfg.peer if os.environ.get("BENCH_PEER") != "no" else None
+    if peer:  # ours in a process of its own, so that the other trainer finds the GPU empty
         part = folder / "ours"
-        flags = [flag for flag in sys.argv[1:] if flag not in ("--peer", cfg.peer)]
-        subprocess.run([sys.executable, __file__, *flags, "--results", str(part)], check=True)
+        alone = os.environ | {"BENCH_PEER": "no"}
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(part)], check=True, env=alone)
         results = json.loads(max(part.glob("*.json")).read_text())["workloads"]
     else:
         results = measure(cfg)
@@ -246,15 +259,15 @@ def main(cfg: Config) -> None:
         "git_commit": report.git_commit(),
         "workloads": results,
     }
-    if cfg.peer:
-        script = str(HERE / "peer_trl.py") if cfg.peer == "trl" else cfg.peer
+    if peer:
+        script = str(HERE / "peer_trl.py") if peer == "trl" else peer
         command = [sys.executable, script, str(folder / cfg.shape), "--steps", str(cfg.steps + 1)]
         done = subprocess.run(command, capture_output=True, text=True)
         print(done.stdout[-3000:], done.stderr[-1500:])
         seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
-        about["peer"] = {"name": cfg.peer, "steps": seconds}
-        if seconds and "W1" in results:
-            about["peer"]["ratio"] = float(np.mean(seconds[1:] or seconds)) / results["W1"]["step_time"]
+        about["peer"] = {"name": peer, "steps": seconds, "exit_status": done.returncode}
+        if len(seconds) > 1 and "W1" in results:  # as with ours, the first step warms up and does not count
+            about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
     (pathlib.Path(cfg.results) / f"speed-{stamp}.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -132,7 +132,8 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
         vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
     prompt_ids = torch.cat(ids)
     positions = prompt_positions(model.model, prompt_ids, vision)
-    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE)
+    seen = vision["pixel_values"].numpy().tobytes() if vision else b""
+    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, pictures=seen)
     return Group(prompt, [Rollout(words(n), torch.zeros(n)) for n in lengths])
 
 

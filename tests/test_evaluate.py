@@ -4,9 +4,15 @@ import json
 import pathlib
 
 import pytest
+import torch
 
+import evaluate
 from cli import UserError
+from data import load_processor, load_samples
 from evaluate import Config, bootstrap_interval, pass_at_k, summarise
+from model import load_model
+from rollout import HFEngine
+from scoring import RewardFlags, Scorer
 
 VECTORS = pathlib.Path(__file__).parent / "vectors"
 
@@ -70,3 +76,17 @@ def test_completions_without_verdict_are_left_out_and_counted():
     assert scores["pass@4"] == 1.0  # of the rows with four verdicts
     with pytest.raises(UserError, match="14% of the completions have no verdict"):
         summarise([*rows, row(["a"] * 4, [False] * 4, [None, None, None, 1.0])], "count")
+
+
+def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monkeypatch):
+    """This process has two rows, another has five: it takes part in all of the five chunks."""
+    processor = load_processor(tiny_model, "count")
+    samples = load_samples(shapes, "count", processor=processor)
+    engine = HFEngine(load_model(tiny_model, torch.float32), processor)
+    calls, generate = [], engine.generate
+    monkeypatch.setattr(evaluate, "CHUNK", 1)
+    monkeypatch.setattr(evaluate.parallel, "all_max", lambda count: count + 3)
+    monkeypatch.setattr(engine, "generate", lambda prompts, *a: (calls.append(len(prompts)), generate(prompts, *a))[1])
+    _, predictions = evaluate.evaluate(engine, processor, samples[:2], Scorer("count", RewardFlags()), 4)
+    assert calls == [1, 1, 0, 0, 0]
+    assert len(predictions) == 2

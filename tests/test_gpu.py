@@ -12,7 +12,7 @@ from models import build, make_group
 import grpo
 from cli import UserError
 from memory import check_room
-from model import Policy
+from model import Policy, PolicyFlags
 from packing import pack, take_packed_batches, token_logprobs
 from report import read_rows
 
@@ -141,8 +141,8 @@ def test_a_gpu_too_small_says_by_how_much(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
     policy = Policy(build("qwen2_5_vl"))
-    with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --activation_checkpointing"):
-        check_room(policy, True, torch.device("cuda"))
+    with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
+        check_room(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
 
 
 def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_path, capsys):

@@ -50,6 +50,44 @@ def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, again, token
     assert checkpointed(policy) == want
 
 
+def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
+    free(monkeypatch, policy, 2, 20_000)
+    assert memory.fit(policy, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
+    assert checkpointed(policy) == [False, True] * 2
+
+
+def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
+    assert memory.bytes_per_token(policy, 0, True, torch.float32) > 1.9 * memory.bytes_per_token(policy, 0, True)
+    tower = load_policy(tiny_model, PolicyFlags(train_vision=True), torch.device("cpu"))
+    cost = [memory.bytes_per_token(p, again, True) for p in (policy, tower) for again in (0, 4)]
+    assert cost[2] - cost[0] > cost[3] - cost[1] > 0, "checkpointing spares the tower's blocks too"
+
+
+class Card:
+    total_memory = 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("flags", "sampler", "message"),
+    [
+        ({}, 0.2, r"weights, gradients, AdamW take .* --lora_rank 64, --load_in_4bit with it, --offload_optimizer,"),
+        (
+            {"lora_rank": 4},
+            0.2,
+            r"What helps: --load_in_4bit, --offload_optimizer, a smaller --vllm_memory, more GPUs$",
+        ),
+        ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take"),
+    ],
+)
+def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch, flags, sampler, message):
+    flags = PolicyFlags(**flags)
+    policy = load_policy(tiny_model, flags, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    with pytest.raises(UserError, match=message):
+        memory.check_room(policy, flags, True, GPU, sampler)
+    memory.check_room(policy, flags, True, torch.device("cpu"), sampler)
+
+
 def test_flags_decide_where_they_are_given(policy, monkeypatch):
     free(monkeypatch, policy, 0, 50_000)
     flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")

@@ -43,7 +43,7 @@ def make(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def untied(tiny_model, tmp_path_factory) -> str:
-    """A model whose lm_head has weights of its own, as the 7B's, in several shards; the tiny one's are its embedding."""
+    """A model whose lm_head has weights of its own, as the 7B's, in several shards; the tiny one's is its embedding."""
     folder = tmp_path_factory.mktemp("untied") / "model"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "config.json").read_text())

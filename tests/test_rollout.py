@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 
 from cli import UserError
 from data import Sample, encode_prompt, encode_prompts, load_processor
+from model import PolicyFlags, load_policy, look, stop_tokens
 from packing import Group, pack, take_packed_batches, token_logprobs
 from rollout import EngineFlags, HFEngine, VLLMEngine, check_pixels, make_engine, sample
 
@@ -91,6 +92,29 @@ def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts
         if r.truncated:
             assert len(r.ids) == 30
             assert frequent not in r.ids
+
+
+def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
+    """Rows of two splits of one file may have the same name; the same picture is looked at once."""
+
+    def prompt(shade: int):
+        return encode_prompt(Sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor)
+
+    policy, kept = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
+    first, other, again = prompt(10), prompt(200), prompt(10)
+    look(policy, [first], kept)
+    look(policy, [other, again], kept)
+    assert not torch.equal(first.features, other.features)
+    assert torch.equal(first.features, again.features)
+    assert len(kept) == 2
+
+
+def test_every_end_token_of_the_generation_config_counts(tiny_model):
+    """vLLM hands the generation config over as a dict, transformers as an object."""
+    tokenizer = load_processor(tiny_model, "count").tokenizer
+    for config in (GenerationConfig(eos_token_id=[5, 7]), {"eos_token_id": [5, 7]}, {"eos_token_id": 5}):
+        want = {5, 7} if not isinstance(config, dict) or isinstance(config["eos_token_id"], list) else {5}
+        assert set(stop_tokens(config, PreTrainedConfig(), tokenizer)) == want | {tokenizer.eos_token_id}
 
 
 def test_a_completion_of_one_token(engine, prompts):
