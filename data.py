@@ -209,6 +209,8 @@ def load_processor(
         if hasattr(config, "vision_config"):
             image_processor = Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
+        if (pathlib.Path(model) / "adapter_config.json").is_file():
+            raise UserError(f"{model!r} is an adapter: give its base as --model, and it as --adapter") from None
         if pathlib.Path(model).is_dir():
             raise UserError(
                 f"{model!r} is not a whole model folder in Hugging Face layout ({str(error).splitlines()[0][:160]})"

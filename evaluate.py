@@ -31,7 +31,7 @@ import cli
 import parallel
 from cli import UserError
 from data import DataFlags, Processor, Sample, encode_prompts, most_images
-from model import Policy
+from model import Policy, PolicyFlags, load_policy
 from rewards import FORMATS, exact_match
 from rollout import Engine, EngineFlags, make_engine
 from scoring import MOST_WITHOUT_VERDICT, RewardFlags, Scorer
@@ -46,6 +46,8 @@ class Config(EngineFlags, RewardFlags, DataFlags):
 
     model: str
     """A folder in Hugging Face layout or a hub name."""
+    adapter: str | None = None
+    """An adapter in PEFT layout, made for `model`, to score it with."""
     task: Literal["count", "math", "vqa"] = "count"
     """Prompt template and reward."""
     output: str = "runs/evaluation"
@@ -193,14 +195,18 @@ def main(cfg: Config) -> None:
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
+    adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
     engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
+    if adapted is not None:
+        engine.sync_weights(adapted)
     sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)
     scores, predictions = evaluate(engine, processor, samples, scorer, *sampling)
+    about = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "task": cfg.task}
     if parallel.is_main():
-        write(pathlib.Path(cfg.output), {"model": cfg.model, "data": cfg.data, "task": cfg.task, **scores}, predictions)
+        write(pathlib.Path(cfg.output), {**about, **scores}, predictions)
         low, high = scores["exact_match_95"]
         print(
-            f"{cfg.model} on {scores['n']} rows of {cfg.data}: exact match {scores['exact_match']:.3f} "
+            f"{cfg.adapter or cfg.model} on {scores['n']} rows of {cfg.data}: exact match {scores['exact_match']:.3f} "
             f"({low:.3f} to {high:.3f}), reward {scores['reward']:.3f}, form {scores['format_rate']:.3f}, "
             f"{scores['mean_length']:.0f} tokens; {cfg.output}/scores.json"
         )

@@ -5,12 +5,12 @@
 #   ./run.sh digits                   the same on scikit-learn's scanned handwritten digits
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one
-#   ./run.sh count                    Qwen2.5-VL-3B on object counting, full fine-tuning
+#   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter beside 4-bit weights, on one small GPU
 #   ./run.sh test                     the test suite
 #
 # After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
-# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), MODEL, DATA, TEST_DATA (what to train,
-# on what, and what to evaluate on), OUTPUT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
+# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), MODEL, ADAPTER (an SFT adapter of MODEL to
+# go on from), DATA, TEST_DATA (what to train, on what, and what to evaluate on), OUTPUT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")"
 seed=${SEED:-0}
@@ -86,13 +86,22 @@ recipe() {  # name, task, model, training data, test data ('' for none), flags o
     evaluation+=(--max_tokens 32)
   fi
   both+=("${shared[@]}")
+  [ -n "${ADAPTER:-}" ] && set -- --adapter "$ADAPTER" "$@"
   train --task "$task" --model "$model" --data "$data" --output "$output" "$@" "${smoke[@]}" "${both[@]}" "${given[@]}"
   [ -n "$test" ] || return 0
-  local which
-  for which in "before $model" "after $output/final"; do
-    say "Evaluation ${which%% *} training"
-    show .venv/bin/python evaluate.py --task "$task" --model "${which#* }" --data "$test" \
-      --output "$output/${which%% *}" "${both[@]}" "${evaluation[@]}"
+  local when what
+  for when in before after; do
+    say "Evaluation $when training"
+    what=(--model "$model")
+    if [ $when = before ]; then
+      [ -n "${ADAPTER:-}" ] && what+=(--adapter "$ADAPTER")
+    elif [ -f "$output/final/adapter_config.json" ]; then
+      what+=(--adapter "$output/final")
+    else
+      what=(--model "$output/final")
+    fi
+    show .venv/bin/python evaluate.py --task "$task" "${what[@]}" --data "$test" \
+      --output "$output/$when" "${both[@]}" "${evaluation[@]}"
   done
   show .venv/bin/python report.py --run "$output" --before "$output/before" --after "$output/after"
 }
@@ -126,7 +135,7 @@ math() {
 count() {
   recipe count count Qwen/Qwen2.5-VL-3B-Instruct "" "" --max_side 512 -- --max_tokens 256 -- \
     --max_completion_length 256 --prompts_per_step 8 --num_generations 8 --learning_rate 5e-5 --epochs 50 --seed 43 \
-    --save_every 50
+    --lora_rank 16 --load_in_4bit --vllm_memory 0.55 --save_every 50
 }
 
 recipe=${1:-demo}
@@ -144,8 +153,8 @@ part=given
 for flag in "$@"; do
   case $flag in
     --smoke) tiny=yes; continue ;;
-    --output* | --model* | --data | --data=*)
-      echo "error: $flag: set OUTPUT, MODEL or DATA in the environment, so that training and evaluation agree" >&2
+    --output* | --model* | --adapter* | --data | --data=*)
+      echo "error: $flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment, so that training and evaluation agree" >&2
       exit 2 ;;
     --*pixels* | --max_side* | --image_dir* | --*_column* | --template* | --skip_bad_rows | --max_prompt_length* | \
       --reward* | --verifier* | --engine* | --vllm* | --tensor_parallel*) part=shared ;;
@@ -174,7 +183,7 @@ case $recipe in
     set_up
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    .venv/bin/python -m pytest "${given[@]}" ;;
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto "${given[@]}" ;;
   *)
     echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, test" >&2
     exit 2 ;;

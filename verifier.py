@@ -16,8 +16,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import openai
-
 import parallel
 from cli import UserError
 
@@ -102,7 +100,9 @@ class Verifier:
     """Asks the model behind `flags`' URL; safe to call from many threads."""
 
     def __init__(self, url: str, model: str | None = None, flags: VerifierFlags | None = None):
-        self.flags = flags or VerifierFlags()
+        import openai  # half a second, for those who have a verifier alone
+
+        self.openai, self.flags = openai, flags or VerifierFlags()
         self.url, self.model = parse_url(url), model
         self.last_error = ""
         self.failures = 0  # requests that failed one after another
@@ -111,10 +111,10 @@ class Verifier:
         threading.Thread(target=self.loop.run_forever, daemon=True, name="verifier").start()
         self.client, self.slots = self._run(self._connect())
 
-    async def _connect(self) -> tuple[openai.AsyncOpenAI, asyncio.Semaphore]:
+    async def _connect(self) -> tuple[Any, asyncio.Semaphore]:
         key = os.environ.get("REWARD_MODEL_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
         limits = {"timeout": self.flags.verifier_timeout, "max_retries": self.flags.verifier_retries}
-        client = openai.AsyncOpenAI(base_url=self.url, api_key=key, **limits)
+        client = self.openai.AsyncOpenAI(base_url=self.url, api_key=key, **limits)
         return client, asyncio.Semaphore(self.flags.verifier_concurrency)
 
     def _run(self, work: Coroutine) -> Any:
@@ -137,7 +137,7 @@ class Verifier:
             if reply is None:
                 self.asked.pop(key, None)
             return reply
-        except (openai.OpenAIError, OSError, ValueError) as error:
+        except (self.openai.OpenAIError, OSError, ValueError) as error:
             self.asked.pop(key, None)  # asked again when it comes again
             self.last_error = f"{type(error).__name__}: {str(error).strip()[:200]}"
             return None
@@ -173,7 +173,7 @@ class Verifier:
                     raise UserError(f"{self.url} serves {found}: name the verifier with --verifier_model")
                 self.model = models[0]
             return self._run(self._ask("What is 1 + 1?", "2", "2"))
-        except (openai.OpenAIError, OSError, ValueError) as error:
+        except (self.openai.OpenAIError, OSError, ValueError) as error:
             raise UserError(
                 f"the verifier at {self.url} cannot be used ({type(error).__name__}: {str(error).strip()[:200]}): "
                 "start it, mend --verifier_url or REWARD_MODEL_URL, or leave both out for the rule alone"

@@ -14,6 +14,7 @@ from conftest import ROOT
 import data
 import evaluate
 import grpo
+import merge_lora
 import report
 import smoke
 import tiny
@@ -22,6 +23,7 @@ from report import read_rows
 SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
 CONFIGS = {
     "grpo.py": grpo.Config,
+    "merge_lora.py": merge_lora.Config,
     "evaluate.py": evaluate.Config,
     "data.py": data.Config,
     "report.py": report.Config,
@@ -102,7 +104,10 @@ def test_every_recipe_runs_offline_with_smoke():
         (["math"], "needs text, image or mixed after it"),
         (["math", "--smoke"], "needs text, image or mixed after it, not '--smoke'"),
         (["count"], "DATA=folder_or.zip ./run.sh count"),
-        (["vqa", "--smoke", "--output", "elsewhere"], "--output: set OUTPUT, MODEL or DATA in the environment"),
+        (
+            ["vqa", "--smoke", "--output", "elsewhere"],
+            "--output: set OUTPUT, MODEL, ADAPTER or DATA in the environment",
+        ),
     ],
 )
 def test_mistakes_with_run_sh_are_answered(arguments, message):
