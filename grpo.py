@@ -473,12 +473,12 @@ def set_up(cfg: Config) -> Run:
     dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     policy = load_policy(cfg.model, cfg, device)
-    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory)
+    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory)
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype)
     reference = load_reference(cfg.model, cfg, device, policy) if cfg.beta else None
-    budget = fit(policy, cfg, limits[0], device)
+    budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
     start = {"step": 0, "position": 0}

@@ -24,17 +24,21 @@ MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
 LESS_ACTIVATION = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
-def check_room(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sampler: float) -> None:
-    """Raise UserError when weights, gradients and optimizer alone overflow this process's GPU, or, gradients apart, do
-    so beside the share of it that is the `sampler`'s while it is awake."""
+def check_room(
+    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sampler: float, limit: float = 0.0
+) -> None:
+    """Hold this process to `limit` GiB of its GPU (0: all of it). Raise UserError when weights, gradients and optimizer
+    alone overflow that, or, gradients apart, do so beside the share that is the `sampler`'s while it is awake."""
     if device.type != "cuda":
         return
+    if limit:
+        torch.cuda.set_per_process_memory_fraction(parallel.usable_share(limit), device)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
     if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
         held += 2 * sum(p.numel() for p in policy.parameters())
     moments = 0 if flags.offload_optimizer else 8 * trained
-    total = torch.cuda.get_device_properties(device).total_memory * (1 - MARGIN)
+    total = torch.cuda.get_device_properties(device).total_memory * parallel.usable_share(limit) * (1 - MARGIN)
     resting = (held + 4 * trained + moments) / parallel.world_size()  # the float32 weights and what does not change
     training, sampling = resting + 4 * trained / parallel.world_size(), resting + sampler * total
     if (needed := max(training, sampling)) > total:
@@ -91,10 +95,11 @@ def _vision_bytes(policy: Policy, again: int, size: int) -> float:
     return blocks * config.spatial_merge_size**2  # patches of a token
 
 
-def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) -> int:
+def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device, limit: float = 0.0) -> int:
     """Set the checkpointing and return the tokens of a micro-batch: the flags', else the fastest in the free memory.
 
-    `longest`: the most tokens of a prompt with one completion, which cannot be split. Raises UserError when not even
+    `longest`: the most tokens of a prompt with one completion, which cannot be split; `limit`: GiB of the GPU that the
+    run may use. Raises UserError when not even
     that fits. Every process takes the same.
     """
     layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
@@ -107,7 +112,9 @@ def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device) 
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.world_size()
     vocabulary = language_model(policy.model).embed_tokens.weight.shape[0]
     layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
-    free, total = torch.cuda.mem_get_info(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    total = limit * 2**30 or whole
+    free -= whole - total
     # gradients and moments are not there yet; logits in float32 three times over; two layers gathered whole
     coming = 4 if flags.offload_optimizer else 12
     room = free - MARGIN * total - coming * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer

@@ -25,6 +25,13 @@ def start() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def usable_share(gib: float) -> float:
+    """The share of this process's GPU that `gib` GiB are, at most 1; 0 GiB mean all of it."""
+    if not gib:
+        return 1.0
+    return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 def compute_dtype(device: torch.device) -> torch.dtype:
     """What to compute in when the user leaves it open: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

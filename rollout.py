@@ -39,7 +39,10 @@ class EngineFlags:
     engine: Literal["auto", "hf", "vllm"] = "auto"
     """The sampler; auto is vllm where it is installed and there is a GPU, else hf (transformers with a KV cache)."""
     vllm_memory: float = 0.25
-    """Share of the GPU's memory for vLLM's weights and KV cache while it samples; the trainer has it in between."""
+    """Share of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while it samples; the trainer has
+    it in between."""
+    gpu_memory: float = 0.0
+    """GiB of each GPU that the run may use, the sampler's share included; 0: all of it."""
     vllm_sequences: int = 256
     """Most sequences that vLLM decodes at the same time, on each GPU."""
     tensor_parallel: int = 1
@@ -49,8 +52,8 @@ class EngineFlags:
 
     def check_engine(self) -> None:
         """Raise ValueError for settings that cannot be."""
-        if not 0 < self.vllm_memory < 1:
-            raise ValueError("vllm_memory must be between 0 and 1")
+        if not 0 < self.vllm_memory < 1 or self.gpu_memory < 0:
+            raise ValueError("vllm_memory must be between 0 and 1, gpu_memory not negative")
         if self.vllm_sequences < 1 or self.tensor_parallel < 1:
             raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
         if self.check_sync and self.tensor_parallel > 1:
@@ -159,7 +162,7 @@ class VLLMEngine:
                 seed=0,
                 max_model_len=max_length,
                 max_num_seqs=flags.vllm_sequences,
-                gpu_memory_utilization=flags.vllm_memory,
+                gpu_memory_utilization=flags.vllm_memory * parallel.usable_share(flags.gpu_memory),
                 tensor_parallel_size=flags.tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enable_sleep_mode=True,

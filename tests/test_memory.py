@@ -88,6 +88,16 @@ def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch
     memory.check_room(policy, flags, True, torch.device("cpu"), sampler)
 
 
+def test_a_part_of_a_gpu_is_filled_as_a_whole_smaller_one(policy, monkeypatch):
+    """12 GiB of a GPU of 16, as much free of them as of a GPU that has 12."""
+    free(monkeypatch, policy, 2, 9_000)
+    available, total = torch.cuda.mem_get_info(GPU)
+    used = 12 * 2**30 - (available - memory.MARGIN * (total - 12 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - used, total))
+    assert memory.fit(policy, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
+    assert checkpointed(policy) == [False, True] * 2
+
+
 def test_flags_decide_where_they_are_given(policy, monkeypatch):
     free(monkeypatch, policy, 0, 50_000)
     flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")
