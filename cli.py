@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 
 
@@ -29,6 +30,10 @@ class RunStopped(Exception):
         self.status = status
 
 
+class Interrupted(Exception):
+    """A signal asked this run to stop, and nothing of the step it is in has been learned yet."""
+
+
 def need(ok: bool, message: str) -> None:
     """Raise ValueError with `message` unless `ok`: what a Config says about settings that cannot be."""
     if not ok:
@@ -44,7 +49,9 @@ def note_interrupts() -> list[int]:
         noted.append(number)
         signal.signal(number, signal.SIG_DFL)
         if int(os.environ.get("RANK", 0)) == 0:
-            print("\nstopping after this step with a checkpoint; again to stop at once", file=sys.stderr, flush=True)
+            print(
+                "\nstopping as soon as nothing is lost, with a checkpoint; again: at once", file=sys.stderr, flush=True
+            )
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
@@ -58,12 +65,21 @@ def run(main: Callable[[Any], None], config: type) -> None:
     prints what concerns the command line, since every rank reads the same one; later errors carry their rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    args = tyro.cli(config, use_underscores=True, console_outputs=rank == 0)
+    words = sys.argv[1:]
+    for i, word in enumerate(words):  # --resume alone means the newest checkpoint
+        if word == "--resume" and (i + 1 == len(words) or words[i + 1].startswith("--")):
+            words[i] = "--resume=newest"
+    args = tyro.cli(config, args=words, use_underscores=True, console_outputs=rank == 0)
     try:
         try:
             main(args)
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
+        except (dist.DistError, RuntimeError) as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+                raise
+            first = str(error).strip().splitlines()[0][-200:]
+            raise RunStopped(f"another process is gone or hangs ({first})", status=1) from None
     except KeyboardInterrupt:
         print("interrupted before anything was at stake", file=sys.stderr, flush=True)
         os._exit(130)

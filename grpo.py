@@ -1,4 +1,4 @@
-"""GRPO for vision-language models: config, advantages, loss, the training step and the loop.
+"""GRPO for vision-language models: advantages, loss, the training step and the loop; config.py has the flags.
 
     python grpo.py --task count --model runs/tiny/count-0/model --data runs/tiny/count-0/train
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
@@ -13,8 +13,8 @@ completion, C completion tokens of one micro-batch.
 """
 
 import math
+import sys
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,16 +22,16 @@ from tqdm import tqdm
 
 import cli
 import parallel
-from checkpoint import export, load_checkpoint, newest_checkpoint, save_checkpoint
-from cli import RunStopped, need
-from data import DataFlags, Sample, most_images
+from checkpoint import Checkpoints, export, load_checkpoint
+from cli import Interrupted, RunStopped
+from config import Config
+from data import Sample, most_images
 from evaluate import score_policy
-from guards import trouble
+from guards import NOT_FINITE, Seen, is_spike, not_finite, too_far_apart
 from lora import reference_weights
 from memory import check_room, fit, retried
 from model import (
     Policy,
-    PolicyFlags,
     apply_fsdp,
     load_policy,
     load_reference,
@@ -41,96 +41,10 @@ from model import (
     record_logprobs,
 )
 from packing import Group, PackedBatch
-from report import Clock, RunFlags, RunLog, refuse_to_mix_runs, step_metrics
-from rollout import Engine, EngineFlags, make_engine
-from scoring import MOST_WITHOUT_VERDICT, NoRewards, RewardFlags, Scorer
+from report import Clock, RunLog, refuse_to_mix_runs, step_metrics
+from rollout import Engine, make_engine
+from scoring import MOST_WITHOUT_VERDICT, NoRewards, Scorer
 from stream import PromptStream, prompt_seed
-
-CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-
-
-@dataclass(kw_only=True)
-class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
-    """Train a vision-language model by GRPO."""
-
-    task: Literal["count", "math", "vqa"] = "count"
-    """Prompt template and reward."""
-    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
-    """The policy to start from, and the KL reference: a folder in Hugging Face layout or a hub name."""
-    seed: int = 0
-    """Seed of the data order and of the sampling."""
-
-    data_weights: tuple[float, ...] = ()
-    """Shares of the prompts drawn from each of several data sets; by their numbers of rows when left out."""
-    max_completion_length: int = 1024
-    """Most sampled tokens; a completion that reaches it without a stop token is truncated."""
-    overlong_buffer: int = 0
-    """Last tokens before `max_completion_length` over which the overlong penalty falls from 0 to -1; 0: no penalty."""
-
-    prompts_per_step: int = 32
-    """P: prompts sampled for each step, over all processes."""
-    prompts_per_update: int = 0
-    """Prompts for each optimizer update, over all processes; 0: all P in one update."""
-    num_generations: int = 8
-    """G: completions of each prompt, the group its advantages are relative to."""
-    num_iterations: int = 1
-    """μ: passes over a step's completions."""
-    temperature: float = 1.0
-    """Sampling temperature; the trained log-probabilities are those of the tempered distribution too."""
-    dynamic_sampling: bool = False
-    """Draw further prompts in place of groups whose rewards are all equal (DAPO, arXiv:2503.14476, eq. 11)."""
-    dynamic_sampling_rounds: int = 10
-    """Most rounds of P prompts for one step of dynamic sampling."""
-
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
-    """See `grpo_loss` and `token_weights`."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What advantages are divided by: the standard deviation of the group, of the batch, or nothing."""
-    clip_low: float | None = None
-    """ε_low: the ratio is clipped below 1 − ε_low; the loss type's own default when left out."""
-    clip_high: float | None = None
-    """ε_high: the ratio is clipped above 1 + ε_high; the loss type's own default when left out."""
-    beta: float = 0.0
-    """β: weight of the KL term to the starting model; 0 keeps no reference model."""
-    old_logp: Literal["policy", "sampler"] = "policy"
-    """π_old's log-probabilities: the trainer's (one more forward with several updates a step), or the sampler's."""
-    importance_cap: float = 2.0
-    """Truncation of the weight π_old / π_sampler that corrects the sampler's arithmetic; 0 leaves the weight out."""
-    max_logp_difference: float = 0.1
-    """The run stops when sampler and trainer differ by more nats a token on average; 0: never."""
-
-    epochs: int = 1
-    """Passes over the training rows."""
-    max_steps: int = 0
-    """Steps to take whatever `epochs` says; 0: as many as the epochs need."""
-
-    def __post_init__(self) -> None:
-        self.check_run()
-        self.check_data()
-        self.check_rewards()
-        self.check_policy()
-        self.check_engine()
-        need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
-        need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
-        self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
-        step, part = self.prompts_per_step, self.prompts_per_update
-        need(step % part == 0, f"prompts_per_update ({part}) must divide prompts_per_step ({step})")
-        sizes = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
-        for name in sizes:
-            need(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ["seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference"]:
-            need(getattr(self, name) >= 0, f"{name} must not be negative")
-        need(0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length")
-        need(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
-        low, high = CLIP[self.loss_type]
-        self.clip_low = low if self.clip_low is None else self.clip_low
-        self.clip_high = high if self.clip_high is None else self.clip_high
-        need(0 <= self.clip_low <= 1 and self.clip_high >= 0, "clip_low must be between 0 and 1, clip_high at least 0")
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.num_iterations * self.prompts_per_step // self.prompts_per_update
-
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
@@ -244,11 +158,18 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
+    checkpoints: Checkpoints
     total_steps: int
+    interrupted: list[int]  # signals that asked this process to stop
     step: int = 0  # steps done
     position: int = 0  # prompts drawn from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds of the current step's parts
     budget: int = 0  # tokens of a micro-batch
+    best: dict[str, float] | None = None  # step and score of the best evaluation
+    skipped: int = 0  # updates left out one after another
+    owed: bool = False  # a checkpoint could not be written
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last steps
+    seen: Seen = field(default_factory=list)  # what the current update's micro-batches gave
     features: dict[bytes, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
 
 
@@ -315,6 +236,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     cfg, groups, kept, drawn = run.cfg, [], [], []
     for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
         sampled, rewards = sample_round(run)
+        stop_if_asked(run)
         drawn.append(rewards)
         without = torch.cat(drawn)[..., 0].isnan().double().mean().item()
         if without > MOST_WITHOUT_VERDICT:
@@ -363,20 +285,44 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
         stats = parallel.total(sums)
     grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    if why := trouble(stats, grad_norm, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
+    if why := not_finite(stats, grad_norm, groups, run.seen):
+        return stats | {"grad_norm": grad_norm, "skipped": skip(run, why)}
+    if why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
         raise RunStopped(f"step {run.step + 1}: {why}; stopped before the update, checkpoints are whole", status=1)
+    run.skipped = 0
     with run.clock("optimizer"):
         run.optimizer.step()
         run.scheduler.step()
         run.optimizer.zero_grad()
-    return stats | {"grad_norm": grad_norm}
+    return stats | {"grad_norm": grad_norm, "skipped": torch.tensor(0.0)}
+
+
+def skip(run: Run, why: str) -> Tensor:
+    """Leave an update out, saying why; raises RunStopped when `max_skipped` follow one another."""
+    run.optimizer.zero_grad()
+    run.scheduler.step()
+    run.skipped += 1
+    if parallel.is_main():
+        print(f"step {run.step + 1}: {why}; this update is left out", file=sys.stderr)
+    if run.skipped >= run.cfg.max_skipped:
+        raise RunStopped(f"step {run.step + 1}: {run.skipped} updates in a row left out ({why}); {NOT_FINITE}", 1)
+    return torch.tensor(1.0)
+
+
+def stop_if_asked(run: Run) -> None:
+    """Raise Interrupted on every process when one was asked to stop and nothing of this step has been learned yet."""
+    if "optimizer" not in run.clock.seconds and parallel.all_max(torch.tensor(len(run.interrupted))):
+        raise Interrupted
 
 
 def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
     """Add up the gradient of `groups` in micro-batches of `budget` tokens; returns sums over the tokens of each."""
     sums = []
+    run.seen.clear()
     for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
+        stop_if_asked(run)
         logp, entropy = run.policy(batch, run.cfg.temperature)
+        run.seen.append((batch.rollouts, logp.detach()))
         loss, stats = batch_loss(run.cfg, batch, logp)
         (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
         sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
@@ -417,8 +363,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 
 def train(run: Run) -> None:
-    """Steps until the last one, with evaluation, checkpoints and reports; Ctrl-C saves and ends with status 130."""
-    cfg, interrupted = run.cfg, cli.note_interrupts()
+    """Steps until the last one, with evaluation, checkpoints and reports; a signal saves and ends with status 130."""
+    cfg = run.cfg
     if run.step == 0:
         run.log.metrics(0, evaluate_policy(run))
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
@@ -427,11 +373,15 @@ def train(run: Run) -> None:
             begun = run.position
             try:
                 metrics = train_step(run)
-            except NoRewards as error:  # raised by every process before the first update: nothing of the run is lost
+            except (NoRewards, Interrupted) as error:  # raised by every process before the first update
                 run.position = begun
-                save(run)
+                save(run, last=True)
+                if isinstance(error, Interrupted):
+                    stopped(run)
                 raise RunStopped(f"step {run.step + 1}: {error}; --resume takes the step again", status=1) from None
             run.step += 1
+            run.norms = [*run.norms[-49:], metrics["grad_norm"]]
+            metrics["grad_norm_spike"] = float(is_spike(run.norms))
             if run.step == run.total_steps:
                 export(run.policy, cfg.model, f"{cfg.output}/final")
             if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
@@ -439,19 +389,37 @@ def train(run: Run) -> None:
             run.log.metrics(run.step, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
             bar.update()
-            stop = bool(parallel.all_max(torch.tensor(len(interrupted))))
-            if stop or (cfg.save_every and run.step % cfg.save_every == 0):
-                save(run)
+            stop = bool(parallel.all_max(torch.tensor(len(run.interrupted))))
+            score = metrics.get("eval/reward", -math.inf)
+            if best := score > (run.best["score"] if run.best else -math.inf):
+                run.best = {"step": run.step, "score": score}
+            due = cfg.save_every and run.step % cfg.save_every == 0
+            if stop or due or run.owed or (best and cfg.keep_best):
+                save(run, last=stop or run.step == run.total_steps)
             if stop:
-                run.log.refresh()
-                raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
+                stopped(run)
+    run.checkpoints.wait()
     run.log.refresh()
 
 
-def save(run: Run) -> None:
-    """A checkpoint. There is no global random state to save: data order and sampling follow from seed and position."""
-    progress = {"step": run.step, "position": run.position, "config": asdict(run.cfg) | {"rows": run.stream.sizes}}
-    save_checkpoint(run.cfg.output, run.policy, run.optimizer, run.scheduler, progress)
+def save(run: Run, last: bool = False) -> None:
+    """A checkpoint, written while training goes on; with `last` it is on disk when this returns. One that could not be
+    written is said to be missing and tried again after the next step."""
+    progress = {"step": run.step, "position": run.position, "best": run.best, "norms": run.norms}
+    progress["config"] = asdict(run.cfg) | {"rows": run.stream.sizes}
+    wrong = run.checkpoints.save(run.policy, run.optimizer, run.scheduler, progress)
+    wrong = wrong or (run.checkpoints.wait() if last else None)
+    run.owed = wrong is not None
+    if wrong and parallel.is_main():
+        print(f"after step {run.step}: no checkpoint: {wrong}; earlier ones are whole", file=sys.stderr)
+
+
+def stopped(run: Run) -> None:
+    """End a run that was asked to stop."""
+    run.log.refresh()
+    if run.owed:
+        raise RunStopped(f"stopped after step {run.step} without a checkpoint of it", status=1)
+    raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
@@ -462,9 +430,10 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 
 def set_up(cfg: Config) -> Run:
     """Check everything that can be checked, then load: data before models, so that a bad row costs seconds."""
-    device = parallel.start()
-    resume_from = newest_checkpoint(cfg.output) if cfg.resume else None
-    refuse_to_mix_runs(cfg.output, cfg.overwrite, resume_from)
+    device, interrupted = parallel.start(cfg.hang_timeout), cli.note_interrupts()
+    checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best)
+    resume_from = checkpoints.find(cfg.resume)
+    refuse_to_mix_runs(cfg.output, cfg.overwrite or parallel.restarted(), resume_from)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor)
@@ -481,13 +450,13 @@ def set_up(cfg: Config) -> Run:
     budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
-    start = {"step": 0, "position": 0}
+    start = {"step": 0, "position": 0, "best": None, "norms": []}
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
-    parts = (cfg, stream, eval_samples, *models, log, total_steps)
-    return Run(*parts, start["step"], start["position"], budget=budget)
+    parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps, interrupted)
+    return Run(*parts, start["step"], start["position"], budget=budget, best=start["best"], norms=start["norms"])
 
 
 def main(cfg: Config) -> None:

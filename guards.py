@@ -1,22 +1,60 @@
 """What must be in order before an update is made."""
 
+import math
+import statistics
+
 from torch import Tensor
 
+import parallel
+from data import Rollout
+from packing import Group
 
-def trouble(stats: dict[str, Tensor], grad_norm: Tensor, max_difference: float, first: bool) -> str | None:
-    """Why an update must not be made, and what to do about it; None when all is well.
+NOT_FINITE = "try a lower --learning_rate or --dtype float32"
 
-    `stats`: sums over the update's tokens. `max_difference`: most nats a token that sampler and trainer may differ by
-    on average, looked at in the `first` update of a step alone, since later ones have another policy; 0: any.
+
+Seen = list[tuple[list[Rollout], Tensor]]  # of each micro-batch, its completions and their log-probabilities
+
+
+def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], seen: Seen) -> str | None:
+    """What is not a number, and in which rows, of any process; None when loss and gradient are.
+
+    `stats`: sums over the update's tokens, of all processes; `groups` and `seen`: this process's.
     """
-    if not (stats["loss"].isfinite() and grad_norm.isfinite()):
-        return (
-            f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}: try a lower --learning_rate or --dtype float32"
-        )
+    if stats["loss"].isfinite() and grad_norm.isfinite():
+        return None
+    bad = set()
+    for rollouts, logp in seen:
+        for rollout, own in zip(rollouts, logp.split([len(r.ids) for r in rollouts])):
+            if not (
+                own.isfinite().all() and rollout.sampler_logp.isfinite().all() and math.isfinite(rollout.advantage)
+            ):
+                bad.add(id(rollout))
+    odd = [
+        group.sample.source if group.sample else f"prompt {group.ordinal}"
+        for group in groups
+        if any(id(rollout) in bad for rollout in group.rollouts)
+    ]
+    named = sorted({name for names in parallel.gather_from_all(odd) for name in names})
+    rows = f" ({', '.join(named[:5])})" if named else ""
+    return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
+
+
+def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | None:
+    """Why sampler and trainer are too far apart for an update, and what to do about it; None when they are not.
+
+    `most`: nats a token that they may differ by on average, looked at in the `first` update of a step alone, since
+    later ones have another policy; 0: any.
+    """
     off = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
-    if first and max_difference and off > max_difference:
+    if first and most and off > most:
         return (
             f"the sampler's log-probabilities differ from the trainer's by {off:.3f} nats a token on average, more "
             "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to leave vLLM out"
         )
     return None
+
+
+def is_spike(norms: list[float], times: float = 5.0, known: int = 10) -> bool:
+    """Whether the last of `norms` is many `times` the median of those before, of which some must be `known`."""
+    before = norms[:-1]
+    return len(before) >= known and norms[-1] > times * statistics.median(before)

@@ -2,10 +2,10 @@
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-One shard of the base is in memory at a time, so merging needs a few gigabytes for any model; the check at the end,
-that base with adapter and merged model give the same logits, needs as much as the model once. Plain LoRA, rslora,
-DoRA, adapted embeddings, `modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave beside an
-adapter is not looked at. Tokenizer, processor, chat template and generation config are those of the base.
+A few gigabytes of the base are in memory at a time, whatever its size; the check at the end, that base with adapter
+and merged model give the same logits, needs as much as the model once. Plain LoRA, rslora, DoRA, adapted embeddings,
+`modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave beside an adapter is not looked at.
+Tokenizer, processor, chat template and generation config are those of the base.
 """
 
 import copy
@@ -35,7 +35,8 @@ from data import Sample, encode_prompt, load_processor
 from lora import POLICY, load_peft, match_modules, module_of, read_adapter
 from model import auto_class, load_model, saved_dtype
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # largest difference, in logits' deviations
+SHARD = 4e9  # bytes of a written file
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # rounding alone, in logits' deviations
 Found = dict[tuple[str, str], Tensor]  # (module, part): tensor, as `match_modules` gives it
 
 
@@ -84,9 +85,11 @@ def merge_lora(
             shutil.rmtree(partial)
             raise
         _copy_settings(base, partial, settings, saved, untied)
-        difference, deviation = _compare(base, scratch, partial, saved)
-    print(f"largest difference of the logits: {difference:.2g} (their standard deviation is {deviation:.2g})")
-    if not difference <= TOLERANCE[saved] * deviation:
+        want, got = _both_logits(base, scratch, partial, saved)
+    difference, deviation = (got - want).abs().max().item(), want.std().item()
+    off = (got - want).square().mean().sqrt().item()
+    print(f"largest difference of the logits: {difference:.2g}; usual {off:.2g}, their deviation {deviation:.2g}")
+    if not off <= TOLERANCE[saved] * deviation:
         raise RunStopped(
             f"the merged model in {partial} does not give the adapter's logits; left there to be looked at", 1
         )
@@ -171,31 +174,49 @@ def _fill(layer: nn.Module, part: str, tensor: Tensor) -> None:
 
 
 def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtype: torch.dtype) -> bool:
-    """Write every shard of `base` merged; returns whether the lm_head had to be given weights of its own."""
-    shards, where = sorted(base.glob("*.safetensors")), {}
+    """Write the weights of `base` merged, a few gigabytes at a time; returns whether the lm_head was given its own."""
+    held: dict[str, Tensor] = {}
+    parts: list[list[str]] = []
     total = 0
-    for shard in tqdm(shards, "merging", unit="shard", disable=not sys.stderr.isatty()):
-        tensors: dict[str, Tensor] = {}
-        for key, weight in _tensors(shard):
-            module, leaf = module_of(key, merge.before)
-            tensors[key] = merge(module, leaf, weight).to(dtype) if module else weight
-            if module and module.endswith("embed_tokens") and _splits(merge):
-                tensors["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)
-        where |= dict.fromkeys(tensors, shard.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file({key: t.contiguous() for key, t in tensors.items()}, output / shard.name, metadata={"format": "pt"})
+
+    def write() -> None:
+        save_file(
+            {k: t.contiguous() for k, t in held.items()}, output / f"part-{len(parts)}", metadata={"format": "pt"}
+        )
+        parts.append(list(held))
+        held.clear()
+
+    for key, weight in tqdm(_tensors(base), "merging", unit=" tensors", disable=not sys.stderr.isatty()):
+        module, leaf = module_of(key, merge.before)
+        held[key] = merge(module, leaf, weight).to(dtype) if module else weight
+        if module and module.endswith("embed_tokens") and _splits(merge):
+            held["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)
+        if sum(tensor.nbytes for tensor in held.values()) > SHARD:
+            total += sum(tensor.nbytes for tensor in held.values())
+            write()
+    total += sum(tensor.nbytes for tensor in held.values())
+    write()
     if missing := sorted(set(merge.found) - merge.done):
         raise UserError(f"the base's files have no {'.'.join(missing[0])}, which the adapter changes")
-    if len(shards) > 1:
+    names = (
+        ["model.safetensors"]
+        if len(parts) == 1
+        else [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    )
+    for i, name in enumerate(names):
+        (output / f"part-{i}").rename(output / name)
+    if len(parts) > 1:
+        where = {key: name for name, keys in zip(names, parts) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return _splits(merge)
 
 
-def _tensors(shard: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(shard, framework="pt") as file:
-        for key in list(file.keys()):
-            yield key, file.get_tensor(key)
+def _tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+    for shard in sorted(base.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            for key in list(file.keys()):
+                yield key, file.get_tensor(key)
 
 
 def _splits(merge: _Merger) -> bool:
@@ -220,16 +241,15 @@ def _copy_settings(
     settings.save_pretrained(output)
 
 
-def _compare(base: pathlib.Path, adapter: str, merged: pathlib.Path, dtype: torch.dtype) -> tuple[float, float]:
-    """Largest difference of the logits of base with adapter and of the merged model, and their deviation."""
+def _both_logits(base: pathlib.Path, adapter: str, merged: pathlib.Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What base with adapter gives, and the merged model; one after another, since both may not fit."""
     inputs = _example(base)
     with warnings.catch_warnings(action="ignore"):
         model = load_peft().PeftModel.from_pretrained(load_model(str(base), dtype), adapter)
     want = _logits(model, inputs)
     del model
     gc.collect()
-    got = _logits(load_model(str(merged), dtype), inputs)
-    return (got - want).abs().max().item(), want.std().item()
+    return want, _logits(load_model(str(merged), dtype), inputs)
 
 
 @torch.inference_mode()

@@ -331,12 +331,14 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 
 
 @torch.no_grad()
-def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_once: int = 32768) -> None:
+def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_once: int = 0) -> None:
     """Give each prompt the features of its images when the vision tower is frozen: once for the sampler, the reference
-    and all updates, and once a run for those that `kept`, on the host, has room for. `at_once`: patches."""
+    and all updates, and once a run for those that `kept`, on the host, has room for. `at_once`: patches; on a CPU one
+    prompt's, so that the last bits are the same in any company, and so after a resume."""
     visual = getattr(policy.model.model, "visual", None)
     if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
         return
+    at_once = at_once or (32768 if next(visual.parameters()).is_cuda else 1)
     new = list({p.pictures: p for p in prompts if p.vision and p.pictures not in kept}.values())
     while new:
         batch, patches = [], 0

@@ -1,5 +1,6 @@
 """Processes: one of them is a world of size 1, so nothing else asks whether the run is distributed."""
 
+import datetime
 import os
 from typing import TypeVar
 
@@ -11,15 +12,17 @@ from torch.distributed.tensor import DTensor
 T = TypeVar("T")
 
 
-def start() -> torch.device:
-    """Join the process group (of torchrun, or a world of one) and return this process's device."""
+def start(timeout: float = 30.0) -> torch.device:
+    """Join the process group (of torchrun, or a world of one), in which nobody waits longer than `timeout` minutes, and
+    return this process's device."""
+    patience = datetime.timedelta(minutes=timeout)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=patience)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -30,6 +33,16 @@ def usable_share(gib: float) -> float:
     if not gib:
         return 1.0
     return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def launch() -> str | None:
+    """What all processes that torchrun starts for one command share, restarts included."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this command again after a process was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

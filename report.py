@@ -62,21 +62,32 @@ class RunFlags:
     """Folder for metrics, curves, completions, checkpoints and the final model."""
     overwrite: bool = False
     """Replace a run that is already in `output`."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint in `output`."""
+    resume: str | None = None
+    """Go on from a checkpoint's folder; alone, from the newest whole one in `output`."""
     eval_data: str | None = None
     """Held-out rows, scored before training, every `eval_every` steps and at the end."""
     eval_every: int = 0
     """Steps between evaluations on `eval_data`; 0: only before and after."""
     save_every: int = 0
     """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
+    keep_last: int = 0
+    """Checkpoints that are kept, the newest ones; 0: all."""
+    keep_best: bool = False
+    """Save after the evaluation with the best reward on `eval_data` too, and keep that one."""
+    max_skipped: int = 3
+    """Updates with a loss or gradient that is not a number are left out; so many in a row stop the run."""
+    hang_timeout: float = 30.0
+    """Minutes that a process waits for the others before the run ends with an error."""
     report_every: int = 10
     """Steps between refreshes of curves.png and completions.html."""
 
     def check_run(self) -> None:
         """Raise ValueError for settings that cannot be."""
         need(self.report_every >= 1, "report_every must be at least 1")
-        need(self.eval_every >= 0 and self.save_every >= 0, "eval_every and save_every must not be negative")
+        steps = min(self.eval_every, self.save_every, self.keep_last)
+        need(steps >= 0, "eval_every, save_every and keep_last must not be negative")
+        need(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
+        need(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to tell which one is best")
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -144,6 +155,7 @@ def step_metrics(
         "tokens_per_second": sums[0].item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
+        "updates_skipped": sum(u["skipped"] for u in updates).item(),
         "clip_ratio": mean("clip_ratio"),
         "kl": mean("kl"),
         "entropy": mean("entropy"),
@@ -179,7 +191,12 @@ class RunLog:
         if not first_step:  # only now, when everything is checked and loaded, is an older run replaced
             for path in [*self.folder.glob("checkpoint-*"), self.folder / "final"]:
                 shutil.rmtree(path, ignore_errors=True)
-        about = {"command": shlex.join(sys.argv), "git_commit": git_commit(), "world_size": parallel.world_size()}
+        about = {
+            "launch": parallel.launch(),
+            "command": shlex.join(sys.argv),
+            "git_commit": git_commit(),
+            "world_size": parallel.world_size(),
+        }
         (self.folder / "config.json").write_text(json.dumps(config | about, indent=1) + "\n")
         for name in ("metrics.jsonl", "completions.jsonl"):  # a resumed run writes the steps after its checkpoint again
             kept = [row for row in read_rows(self.folder / name) if row["step"] <= first_step and first_step]

@@ -230,7 +230,7 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     shutil.rmtree(tmp_path / "0" / "checkpoint-4")
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "0", again)
-    grpo.main(config(tiny_model, shapes, again, max_steps=4, beta=0.01, adapter=str(sft), resume=True))
+    grpo.main(config(tiny_model, shapes, again, max_steps=4, beta=0.01, adapter=str(sft), resume="newest"))
     resumed = load_file(again / "final" / "adapter_model.safetensors")
     assert all(torch.allclose(one[name], resumed[name], atol=1e-6) for name in one)
 

@@ -23,6 +23,7 @@ import evaluate
 import grpo
 import rollout
 import scoring
+from checkpoint import write_manifest
 from cli import RunStopped, UserError
 from report import read_rows
 
@@ -103,7 +104,7 @@ def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
     cfg = config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2, beta=0.01)
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
     (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
-    cfg.resume = True
+    cfg.resume = "newest"
     grpo.main(cfg)
     a, b = weights(run / "final"), weights(tmp_path / "final")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -113,8 +114,8 @@ def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
 def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_model, shapes, tmp_path):
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
     with pytest.raises(UserError, match=r"is of another run \(seed was 0\)"):
-        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, resume=True, seed=1))
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume=True, learning_rate=1e-5))
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", seed=1))
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume="newest", learning_rate=1e-5))
     assert read_rows(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
 
 
@@ -246,7 +247,7 @@ def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_no
         ):
             grpo.main(config(tiny_model, shapes, tmp_path / "broken", **flags))
     (tmp_path / "silent").unlink()
-    grpo.main(config(tiny_model, shapes, tmp_path / "broken", resume=True, **flags))
+    grpo.main(config(tiny_model, shapes, tmp_path / "broken", resume="newest", **flags))
     whole, broken = weights(tmp_path / "whole" / "final"), weights(tmp_path / "broken" / "final")
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
@@ -282,8 +283,9 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
     os.rename(tmp_path / "run", tmp_path / "moved")
     state = tmp_path / "moved" / "checkpoint-1" / "state.json"
     state.write_text(state.read_text().replace(json.dumps(shapes), json.dumps(str(fewer))))
+    write_manifest(state.parent)
     with pytest.raises(UserError, match=r"is of another run .rows was \[12\]"):
-        grpo.main(config(tiny_model, str(fewer), tmp_path / "moved", max_steps=2, resume=True))
+        grpo.main(config(tiny_model, str(fewer), tmp_path / "moved", max_steps=2, resume="newest"))
 
 
 def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes, tmp_path):

@@ -319,5 +319,5 @@ def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(ser
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     monkeypatch.setattr(grpo, "train_step", step)
     server.status = 200
-    grpo.main(grpo.Config(**flags, resume=True))
+    grpo.main(grpo.Config(**flags, resume="newest"))
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]

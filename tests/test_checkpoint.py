@@ -1,0 +1,257 @@
+"""Nothing lost: kill -9 at random moments, damaged and unfinished checkpoints, a full disk, signals, lost processes.
+
+Guards against: a resumed run that is not the run, bit for bit; a damaged checkpoint that is loaded; a save that takes
+an earlier checkpoint with it.
+"""
+
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+from safetensors.torch import load_file
+from test_runs import SMALL, config, weights
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+import checkpoint
+import grpo
+from checkpoint import Checkpoints, problem
+from cli import RunStopped, UserError
+from report import read_rows
+
+
+def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
+    """Parameters, moments and step counts of a checkpoint by name."""
+    dcp_to_torch_save(folder, scratch)
+    leaves, _ = tree_flatten_with_path(torch.load(scratch, weights_only=False))
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float:
+    """The largest one of any parameter or moment of two checkpoints."""
+    one, two = tensors(a, scratch / "a.pt"), tensors(b, scratch / "b.pt")
+    assert one.keys() == two.keys()
+    assert any("exp_avg_sq" in name for name in one)
+    numbers = [(v.double(), two[k].double()) for k, v in one.items() if isinstance(v, torch.Tensor)]
+    assert all(two[k] == v for k, v in one.items() if not isinstance(v, torch.Tensor))
+    return max((x - y).abs().max().item() for x, y in numbers)
+
+
+def metrics(folder: pathlib.Path) -> list[dict]:
+    """What does not depend on the clock."""
+    timed = ("time/", "step_time", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_twenty_kills_change_not_a_bit(processes, tiny_model, shapes, tmp_path):
+    """Each life ends by kill -9 wherever it is; parameters, moments and metrics are those of the run never killed."""
+    arguments = [tiny_model, shapes, str(tmp_path), str(processes), "20", "7"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tests/kill_worker.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    killed_in = json.loads(done.stdout.splitlines()[-1])["killed_in"]
+    print(killed_in)
+    assert sum(killed_in.values()) == 20
+    assert len(killed_in) >= 4, f"too few different moments: {killed_in}"
+    last = "checkpoint-24"
+    assert difference(tmp_path / "plain" / last, tmp_path / "killed" / last, tmp_path) == 0.0
+    one, two = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "killed"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert metrics(tmp_path / "plain") == metrics(tmp_path / "killed")
+
+
+@pytest.mark.parametrize("processes", [0, 4])
+def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shapes, tmp_path):
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--save_every=2", "--beta=0.01", "--learning_rate=1e-3"]
+    flags += [f"--{name}={value}" for name, value in SMALL.items()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    first = run_script("grpo.py", *flags, f"--output={tmp_path}/two", "--max_steps=4", processes=2, env=environment)
+    assert first.returncode == 0, first.stderr[-2000:]
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
+    more = [f"--output={tmp_path}/other", "--max_steps=4", "--resume"]
+    again = run_script("grpo.py", *flags, *more, processes=processes, env=environment)
+    assert again.returncode == 0, again.stderr[-2000:]
+    one, two = (weights(tmp_path / name / "final") for name in ("two", "other"))
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    grpo.main(config(tiny_model, shapes, folder, max_steps=4, save_every=2))
+    return folder
+
+
+def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsys):
+    shutil.copytree(saved, tmp_path / "run")
+    newest, rng = tmp_path / "run" / "checkpoint-4", random.Random(0)
+    assert problem(newest) is None
+    checkpoints = Checkpoints(str(tmp_path / "run"))
+    files = [path for path in newest.iterdir() if path.is_file()]
+    assert {"manifest.json", "state.json", "random-0.pt"} < {path.name for path in files}
+    for turn in range(20):
+        path = files[turn % len(files)]
+        whole = path.read_bytes()
+        place = rng.randrange(len(whole))
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :]
+        path.write_bytes(flipped if turn % 3 else whole[:place])
+        assert problem(newest), (path.name, place, turn)
+        assert checkpoints.find("newest").name == "checkpoint-2"
+        assert "taking the one before" in capsys.readouterr().err
+        with pytest.raises(UserError, match="checkpoint-4"):
+            checkpoints.find(str(newest))
+        path.write_bytes(whole)
+        assert problem(newest) is None
+    (newest / "random-0.pt").unlink()
+    assert "is not a whole checkpoint" in problem(newest)
+
+
+def test_a_named_checkpoint_is_gone_on_from(saved, tiny_model, shapes, tmp_path):
+    cfg = config(tiny_model, shapes, tmp_path, max_steps=4, resume=str(saved / "checkpoint-2"))
+    grpo.main(cfg)
+    one, two = weights(saved / "final"), weights(tmp_path / "final")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatch):
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
+    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    flags = dict(max_steps=5, save_every=1, keep_last=2, keep_best=True, eval_every=1, eval_data=shapes)
+    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    assert json.loads((tmp_path / "checkpoint-5" / "state.json").read_text())["best"] == {"step": 1, "score": 0.9}
+
+
+def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, shapes, tmp_path, capsys):
+    """A real one, of ten megabytes: the first checkpoint and the final model fit, the next ones do not."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"this machine lets nobody mount a small disk: {mounted.stderr.decode().strip()}")
+    try:
+        grpo.main(config(tiny_model, shapes, disk / "run", max_steps=4, save_every=1))
+        said = capsys.readouterr().err
+        assert "no checkpoint: a checkpoint takes 0.0" in said
+        assert "GB are missing; earlier ones are whole" in said
+        left = sorted(path.name for path in (disk / "run").glob("checkpoint-*"))
+        assert left and "checkpoint-4" not in left
+        assert all(problem(disk / "run" / name) is None for name in left)
+        assert (disk / "run" / "final" / "model.safetensors").is_file()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """As above, with the room that seemed to be there taken by somebody else."""
+    monkeypatch.setattr(Checkpoints, "_no_room", lambda *_: None)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, save_every=1))
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=1, resume="newest"))
+    assert "is full; earlier ones are whole" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_model, shapes, tmp_path):
+    """The signal comes while micro-batches of a long step are trained on: the step is given up, to be taken again."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
+    flags += ["--prompts_per_step=12", "--num_generations=24", "--max_completion_length=12", "--micro_batch_tokens=60"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "grpo.py", *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    for line in process.stderr:
+        if line.startswith("grpo:"):  # the bar: the first step has begun
+            break
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode != 0, "it came through before the signal"
+    assert time.monotonic() - begun < 15
+    step = re.search(r"stopped after step (\d); go on with --resume", said)
+    assert step, said[-2000:]
+    assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
+
+
+def test_a_killed_rank_ends_the_job(tiny_model, shapes, tmp_path):
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=1000"]
+    flags += [f"--{name}={value}" for name, value in SMALL.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    for line in process.stderr:
+        if line.startswith("grpo:") and " 0/1000" not in line:
+            break
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    begun = time.monotonic()
+    said = process.communicate(timeout=90)[1]
+    assert time.monotonic() - begun < 30
+    assert process.returncode != 0
+    assert "another process is gone or hangs" in said or "SIGKILL" in said, said[-3000:]
+
+
+def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """The second step's first prompt gives a log-probability that is not a number; three such steps in a row end it."""
+    bad, loss = {"steps": (2,)}, grpo.batch_loss
+
+    def broken(cfg, batch, logp):
+        if run.step + 1 in bad["steps"]:
+            logp = torch.cat([logp[:1] * float("nan"), logp[1:]])
+            run.seen[-1] = (batch.rollouts, logp.detach())
+        return loss(cfg, batch, logp)
+
+    monkeypatch.setattr(grpo, "batch_loss", broken)
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "one", max_steps=3))
+    grpo.train(run)
+    said = capsys.readouterr().err
+    assert "step 2: loss nan, gradient norm nan (" in said and "main.csv row" in said
+    assert "this update is left out" in said
+    assert [row["updates_skipped"] for row in read_rows(tmp_path / "one" / "metrics.jsonl")] == [0, 1, 0]
+    bad["steps"] = range(2, 99)
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "two", max_steps=9))
+    with pytest.raises(RunStopped, match=r"step 4: 3 updates in a row left out .*lower --learning_rate"):
+        grpo.train(run)
+
+
+def test_any_checkpoint_becomes_a_model(saved, tmp_path):
+    done = run_script("checkpoint.py", f"--checkpoint={saved}/checkpoint-4", f"--output={tmp_path}/model")
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = weights(saved / "final"), weights(tmp_path / "model")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    again = run_script("checkpoint.py", f"--checkpoint={saved}/nowhere", f"--output={tmp_path}/other")
+    assert (again.returncode, "is not a whole checkpoint" in again.stderr) == (2, True)
+    assert "Traceback" not in again.stderr
