@@ -21,7 +21,14 @@ def start(timeout: float = 30.0) -> torch.device:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        if "RANK" in os.environ:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives a restart: without a
+            # prefix the new processes would find the addresses of the lost ones there and wait for them
+            server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            store = dist.TCPStore(*server, is_master=False, timeout=patience)
+            store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+            dist.init_process_group(backend, store=store, timeout=patience, **place)
+        elif "RANK" in os.environ:
             dist.init_process_group(backend, timeout=patience)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -202,26 +202,34 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
 
 
-def test_a_killed_rank_ends_the_job(tiny_model, shapes, tmp_path):
-    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=1000"]
-    flags += [f"--{name}={value}" for name, value in SMALL.items()]
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_killed_rank_ends_the_job_or_starts_it_again(restarts, tiny_model, shapes, tmp_path):
+    """At most 30 seconds until the job has ended; with --max-restarts it goes on from its checkpoint to its end."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--save_every=1"]
+    flags += [f"--{name}={value}" for name, value in SMALL.items()] + [f"--max_steps={15 if restarts else 1000}"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *flags],
+        [sys.executable, "-m", *launcher, "grpo.py", *flags],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    for line in process.stderr:
-        if line.startswith("grpo:") and " 0/1000" not in line:
-            break
+    while not (tmp_path / "run" / "checkpoint-2").is_dir():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.02)
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
     begun = time.monotonic()
-    said = process.communicate(timeout=90)[1]
-    assert time.monotonic() - begun < 30
-    assert process.returncode != 0
-    assert "another process is gone or hangs" in said or "SIGKILL" in said, said[-3000:]
+    said = process.communicate(timeout=120)[1]
+    if restarts:
+        assert process.returncode == 0, said[-3000:]
+        assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
+        assert (tmp_path / "run" / "final").is_dir()
+    else:
+        assert time.monotonic() - begun < 30
+        assert process.returncode != 0
+        assert "another process is gone or hangs" in said or "SIGKILL" in said, said[-3000:]
 
 
 def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes, tmp_path, monkeypatch, capsys):
