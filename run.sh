@@ -9,7 +9,7 @@
 #   ./run.sh test                     the test suite
 #
 # After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
-# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), MODEL, ADAPTER (an SFT adapter of MODEL to
+# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), RESTARTS=3 (after a lost process), MODEL, ADAPTER (an SFT adapter of MODEL to
 # go on from), DATA, TEST_DATA (what to train, on what, and what to evaluate on), OUTPUT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -55,7 +55,7 @@ demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
 
 train() {  # a recipe's grpo.py on every GPU
   local launch=(.venv/bin/python)
-  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS")
+  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --max_restarts "${RESTARTS:-0}")
   say "Training"
   show "${launch[@]}" grpo.py "$@"
 }

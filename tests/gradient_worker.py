@@ -69,6 +69,9 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         scheduler=SimpleNamespace(step=lambda: None),
         step=0,
         clock=Clock(),
+        seen=[],
+        interrupted=[],
+        skipped=0,
         budget=cfg.micro_batch_tokens or 16384,
     )
     stats = update(run, parallel.my_share(groups))

@@ -412,4 +412,4 @@ def test_no_text_makes_a_reward_fail_or_wait(name, texts):
             value = FUNCTIONS[name](completion, gold)
             slowest = max(slowest, time.perf_counter() - began)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-    assert slowest < 2
+    assert slowest < 4, "two seconds on an idle machine; the other tests run beside this one"
