@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import ROOT
 
+import checkpoint
 import data
 import evaluate
 import grpo
@@ -24,6 +25,7 @@ SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
 CONFIGS = {
     "grpo.py": grpo.Config,
     "merge_lora.py": merge_lora.Config,
+    "checkpoint.py": checkpoint.Config,
     "evaluate.py": evaluate.Config,
     "data.py": data.Config,
     "report.py": report.Config,
@@ -120,7 +122,7 @@ def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
-    known |= {"help", "nproc_per_node", "standalone", "requirement", "quiet", "check", "smoke", "port"}
+    known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):
             assert flag in known, f"{name} names --{flag}, which no script has"
