@@ -135,6 +135,51 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.03
 
 
+@no_vllm
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
+    """After every sync vLLM's weights are base plus adapter, the base dequantised when it is held in 4 bits."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--lora_rank=8"]
+    flags += [
+        "--max_steps=4",
+        "--prompts_per_step=4",
+        "--num_generations=4",
+        "--max_completion_length=16",
+        "--beta=0.01",
+    ]
+    flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
+    done = run_script("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert rows[-1]["kl"] > 0
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.03
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
+    found = []
+    for name, offload in (("here", False), ("host", True)):
+        cfg = grpo.Config(
+            model=tiny_model,
+            data=shapes,
+            output=str(tmp_path / name),
+            max_steps=3,
+            prompts_per_step=4,
+            num_generations=4,
+            max_completion_length=12,
+            beta=0.01,
+            engine="hf",
+            compile=False,
+            offload_optimizer=offload,
+            offload_reference=offload,
+            learning_rate=1e-3,
+        )
+        grpo.main(cfg)
+        found.append([row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")])
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+
+
 def test_a_gpu_too_small_says_by_how_much(monkeypatch):
     class Small:
         total_memory = 2 * 2**20
