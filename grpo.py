@@ -160,13 +160,13 @@ class Run:
     log: RunLog
     checkpoints: Checkpoints
     total_steps: int
-    interrupted: list[int]  # signals that asked this process to stop
     step: int = 0  # steps done
     position: int = 0  # prompts drawn from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds of the current step's parts
     budget: int = 0  # tokens of a micro-batch
     best: dict[str, float] | None = None  # step and score of the best evaluation
     skipped: int = 0  # updates left out one after another
+    interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
     owed: bool = False  # a checkpoint could not be written
     norms: list[float] = field(default_factory=list)  # gradient norms of the last steps
     seen: Seen = field(default_factory=list)  # what the current update's micro-batches gave
@@ -364,7 +364,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 def train(run: Run) -> None:
     """Steps until the last one, with evaluation, checkpoints and reports; a signal saves and ends with status 130."""
-    cfg = run.cfg
+    cfg, run.interrupted = run.cfg, cli.note_interrupts()
     if run.step == 0:
         run.log.metrics(0, evaluate_policy(run))
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
@@ -430,7 +430,7 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 
 def set_up(cfg: Config) -> Run:
     """Check everything that can be checked, then load: data before models, so that a bad row costs seconds."""
-    device, interrupted = parallel.start(cfg.hang_timeout), cli.note_interrupts()
+    device = parallel.start(cfg.hang_timeout)
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best)
     resume_from = checkpoints.find(cfg.resume)
     refuse_to_mix_runs(cfg.output, cfg.overwrite or parallel.restarted(), resume_from)
@@ -455,7 +455,7 @@ def set_up(cfg: Config) -> Run:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
     log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
-    parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps, interrupted)
+    parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps)
     return Run(*parts, start["step"], start["position"], budget=budget, best=start["best"], norms=start["norms"])
 
 
