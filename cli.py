@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import tyro
 
+import parallel
+
 
 class UserError(Exception):
     """A mistake in the input. The message is one line: what is wrong, where, and what to do about it."""
@@ -78,8 +80,10 @@ def run(main: Callable[[Any], None], config: type) -> None:
         except (dist.DistError, RuntimeError) as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise
-            first = str(error).strip().splitlines()[0][-200:]
-            raise RunStopped(f"another process is gone or hangs ({first})", status=1) from None
+            first = str(error).strip().splitlines()[0][-120:]
+            seen = parallel.last_seen()
+            why = f"another process is gone or hangs ({first})" + (f"; last seen: {seen}" if seen else "")
+            raise RunStopped(why, status=1) from None
     except KeyboardInterrupt:
         print("interrupted before anything was at stake", file=sys.stderr, flush=True)
         os._exit(130)

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import time
 from typing import TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+_notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
 def start(timeout: float = 30.0) -> torch.device:
@@ -26,6 +28,7 @@ def start(timeout: float = 30.0) -> torch.device:
             server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             store = dist.TCPStore(*server, is_master=False, timeout=patience)
             store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            _notes.append(dist.PrefixStore("notes", store))
             place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
             dist.init_process_group(backend, store=store, timeout=patience, **place)
         elif "RANK" in os.environ:
@@ -45,6 +48,23 @@ def usable_share(gib: float) -> float:
 def launch() -> str | None:
     """What all processes that torchrun starts for one command share, restarts included."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def note(what: str) -> None:
+    """Leave word of what this process does now, for the others to tell if it is lost."""
+    for store in _notes:
+        store.set(str(rank()), f"{time.time()} {what}")
+
+
+def last_seen() -> str:
+    """What the other processes were doing when they last left word, for the message about a lost one."""
+    seen = []
+    for store in _notes:
+        for other in range(world_size()):
+            if other != rank() and store.check([str(other)]):
+                when, _, what = store.get(str(other)).decode().partition(" ")
+                seen.append(f"rank {other} in «{what}» {time.time() - float(when):.0f} s ago")
+    return ", ".join(sorted(seen)[:16])
 
 
 def restarted() -> bool:

@@ -103,6 +103,7 @@ class Clock:
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         begun = time.perf_counter()
+        parallel.note(part)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()

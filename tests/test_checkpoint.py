@@ -202,34 +202,45 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_rank_ends_the_job_or_starts_it_again(restarts, tiny_model, shapes, tmp_path):
-    """At most 30 seconds until the job has ended; with --max-restarts it goes on from its checkpoint to its end."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--save_every=1"]
-    flags += [f"--{name}={value}" for name, value in SMALL.items()] + [f"--max_steps={15 if restarts else 1000}"]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
+def begin(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
+    """A run of two processes with its second checkpoint written, and the last process's number."""
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "grpo.py", *flags]
+    command += [f"--output={folder}", "--save_every=1", *(f"--{name}={value}" for name, value in SMALL.items())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", *launcher, "grpo.py", *flags],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
     )
-    while not (tmp_path / "run" / "checkpoint-2").is_dir():
+    while not (folder / "checkpoint-2").is_dir():
         assert process.poll() is None, process.stderr.read()[-3000:]
         time.sleep(0.02)
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    return process, int(children.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
+    """A dead one within 30 seconds; one that hangs after --hang_timeout and the 30 seconds that torchrun waits."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.1"]
+    process, child = begin(tmp_path / "run", *flags)
+    os.kill(child, how)
     begun = time.monotonic()
+    said = process.communicate(timeout=90)[1]
+    assert time.monotonic() - begun < (30 if how == signal.SIGKILL else 60)
+    assert process.returncode != 0
+    assert re.search(r"another process is gone or hangs .*; last seen: rank [01] in «\w+» \d+ s ago", said), said[
+        -3000:
+    ]
+
+
+def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
+    """With --max-restarts the job goes on from its checkpoint to its end."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=15"]
+    process, child = begin(tmp_path / "run", *flags, launcher=("--max_restarts=1",))
+    os.kill(child, signal.SIGKILL)
     said = process.communicate(timeout=120)[1]
-    if restarts:
-        assert process.returncode == 0, said[-3000:]
-        assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
-        assert (tmp_path / "run" / "final").is_dir()
-    else:
-        assert time.monotonic() - begun < 30
-        assert process.returncode != 0
-        assert "another process is gone or hangs" in said or "SIGKILL" in said, said[-3000:]
+    assert process.returncode == 0, said[-3000:]
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
+    assert (tmp_path / "run" / "final").is_dir()
 
 
 def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes, tmp_path, monkeypatch, capsys):
