@@ -206,7 +206,7 @@ def test_importance_weight_scales_the_objective_alone():
         (dict(seed=-1), "seed must not be negative"),
         (dict(max_grad_norm=0.0), "max_grad_norm must be above 0"),
         (dict(clip_low=-1.0), "clip_low must be between"),
-        (dict(micro_batch_tokens=-1), "micro_batch_tokens must not be negative"),
+        (dict(micro_batch_tokens=-1), "micro_batch_tokens, lora_rank and lora_alpha must not be negative"),
         (dict(min_pixels=10, max_pixels=5), "min_pixels"),
     ],
 )
