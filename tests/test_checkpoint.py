@@ -119,6 +119,14 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
     assert "is not a whole checkpoint" in problem(newest)
 
 
+def test_the_same_seed_twice_is_the_same_run(saved, tiny_model, shapes, tmp_path):
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2))
+    assert metrics(tmp_path) == metrics(saved)
+    assert difference(tmp_path / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
+    grpo.main(config(tiny_model, shapes, tmp_path / "other", max_steps=1, seed=1))
+    assert metrics(tmp_path / "other")[0] != metrics(saved)[0]
+
+
 def test_a_named_checkpoint_is_gone_on_from(saved, tiny_model, shapes, tmp_path):
     cfg = config(tiny_model, shapes, tmp_path, max_steps=4, resume=str(saved / "checkpoint-2"))
     grpo.main(cfg)

@@ -413,3 +413,33 @@ def test_no_text_makes_a_reward_fail_or_wait(name, texts):
             slowest = max(slowest, time.perf_counter() - began)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
     assert slowest < 4, "two seconds on an idle machine; the other tests run beside this one"
+
+
+def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
+    """Six tenths of a second of work with a limit of one, beside three busy processes on the same core: it takes longer
+    and is answered; a call that sleeps, or works for longer, is ended as ever."""
+    (tmp_path / "r.py").write_text(
+        "import time\n"
+        "def work(seconds):\n"
+        "    begun = time.process_time()\n"
+        "    while time.process_time() - begun < seconds:\n"
+        "        pass\n"
+        "    return 1.0\n"
+        "def sleep(seconds):\n"
+        "    time.sleep(seconds)\n"
+    )
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        pool = Workers(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
+        begun = time.monotonic()
+        assert pool.call(f"{tmp_path}/r.py:work", 1.0, {"seconds": 0.6}) == 1.0
+        assert time.monotonic() - begun > 1.0, "the machine was not busy: this shows nothing"
+        for call, seconds in (("sleep", 9), ("work", 9)):
+            with pytest.raises(CallLost):
+                pool.call(f"{tmp_path}/r.py:{call}", 0.3, {"seconds": seconds})
+    finally:
+        for process in busy:
+            process.kill()
+        os.sched_setaffinity(0, cores)
