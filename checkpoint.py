@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -35,7 +37,7 @@ from transformers.utils import cached_file
 
 import cli
 import parallel
-from cli import UserError
+from cli import RunStopped, UserError
 from lora import adapter_tensors, has_adapter, write_adapter
 from model import Policy, PolicyFlags, full_weights, load_model, load_policy, make_optimizer, saved_dtype
 
@@ -63,7 +65,7 @@ class Checkpoints:
         self.folder, self.keep_last, self.keep_best = pathlib.Path(output), keep_last, keep_best
         self.group = dist.new_group(backend="gloo")  # the thread's own collectives
         self.thread = ThreadPoolExecutor(1)
-        self.pending: Future[None] | None = None
+        self.pending: tuple[Future[None], pathlib.Path] | None = None  # and the folder being written
 
     def save(
         self,
@@ -84,27 +86,40 @@ class Checkpoints:
             return wrong
         folder = self.folder / f"checkpoint-{progress['step']}"
         partial = folder.with_suffix(".partial")
-        if parallel.is_main():
+        state = progress | {"scheduler": scheduler.state_dict(), "world_size": parallel.world_size()}
+        begun = self._try(lambda: _begin(partial, state))
+        if wrong := begun or self._try(lambda: torch.save(random_states(), partial / f"random-{parallel.rank()}.pt")):
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            state = progress | {"scheduler": scheduler.state_dict(), "world_size": parallel.world_size()}
-            (partial / "state.json").write_text(json.dumps(state, indent=1))
-        parallel.wait_for_all()
-        torch.save(random_states(), partial / f"random-{parallel.rank()}.pt")
+            return wrong
         written = dcp.async_save(tensors, checkpoint_id=partial, process_group=self.group)
-        self.pending = self.thread.submit(self._finish, written, partial, folder)
+        self.pending = self.thread.submit(self._finish, written, partial, folder), partial
         return None
+
+    def _try(self, write: Callable[[], None]) -> str | None:
+        """`write`; returns what went wrong with it on any process, the same on all of them."""
+        wrong = None
+        try:
+            write()
+        except (OSError, RuntimeError) as error:  # torch's writer of archives raises the latter on a full disk
+            wrong = self._why(error)
+        return next(filter(None, parallel.gather_from_all(wrong)), None)
 
     def wait(self) -> str | None:
         """Until what is being written is on disk; returns what is wrong with it, on every process."""
-        wrong, pending, self.pending = None, self.pending, None
-        if pending is not None:
-            try:
-                pending.result()
-            except Exception as error:  # noqa: BLE001 of the disk, by way of several libraries
-                wrong = self._why(error)
-                shutil.rmtree(next(self.folder.glob("*.partial"), self.folder / "none"), ignore_errors=True)
-        return next(filter(None, parallel.gather_from_all(wrong)), None)
+        return next(filter(None, parallel.gather_from_all(self.settle())), None)
+
+    def settle(self) -> str | None:
+        """As `wait`, for this process alone, when the others may be anywhere."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return None
+        future, partial = pending
+        try:
+            future.result()
+        except Exception as error:  # noqa: BLE001 of the disk, by way of several libraries
+            shutil.rmtree(partial, ignore_errors=True)
+            return self._why(error)
+        return None
 
     def _no_room(self, tensors: dict[str, Any]) -> str | None:
         """What is missing on the disk for `tensors`, before any of it is written."""
@@ -182,9 +197,18 @@ class Checkpoints:
             wrong = problem(steps[step])
             if wrong is None:
                 return steps[step], ""
-            print(f"{wrong}; taking the one before", file=sys.stderr)
+            others = "; taking the one before" if step > min(steps) else ""
+            print(f"{wrong}{others}", file=sys.stderr)
         damaged = f"--resume: no whole checkpoint in {str(self.folder)!r}; leave the flag out to start anew"
         return None, damaged if steps else ""
+
+
+def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
+    """An empty folder with `state`; the first process makes it."""
+    if parallel.is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
 
 
 def _steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
@@ -303,10 +327,22 @@ def export(policy: Policy, source: str, folder: str) -> None:
     """Write what was trained: an adapter in PEFT layout, to be loaded over `source`; or the whole model in Hugging Face
     layout, in the dtype `source` was saved in, with its tokenizer and processor, for `from_pretrained` and vLLM.
 
-    Written beside its place and renamed. All processes.
+    Written beside its place and renamed. All processes. Raises RunStopped when it could not be written.
     """
     target = pathlib.Path(folder)
     partial = target.with_suffix(".partial")
+    try:
+        _export(policy, source, target, partial)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunStopped(
+            f"{folder!r} could not be written ({str(error)[:200]}); checkpoints are whole: "
+            "python checkpoint.py --checkpoint DIR --output DIR writes it from one of them",
+            1,
+        ) from None
+
+
+def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.Path) -> None:
     if parallel.is_main():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

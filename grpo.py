@@ -373,6 +373,9 @@ def train(run: Run) -> None:
             begun = run.position
             try:
                 metrics = train_step(run)
+            except RunStopped:
+                run.checkpoints.settle()  # the one being written counts
+                raise
             except (NoRewards, Interrupted) as error:  # raised by every process before the first update
                 run.position = begun
                 save(run, last=True)
@@ -382,8 +385,6 @@ def train(run: Run) -> None:
             run.step += 1
             run.norms = [*run.norms[-49:], metrics["grad_norm"]]
             metrics["grad_norm_spike"] = float(is_spike(run.norms))
-            if run.step == run.total_steps:
-                export(run.policy, cfg.model, f"{cfg.output}/final")
             if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
                 metrics |= evaluate_policy(run)
             run.log.metrics(run.step, metrics)
@@ -398,7 +399,14 @@ def train(run: Run) -> None:
                 save(run, last=stop or run.step == run.total_steps)
             if stop:
                 stopped(run)
-    run.checkpoints.wait()
+    finish(run)
+
+
+def finish(run: Run) -> None:
+    """Nothing more is learned: the last checkpoint on disk, the trained model or adapter in `final`."""
+    if (wrong := run.checkpoints.wait()) and parallel.is_main():
+        print(f"after step {run.step}: no checkpoint: {wrong}", file=sys.stderr)
+    export(run.policy, run.cfg.model, f"{run.cfg.output}/final")
     run.log.refresh()
 
 

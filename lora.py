@@ -61,18 +61,17 @@ def continue_adapter(model: nn.Module, source: str) -> None:
         what = "DoRA" if config.use_dora else "modules_to_save" if config.modules_to_save else "trained biases"
         raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
     found = match_modules(tensors, model, source)
-    parts = {(module, part): tensor for (module, part), tensor in found.items()}
-    for module, part in parts:
+    for module, part in found:
         if part not in ("lora_A.weight", "lora_B.weight"):
             raise UserError(f"--adapter {source}: {module} has {part}, which cannot be continued: {MERGE_FIRST}")
     saved, config = config, copy.copy(config)
-    config.target_modules = sorted({module for module, _ in parts})
-    config.rank_pattern = {module: len(a) for (module, part), a in parts.items() if part == "lora_A.weight"}
+    config.target_modules = sorted({module for module, _ in found})
+    config.rank_pattern = {module: len(a) for (module, part), a in found.items() if part == "lora_A.weight"}
     config.lora_dropout = 0.0  # the sampler has none
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     _put(config, model, [POLICY, REFERENCE])
     modules = dict(model.named_modules())
-    for (module, part), tensor in parts.items():
+    for (module, part), tensor in found.items():
         for name in (POLICY, REFERENCE):
             getattr(modules[module], part.removesuffix(".weight"))[name].weight.data.copy_(tensor)
     model.peft_config[POLICY] = saved  # what the result is written with
@@ -84,7 +83,7 @@ def _put(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there are meant to be two
         for name in names:
             load_peft().inject_adapter_in_model(copy.copy(config), model, name)
-    for layer in _layers(model).values():
+    for layer in adapted_layers(model).values():
         layer._active_adapter = [POLICY]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f".{POLICY}." in name)
@@ -92,7 +91,7 @@ def _put(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
             parameter.data = parameter.data.float()  # master weights
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """PEFT's layers with an adapter, by their names in `model`."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
@@ -166,13 +165,13 @@ def _fits(shape: torch.Size, wanted: tuple[int | None, ...]) -> bool:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether an adapter is trained beside `model`."""
-    return bool(_layers(model))
+    return bool(adapted_layers(model))
 
 
 @contextlib.contextmanager
 def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
     """Inside, `model` is its own reference: with the adapter it started from, or without one."""
-    layers = list(_layers(model).values()) if switch else []
+    layers = list(adapted_layers(model).values()) if switch else []
     try:
         for layer in layers:  # PEFT's own switches would change what is trained too
             if REFERENCE in layer.lora_A:
@@ -189,15 +188,15 @@ def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name in the base, whole tensor) of every parameter with the adapter in it, in the base's dtype, a 4-bit one
     dequantised as its forward does. Every process must go through all of it together."""
-    layers = _layers(model)
+    layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
         if ".lora_" in name:
             continue
-        weight = dequantised(parameter) if hasattr(parameter, "quant_state") else parallel.whole(parameter.detach())
+        weight = dequantised(parameter) if hasattr(parameter, "quant_state") else parallel.whole(parameter)
         layer = layers.get(owner.removesuffix(".base_layer"))
         if layer is not None and leaf == "weight":
-            a, b = (parallel.whole(part[POLICY].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+            a, b = (parallel.whole(part[POLICY].weight) for part in (layer.lora_A, layer.lora_B))
             weight = torch.addmm(weight.float(), b, a, alpha=layer.scaling[POLICY]).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 

@@ -32,7 +32,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 import cli
 from cli import RunStopped, UserError
 from data import Sample, encode_prompt, load_processor
-from lora import POLICY, load_peft, match_modules, module_of, read_adapter
+from lora import POLICY, adapted_layers, load_peft, match_modules, module_of, read_adapter
 from model import auto_class, load_model, saved_dtype
 
 SHARD = 4e9  # bytes of a written file
@@ -81,11 +81,11 @@ def merge_lora(
         adapter = _up_to_date(config, found, pathlib.Path(scratch))
         try:
             untied = _write_shards(base, partial, _Merger(model, adapter, found), saved)
+            _copy_settings(base, partial, settings, saved, untied)
+            want, got = _both_logits(base, scratch, partial, saved)
         except BaseException:
             shutil.rmtree(partial)
             raise
-        _copy_settings(base, partial, settings, saved, untied)
-        want, got = _both_logits(base, scratch, partial, saved)
     difference, deviation = (got - want).abs().max().item(), want.std().item()
     off = (got - want).square().mean().sqrt().item()
     print(f"largest difference of the logits: {difference:.2g}; usual {off:.2g}, their deviation {deviation:.2g}")
@@ -137,7 +137,7 @@ class _Merger:
         with warnings.catch_warnings(action="ignore"):
             if config.target_modules:
                 load_peft().inject_adapter_in_model(config, model, POLICY, low_cpu_mem_usage=True)
-        self.layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+        self.layers = adapted_layers(model)
         self.done: set[tuple[str, str]] = set()
 
     def __call__(self, module: str, leaf: str, weight: Tensor) -> Tensor:

@@ -380,9 +380,37 @@ def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
 
 
 def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ weight.T).float() / temperature  # (rows, V)
+    logits = float32_logits(hidden, weight) / temperature  # (rows, V)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
     with torch.no_grad():
         entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
     return logp, entropy
+
+
+def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there.
+
+    bfloat16 keeps eight bits: a logit between 16 and 32, as trained models have them, would be off by up to 0.06.
+    """
+    if hidden.device.type == "cuda" and hidden.dtype in (torch.float16, torch.bfloat16):
+        return _Float32Logits.apply(hidden, weight)
+    return (hidden @ weight.T).float()
+
+
+class _Float32Logits(torch.autograd.Function):
+    """A product with float32 results of operands that stay as they are, which PyTorch has no gradient for."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        return (
+            grad @ weight if ctx.needs_input_grad[0] else None,
+            grad.T @ hidden if ctx.needs_input_grad[1] else None,
+        )

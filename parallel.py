@@ -118,7 +118,9 @@ def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; every process calls it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
 
 
 def my_share(items: list[T]) -> list[T]:

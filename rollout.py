@@ -30,6 +30,7 @@ import parallel
 from cli import RunStopped, UserError
 from data import Processor, Prompt, Rollout
 from model import Policy, full_weights, load_model, stop_tokens
+from packing import float32_logits
 
 
 @dataclass(kw_only=True)
@@ -177,6 +178,7 @@ class VLLMEngine:
             ) from None
         self.sampling_params = vllm.SamplingParams
         self.width = self.llm.model_config.get_hidden_size()
+        self.llm.apply_model(keep_logits_in_float32)
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
         size, rank = flags.tensor_parallel, parallel.rank()
@@ -332,6 +334,19 @@ def check_pixels(prompts: Sequence[Prompt], seen: list[tuple[Tensor, Tensor]]) -
                     f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
                     "differs (rescaling, mean or another resize); --engine hf has one for both"
                 )
+
+
+def keep_logits_in_float32(model: torch.nn.Module) -> None:
+    """Let vLLM's `model` leave its logits as they were summed, as the trainer does, instead of rounding them."""
+    head = getattr(model, "language_model", model).lm_head
+    rounded = head.quant_method.apply
+
+    def apply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None or x.dtype == torch.float32:
+            return rounded(layer, x, bias)
+        return float32_logits(x, layer.weight)
+
+    head.quant_method.apply = apply
 
 
 def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -125,7 +125,7 @@ def _answers(caller: tuple[int, connection.Connection], seconds: float, begun: f
         return True
     for _ in range(int(30 * seconds)):
         state, used = _state(caller[0])
-        if state != "R" or used - begun > 0.9 * seconds:
+        if state not in ("R", "D") or used - begun > 0.9 * seconds:
             return caller[1].poll(0)
         if caller[1].poll(0.1):
             return True
@@ -133,7 +133,7 @@ def _answers(caller: tuple[int, connection.Connection], seconds: float, begun: f
 
 
 def _state(process: int) -> tuple[str, float]:
-    """What /proc says of a process: R when it runs or could, and the processor seconds it has had."""
+    """What /proc says of a process: R when it runs or could, D when it waits for a disk; and its processor seconds."""
     try:
         fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # another system

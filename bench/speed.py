@@ -77,6 +77,8 @@ class Config:
     """Where the JSON file goes, named by machine and time."""
     flags: tuple[str, ...] = ()
     """Further flags of grpo.py, as NAME=VALUE."""
+    checkpoint: bool = False
+    """Save a checkpoint after the last workload, with a training step beside it."""
     profile: bool = False
     """Write a table of the GPU's kernels in the last step of each workload."""
 
@@ -211,7 +213,23 @@ def measure(cfg: Config) -> dict[str, dict]:
         means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
         means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
         results[name] = means
+    if cfg.checkpoint:
+        results[name] |= save(run)
     return results
+
+
+def save(run: grpo.Run) -> dict[str, float]:
+    """Seconds that a checkpoint keeps training waiting, until it is on disk, and of a step beside it; its gigabytes."""
+    begun = time.perf_counter()
+    grpo.save(run)
+    waited = time.perf_counter() - begun
+    beside = grpo.train_step(run)["step_time"]
+    if wrong := run.checkpoints.wait():
+        raise cli.RunStopped(f"the checkpoint was not written: {wrong}", 1)
+    written = time.perf_counter() - begun
+    files = list((pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}").iterdir())
+    size = sum(path.stat().st_size for path in files) / 1e9
+    return {"save/waited": waited, "save/written": written, "save/step_beside": beside, "save/gb": size}
 
 
 def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:

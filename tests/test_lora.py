@@ -161,7 +161,7 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     for seed in range(50):
         randomise(policy.model, seed)
         engine.sync_weights(policy)
-    layers = lora._layers(policy.model)
+    layers = lora.adapted_layers(policy.model)
     held, adapted = dict(engine.model.named_parameters()), 0
     for name, parameter in policy.model.named_parameters():
         if ".lora_" in name:
