@@ -68,9 +68,9 @@ class RunFlags:
     """Held-out rows, scored before training, every `eval_every` steps and at the end."""
     eval_every: int = 0
     """Steps between evaluations on `eval_data`; 0: only before and after."""
-    save_every: int = 0
+    save_every: int = 50
     """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
-    keep_last: int = 0
+    keep_last: int = 2
     """Checkpoints that are kept, the newest ones; 0: all."""
     keep_best: bool = False
     """Save after the evaluation with the best reward on `eval_data` too, and keep that one."""
