@@ -355,6 +355,19 @@ def load_samples(
     none is left. Every process calls it and checks its share of the rows.
     """
     rows = list(read_rows(data, image_dir, columns))
+    return usable_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
+
+
+def usable_rows(
+    rows: list[Row],
+    data: str,
+    task: str | None,
+    processor: Processor | None,
+    max_prompt_length: int | None,
+    skip_bad_rows: bool,
+    keep_repeats: bool,
+) -> list[Sample]:
+    """What `load_samples` keeps of the `rows` that were read from `data`, and says of the others."""
     check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
     with ThreadPoolExecutor() as pool:  # image decoding leaves the interpreter lock
         mine = parallel.my_share(rows)

@@ -1,57 +1,84 @@
-"""Scoring a model on a data set.
+"""Scoring a model, or saved predictions, on a data set or a named benchmark.
 
     python evaluate.py --model runs/demo/final --data runs/tiny/count-0/test --task count --output runs/demo/after
-    python evaluate.py --model DIR --data FILE --task vqa --n 8 --temperature 0.6        # Pass@1[8]
+    python evaluate.py --model DIR --benchmark math500 --n 8 --temperature 0.6          # Pass@1[8]
+    python evaluate.py --model DIR --baseline OTHER --benchmark mmstar --data FOLDER    # two models side by side
+    python evaluate.py --predictions FILE.jsonl --benchmark mme                         # no model, no GPU
 
-Samples n completions of every row and writes `predictions.jsonl` (one row an object) and `scores.json`:
+Samples n completions of every row and writes `predictions.jsonl` (one row an object), `scores.json`, `scores.png` and,
+with a baseline, `completions.html`. A run that was broken off goes on where it was. For a task the scores are
 
     n               rows scored
     reward          mean reward of the task
     exact_match     share of completions that are right (`rewards.exact_match`); the same as pass@1
     exact_match_95  95 % interval of it, bootstrap over rows
     format_rate     share of completions in the task's form
-    mean_length     tokens of a completion
+    mean_length     tokens of a completion; mean_characters: characters
     no_verdict      share of completions that a verifier gave no verdict on; they are left out of all the others
     truncated       share of completions cut off at max_tokens
-    pass@k          chance that k completions hold a right one, unbiased (Chen et al. 2021, arXiv:2107.03374, eq. 1)
+    pass@k          chance that k completions hold a right one, unbiased (scores.py)
+
+and for a benchmark `score` with `score_95`, `pass@k`, `no_answer` (nothing that could be read) and `parts`: the score
+of each level, category or type. `scoring` says whether a server was asked or the number is rule-scored.
 """
 
+import contextlib
 import json
 import math
 import pathlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import cli
 import parallel
-from cli import UserError
-from data import DataFlags, Processor, Sample, encode_prompts, most_images
-from model import Policy, PolicyFlags, load_policy
-from rewards import FORMATS, exact_match
+import report
+from benchmarks import BENCHMARKS, RULE_SCORED, answer_part, check_columns, load_benchmark, plain
+from cli import RunStopped, UserError
+from compare import draw_scores, write_differences
+from data import DataFlags, Processor, Rollout, Sample, encode_prompts, most_images
+from formats import BadRow, raw_rows
+from model import Policy, PolicyFlags, auto_class, load_policy
+from rewards import check_math, exact_match
 from rollout import Engine, EngineFlags, make_engine
-from scoring import MOST_WITHOUT_VERDICT, RewardFlags, Scorer
+from scores import bootstrap_interval, difference, pairs, pass_at_k, summarise, summarise_benchmark, table
+from scoring import RewardFlags, Scorer
 from stream import prompt_seed
+from verifier import Verifier, make_verifier
+
+__all__ = ["bootstrap_interval", "evaluate", "pass_at_k", "summarise"]
 
 CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
 
 
 @dataclass(kw_only=True)
 class Config(EngineFlags, RewardFlags, DataFlags):
-    """Score a model on a data set."""
+    """Score a model, or saved predictions, on a data set or a named benchmark."""
 
-    model: str
+    model: str | None = None
     """A folder in Hugging Face layout or a hub name."""
     adapter: str | None = None
     """An adapter in PEFT layout, made for `model`, to score it with."""
+    baseline: str | None = None
+    """What to compare with, row by row: a model of the same shape, an adapter of `model`, or a folder that an earlier
+    evaluation wrote."""
+    predictions: str | None = None
+    """Saved predictions to score without a model: rows with «response», or «responses», beside the columns of the
+    benchmark or, for a task, «prompt» and «answer»."""
+    benchmark: Literal[tuple(BENCHMARKS)] | None = None
+    """A named benchmark, from the hub or from `data` with the same columns; in place of a task."""
+    data: str = ""
+    """Rows, as in training; a benchmark's are its own on the hub when left out."""
     task: Literal["count", "math", "vqa"] = "count"
-    """Prompt template and reward."""
+    """Prompt template and reward, without a benchmark."""
     output: str = "runs/evaluation"
-    """Folder for predictions.jsonl and scores.json."""
+    """Folder for predictions.jsonl, scores.json, scores.png and completions.html."""
     n: int = 1
     """Completions of each row."""
     temperature: float = 0.0
@@ -64,77 +91,218 @@ class Config(EngineFlags, RewardFlags, DataFlags):
     """Seed of the sampling."""
     limit: int = 0
     """Score only the first rows; 0: all."""
+    judge_cache: str = "runs/judge.sqlite"
+    """Where replies of a benchmark's judge or extractor (`verifier_url`) are kept, so that none is asked for twice."""
 
     def __post_init__(self) -> None:
         self.check_data()
         self.check_rewards()
         self.check_engine()
-        if self.n < 1 or self.max_tokens < 1:
-            raise ValueError("n and max_tokens must be at least 1")
+        cli.need((self.model is None) == (self.predictions is not None), "give either model or predictions")
+        cli.need(bool(self.data or self.benchmark or self.predictions), "data is needed, or a benchmark")
+        cli.need(self.model is not None or self.adapter is None, "adapter needs its model")
+        cli.need(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
-        if self.n > 1 and self.temperature == 0:
-            raise ValueError("n above 1 needs a temperature above 0: all completions would be the same")
+        cli.need(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0: all would be the same")
+
+    def sampling(self) -> tuple[int, int, float, float, int]:
+        """What `sample_rows` takes of it."""
+        return self.max_tokens, self.n, self.temperature, self.top_p, self.seed
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n completions, c of them right, hold a right one: 1 − C(n−c, k) / C(n, k)."""
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
-def bootstrap_interval(per_row: Sequence[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the mean of `per_row`, by resampling rows."""
-    values = np.asarray(per_row, dtype=float)
-    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def evaluate(
+def sample_rows(
     engine: Engine,
     processor: Processor,
     samples: list[Sample],
-    scorer: Scorer,
     max_tokens: int,
     n: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-) -> tuple[dict[str, float], list[dict]]:
-    """Scores and predictions of what `engine` holds: rows are shared out over all processes, results are on each.
+    part: "Part | None" = None,
+) -> list[dict]:
+    """{responses, lengths, truncated} of every sample, in order, on every process; the rows are shared out over all.
 
-    Raises UserError when a user's reward function fails.
+    What `part` holds already is not sampled again, and what is sampled goes there.
     """
-    mine = parallel.my_share(list(enumerate(samples)))
-    predictions: list[dict] = []
-    task, error = scorer.task, None
+    done = part.done if part else {}
+    todo = [place for place in range(len(samples)) if place not in done]
+    mine, new = parallel.my_share(todo), []
     silent = None if parallel.is_main() else True
     longest = int(parallel.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
     for i in tqdm(range(0, longest, CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
-        rows = mine[i : i + CHUNK]
-        prompts = encode_prompts([sample for _, sample in rows], processor)
-        seeds = [prompt_seed(seed, place) for place, _ in rows]
+        places = mine[i : i + CHUNK]
+        prompts = encode_prompts([samples[place] for place in places], processor)
+        seeds = [prompt_seed(seed, place) for place in places]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
-        error = error or scorer([(sample, rollouts) for (_, sample), rollouts in zip(rows, groups)])
-        for (_, sample), rollouts in zip(rows, groups):
-            predictions.append(
-                {
-                    "source": sample.source,
-                    "prompt": sample.prompt,
-                    "answer": sample.answer,
-                    "responses": [rollout.text for rollout in rollouts],
-                    "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
-                    "rewards": [None if math.isnan(r.reward) else r.reward for r in rollouts],
-                    "lengths": [len(rollout.ids) for rollout in rollouts],
-                    "truncated": [rollout.truncated for rollout in rollouts],
-                }
-            )
+        answered = [
+            {
+                "responses": [rollout.text for rollout in rollouts],
+                "lengths": [len(rollout.ids) for rollout in rollouts],
+                "truncated": [rollout.truncated for rollout in rollouts],
+            }
+            for rollouts in groups
+        ]
+        new += answered
+        if part:
+            part.add(places, answered)
+    done = done | dict(zip(todo, parallel.gather_shares(new)))
+    return [done[place] for place in range(len(samples))]
+
+
+class Part:
+    """What of an evaluation is done, in files beside its output, one for each process: a run broken off goes on."""
+
+    def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
+        self.done: dict[int, dict] = {}
+        if parallel.is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            settings = json.loads(json.dumps(settings))
+            for path in folder.glob("predictions.part-*"):
+                head, *rows = report.read_rows(path) or [{}]
+                if head == settings:
+                    self.done |= {row.pop("place"): row for row in rows}
+                path.unlink()
+            rows = [{"place": place} | row for place, row in self.done.items()]
+            lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
+            (folder / "predictions.part-0").write_text(lines, encoding="utf-8")
+            if self.done:
+                print(f"going on after {len(self.done)} rows that were sampled before", file=sys.stderr)
+        self.done = parallel.gather_from_all(self.done)[0]
+        self.path = folder / f"predictions.part-{parallel.rank()}"
+        if not parallel.is_main():
+            self.path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+    def add(self, places: list[int], answered: list[dict]) -> None:
+        """Append the rows at `places`."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"place": place} | row) + "\n" for place, row in zip(places, answered))
+
+    def remove(self) -> None:
+        """The evaluation is written: nothing is left to go on with."""
+        self.path.unlink(missing_ok=True)
+
+
+def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
+    """The rows of a file of predictions and what was responded to each. A response that is null or empty is wrong.
+
+    Raises UserError naming the first rows that cannot be used, unless they may be skipped.
+    """
+    samples, answered, bad = [], [], []
+    if not pathlib.Path(path).is_file():
+        raise UserError(f"no predictions at {path!r}: give a .jsonl file")
+    for source, row, _ in raw_rows(path, None, "train"):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            answered.append(_responses(row := plain(row)))
+            samples.append(_saved_sample(cfg, source, row))
+        except BadRow as problem:
+            answered = answered[: len(samples)]
+            bad.append(f"{source}: {problem}")
+    what = f"{len(bad)} of {len(bad) + len(samples)} rows cannot be used: {'; '.join(bad[:5])}"
+    if bad and not cfg.skip_bad_rows:
+        raise UserError(f"{what}; mend them or pass --skip_bad_rows to go on without")
+    if bad and parallel.is_main():
+        print(f"skipped: {what}", file=sys.stderr)
+    if not samples:
+        raise UserError(f"{path}: no usable row")
+    return samples[: cfg.limit or None], answered[: cfg.limit or None]
+
+
+def _responses(row: dict) -> dict:
+    """{responses, and lengths and truncated where they are there} of a row, which loses them."""
+    if "responses" not in row and "response" not in row:
+        raise BadRow(f"neither «response» nor «responses» (columns: {', '.join(row)})")
+    responses = row.pop("responses", None)
+    responses = [row.pop("response", None)] if responses is None else responses
+    if not isinstance(responses, list) or not responses:
+        raise BadRow("«responses» is not a list of texts")
+    if not all(isinstance(response, str | None) for response in responses):
+        raise BadRow("a response is neither text nor null")
+    found: dict[str, list] = {"responses": [response or "" for response in responses]}
+    for name in ("lengths", "truncated"):
+        numbers = row.pop(name, None)
+        if isinstance(numbers, list) and len(numbers) == len(responses):
+            found[name] = numbers
+    return found
+
+
+def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
+    for name in ("exact", "rewards", "answers", "measures", "gold", "source"):  # of an earlier scoring
+        row.pop(name, None)
+    if cfg.benchmark:
+        check_columns(BENCHMARKS[cfg.benchmark], row)
+        row.pop("prompt", None)
+        return Sample(BENCHMARKS[cfg.benchmark].prompt(row), BENCHMARKS[cfg.benchmark].gold(row), [], source, row)
+    if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
+        raise BadRow(f"no «{missing[0]}» (columns: {', '.join(row)})")
+    return Sample(str(row.pop("prompt")), str(row.pop("answer")), [], source, row)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> list[dict]:
+    """Predictions with rewards, on every process. Raises UserError when a user's reward function fails."""
+    none, task = torch.zeros(0), scorer.task
+    groups = [
+        (sample, [Rollout(none, none, text=text) for text in own["responses"]])
+        for sample, own in parallel.my_share(list(zip(samples, answered)))
+    ]
+    error = scorer(groups)
     if error := next(filter(None, parallel.gather_from_all(error)), None):
         raise UserError(error)
-    predictions = parallel.gather_shares(predictions)
-    return summarise(predictions, task), predictions
+    judged = parallel.gather_shares(
+        [
+            {
+                "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
+                "rewards": [None if math.isnan(r.reward) else r.reward for r in rollouts],
+            }
+            for sample, rollouts in groups
+        ]
+    )
+    return [
+        {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer, **own, **judgement}
+        for sample, own, judgement in zip(samples, answered, judged)
+    ]
+
+
+def judge_benchmark(
+    name: str, samples: list[Sample], answered: list[dict], server: Verifier | None = None
+) -> list[dict]:
+    """Predictions with what each response answers and whether it is right, on every process."""
+    judge = BENCHMARKS[name].judge
+    mine = parallel.my_share([(sample, own["responses"]) for sample, own in zip(samples, answered)])
+    work = [(answer_part(text), sample.fields) for sample, responses in mine for text in responses]
+    if server:
+        server.try_again()
+    silent = None if parallel.is_main() else True
+    with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
+        found = pool.map(lambda job: judge(*job, server), work)
+        judged = iter(list(tqdm(found, "scoring", len(work), unit="response", delay=3, leave=False, disable=silent)))
+    verdicts = [[next(judged) for _ in responses] for _, responses in mine]
+    verdicts = parallel.gather_shares(verdicts)
+    return [
+        sample.fields
+        | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
+        | own
+        | {"answers": [v.answer for v in own_verdicts], "exact": [v.right for v in own_verdicts]}
+        | {"measures": [v.measures for v in own_verdicts]}
+        for sample, own, own_verdicts in zip(samples, answered, verdicts)
+    ]
+
+
+def evaluate(
+    engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
+) -> tuple[dict[str, Any], list[dict]]:
+    """Scores and predictions of what `engine` holds, one greedy completion a row; the same on every process."""
+    predictions = judge_task(scorer, samples, sample_rows(engine, processor, samples, max_tokens))
+    return summarise(predictions, scorer.task), predictions
 
 
 def score_policy(
@@ -148,68 +316,154 @@ def score_policy(
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
 
 
-def summarise(predictions: list[dict], task: str) -> dict[str, float]:
-    """The scores of `predictions`, as the head of this file defines them.
-
-    A completion without verdict is left out and counted. Raises UserError when more than a tenth of them are.
-    """
-
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values)) if len(values) else math.nan
-
-    every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
-    without = mean([reward is None for _, reward in every])
-    if without > MOST_WITHOUT_VERDICT:
-        raise UserError(f"{without:.0%} of the completions have no verdict; at most 10% may: is the verifier up?")
-    judged = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
-    judged = [exact for exact in judged if exact]
-    n = len(predictions[0]["responses"])
-    shares = [sum(exact) / len(exact) for exact in judged]
-    scores: dict[str, float] = {
-        "n": len(predictions),
-        "completions_per_row": n,
-        "reward": mean([reward for _, reward in every if reward is not None]),
-        "exact_match": mean(shares),
-        "exact_match_95": bootstrap_interval(shares),
-        "format_rate": mean([FORMATS[task](response) for response, _ in every]),
-        "mean_length": mean([length for row in predictions for length in row["lengths"]]),
-        "no_verdict": without,
-        "truncated": mean([cut for row in predictions for cut in row["truncated"]]),
-    }
-    for k in sorted({1, n}):
-        scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in judged if len(exact) >= k])
-    return scores
-
-
 def write(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
     """predictions.jsonl and scores.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in predictions)
-    (folder / "predictions.jsonl").write_text(rows, encoding="utf-8")
-    (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
+    rows = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in predictions)
+    for name, text in (("predictions.jsonl", rows), ("scores.json", json.dumps(scores, indent=1) + "\n")):
+        (folder / f"{name}.partial").write_text(text, encoding="utf-8", errors="replace")
+        (folder / f"{name}.partial").rename(folder / name)
 
 
-def main(cfg: Config) -> None:
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Judges and sums up responses as the command line asks: by a benchmark or by a task's rewards."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.server, self.scorer, self.scoring = cfg, None, None, "rule"
+        if cfg.benchmark is None:
+            self.scorer = Scorer(cfg.task, cfg)
+            return
+        if cfg.benchmark in ("math500", "geometry3k", "mathverse"):
+            check_math()
+        if wanted := BENCHMARKS[cfg.benchmark].server:
+            self.server = make_verifier(cfg, cfg.judge_cache)
+            self.scoring = f"{wanted} {self.server.model}" if self.server else RULE_SCORED
+
+    def __call__(self, samples: list[Sample], answered: list[dict]) -> tuple[dict, list[dict]]:
+        """Scores and predictions."""
+        if self.scorer:
+            predictions = judge_task(self.scorer, samples, answered)
+            return {"task": self.cfg.task} | summarise(predictions, self.cfg.task), predictions
+        predictions = judge_benchmark(self.cfg.benchmark, samples, answered, self.server)
+        return summarise_benchmark(self.cfg.benchmark, predictions, self.scoring), predictions
+
+
+def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
+    """The rows of the benchmark or the data set, the first `limit` of them."""
+    if cfg.benchmark:
+        usual = BENCHMARKS[cfg.benchmark].hub.rpartition("@")[2]
+        return load_benchmark(cfg.benchmark, cfg, processor, usual)[: cfg.limit or None]
+    return cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
+
+
+def answers_of(cfg: Config) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
+    """The rows, what the model responded to each, the same of the baseline when that is a model, and the files that
+    hold both until everything is written."""
     device = parallel.start()
-    scorer = Scorer(cfg.task, cfg)
-    processor = cfg.processor(cfg.model, cfg.task)
-    samples = cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
+    processor = cfg.processor(cfg.model, "math" if cfg.benchmark else cfg.task)
+    samples = load_rows(cfg, processor)
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
+    other = load_baseline(cfg) if cfg.baseline else None
     adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
     engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
     if adapted is not None:
         engine.sync_weights(adapted)
-    sampling = (cfg.max_tokens, cfg.n, cfg.temperature, cfg.top_p, cfg.seed)
-    scores, predictions = evaluate(engine, processor, samples, scorer, *sampling)
-    about = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "task": cfg.task}
-    if parallel.is_main():
-        write(pathlib.Path(cfg.output), {**about, **scores}, predictions)
-        low, high = scores["exact_match_95"]
-        print(
-            f"{cfg.adapter or cfg.model} on {scores['n']} rows of {cfg.data}: exact match {scores['exact_match']:.3f} "
-            f"({low:.3f} to {high:.3f}), reward {scores['reward']:.3f}, form {scores['format_rate']:.3f}, "
-            f"{scores['mean_length']:.0f} tokens; {cfg.output}/scores.json"
+    settings = {name: value for name, value in asdict(cfg).items() if name not in ("output", "baseline", "judge_cache")}
+    settings["rows"] = len(samples)
+    parts = [Part(pathlib.Path(cfg.output), settings)]
+    with _going_on_later(cfg):
+        answered = sample_rows(engine, processor, samples, *cfg.sampling(), parts[0])
+        if other is None:
+            return samples, answered, None, parts
+        parts.append(Part(pathlib.Path(cfg.output) / "baseline", settings | {"baseline": cfg.baseline}))
+        engine.sync_weights(other)
+        return samples, answered, sample_rows(engine, processor, samples, *cfg.sampling(), parts[1]), parts
+
+
+@contextlib.contextmanager
+def _going_on_later(cfg: Config) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunStopped(f"interrupted; the same command goes on with what {cfg.output} holds", 130) from None
+
+
+def load_baseline(cfg: Config) -> Policy | None:
+    """The model or adapter that is compared with; None when it is the folder of an earlier evaluation.
+
+    Raises UserError when it has other shapes than the model, whose place it takes in the sampler.
+    """
+    folder = pathlib.Path(cfg.baseline)
+    if (folder / "predictions.jsonl").is_file():
+        return None
+    adapter = (folder / "adapter_config.json").is_file()
+    name = cfg.model if adapter else cfg.baseline
+    policy = load_policy(name, PolicyFlags(adapter=cfg.baseline if adapter else None), torch.device("cpu"))
+    with torch.device("meta"):
+        settings = AutoConfig.from_pretrained(cfg.model)
+        wanted = {key: own.shape for key, own in auto_class(settings).from_config(settings).named_parameters()}
+    if adapter:
+        return policy
+    for key, own in policy.model.named_parameters():
+        if wanted.get(key) != own.shape:
+            raise UserError(
+                f"--baseline {cfg.baseline}: its {key} has another shape than {cfg.model} has: score it by itself and "
+                "give --baseline the folder of its scores"
+            )
+    return policy
+
+
+def main(cfg: Config) -> None:
+    earlier = cfg.baseline and (pathlib.Path(cfg.baseline) / "predictions.jsonl").is_file()
+    if cfg.predictions and cfg.baseline and not earlier:
+        raise UserError(
+            f"--baseline {cfg.baseline!r} has no predictions.jsonl, and there is no model to sample it with"
         )
+    judge, parts, before = Judge(cfg), [], None
+    if cfg.predictions:
+        samples, answered = read_predictions(cfg.predictions, cfg)
+    else:
+        samples, answered, before, parts = answers_of(cfg)
+    about = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
+    scores, predictions = judge(samples, answered)
+    scores = {key: value for key, value in about.items() if value is not None} | scores
+    folder, old = pathlib.Path(cfg.output), None
+    if earlier:
+        old = judge(*read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg))
+    elif before is not None:
+        old = judge(samples, before)
+    if parallel.is_main():
+        write_all(cfg, folder, samples, scores, predictions, old)
+    parallel.wait_for_all()
+    for part in parts:
+        part.remove()
+
+
+def write_all(
+    cfg: Config, folder: pathlib.Path, samples: list[Sample], scores: dict, new: list[dict], old: tuple | None
+) -> None:
+    """Everything in `folder`, and the table on the screen."""
+    baseline = paired = None
+    if old is not None:
+        baseline = {"model": cfg.baseline} | old[0]
+        both = pairs(cfg.benchmark, old[1], new)
+        both = [pair for pair in both if None not in (*pair[0].get("rewards", []), *pair[1].get("rewards", []))]
+        if not both:
+            raise UserError(f"--baseline {cfg.baseline}: it has no row that this evaluation has")
+        paired = difference(cfg.benchmark, both)
+        write(folder / "baseline", baseline, old[1])
+    write(folder, scores | ({"baseline": baseline, "paired": paired} if paired else {}), new)
+    draw_scores(folder, scores, baseline)
+    print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
+    print(table(scores, baseline, paired))
+    if old is not None:
+        known = {sample.source: sample for sample in samples}
+        lost, won = write_differences(folder, cfg.benchmark, scores, old[1], new, known)
+        print(f"right before and wrong after: {lost}; the other way round: {won}; {folder}/completions.html")
+    print(f"{folder}/scores.json, {folder}/scores.png")
 
 
 if __name__ == "__main__":

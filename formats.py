@@ -125,6 +125,21 @@ def _read_one(spec: str, image_dir: pathlib.Path | None, columns: Columns) -> It
     return _read_table(open_table(name, split), spec, image_dir or pathlib.Path(), columns)
 
 
+def raw_rows(spec: str, image_dir: str | None, usual: str) -> Iterator[tuple[str, "dict | BadRow", pathlib.Path]]:
+    """(source, row as it stands or what is wrong with it, folder of relative paths) of a .jsonl, .json or .parquet
+    file, a folder or a data set of the hub; of several splits the `usual` one, where none is asked for."""
+    name, _, split = (spec, "", "") if pathlib.Path(spec).exists() else spec.partition("@")
+    path = pathlib.Path(name)
+    folder = pathlib.Path(image_dir) if image_dir is not None else path if path.is_dir() else path.parent
+    if path.suffix.lower() in (".json", ".jsonl"):
+        for number, row in _json_rows(path):
+            row = row if isinstance(row, dict | BadRow) else BadRow("not an object with columns")
+            yield f"{path} row {number}", row, folder
+        return
+    for source, row in _table_rows(open_table(name, split or None, usual), spec, folder):
+        yield source, row, folder
+
+
 def read_text(path: str | Folder, flag: str) -> str:
     """The UTF-8 text of a file that the user named; raises UserError naming `flag` when it cannot be read."""
     try:
@@ -144,11 +159,11 @@ def sample_of(row: object, source: str, folder: Callable[[str], Folder], columns
         return source, "not an object with columns"
     try:
         sample = _sample_of(dict(row), source, columns)
-        sample.images = [_placed(image, folder) for image in sample.images]
+        sample.images = [placed_image(image, folder) for image in sample.images]
         pictures = [name for name, value in sample.fields.items() if isinstance(value, Cell) or _cells(value)]
         for name in pictures:  # further columns of pictures are nothing that a reward could take
             del sample.fields[name]
-        return _tagged(sample)
+        return tagged(sample)
     except BadRow as problem:
         return source, str(problem)
 
@@ -288,7 +303,7 @@ def _exists(path: Folder) -> bool:
         return False
 
 
-def _placed(image: object, folder: Callable[[str], Folder]) -> ImageSource:
+def placed_image(image: object, folder: Callable[[str], Folder]) -> ImageSource:
     if isinstance(image, str) and image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
@@ -303,7 +318,7 @@ def _placed(image: object, folder: Callable[[str], Folder]) -> ImageSource:
     return image
 
 
-def _tagged(sample: Sample) -> Sample:
+def tagged(sample: Sample) -> Sample:
     """A row with images and no tag gets them in front; any other difference between tags and images is a problem."""
     if "completion" in sample.fields:
         raise BadRow("a column named «completion», which is what rewards call the model's own text; rename it")
@@ -400,10 +415,11 @@ class Cell:
         return f"in column «{self.column}»" + (f", number {self.place + 1}" if self.place is not None else "")
 
 
-def open_table(name: str | pathlib.Path, split: str | None) -> "datasets.Dataset":
+def open_table(name: str | pathlib.Path, split: str | None, usual: str = "train") -> "datasets.Dataset":
     """A parquet file, a folder that `datasets` saved or can read, or a data set of the hub, its rows as Arrow tables.
 
-    Raises UserError naming the splits there are when the one asked for is not among them.
+    Of several splits the `usual` one, where none is asked for. Raises UserError naming the splits there are when the
+    one asked for is not among them.
     """
     import datasets
 
@@ -412,7 +428,7 @@ def open_table(name: str | pathlib.Path, split: str | None) -> "datasets.Dataset
     try:
         if path.is_file():
             found = datasets.load_dataset("parquet", data_files=str(path))
-            if split not in (None, "train"):
+            if split not in (None, usual):
                 raise UserError(f"{str(path)!r} has no splits: leave @{split} out")
         elif path.is_dir() and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(str(path))
@@ -433,10 +449,10 @@ def open_table(name: str | pathlib.Path, split: str | None) -> "datasets.Dataset
             f"no data at {name!r}: neither here nor on the hub, or the hub is out of reach ({reason})"
         ) from None
     if isinstance(found, datasets.Dataset):
-        if split not in (None, "train", str(found.split)):
+        if split not in (None, usual, str(found.split)):
             raise UserError(f"{str(name)!r} holds one split: leave @{split} out")
         return found.with_format("arrow")
-    wanted = (split or ("train" if "train" in found or len(found) > 1 else next(iter(found)))).split("+")
+    wanted = (split or (usual if usual in found or len(found) > 1 else next(iter(found)))).split("+")
     if missing := [part for part in wanted if part not in found]:
         raise UserError(
             f"{str(name)!r} has no split {', '.join(missing)}; it has {', '.join(found)}: write {name}@SPLIT"
@@ -445,6 +461,11 @@ def open_table(name: str | pathlib.Path, split: str | None) -> "datasets.Dataset
 
 
 def _read_table(table: "datasets.Dataset", name: str, folder: pathlib.Path, columns: Columns) -> Iterator[Row]:
+    for source, row in _table_rows(table, name, folder):
+        yield sample_of(row, source, lambda path: folder / path, columns)
+
+
+def _table_rows(table: "datasets.Dataset", name: str, folder: pathlib.Path) -> Iterator[tuple[str, dict]]:
     number = 0
     for batch in table.iter(batch_size=1000):
         pictures = [column for column in batch.column_names if _holds_pictures(batch.schema.field(column).type)]
@@ -457,7 +478,7 @@ def _read_table(table: "datasets.Dataset", name: str, folder: pathlib.Path, colu
                 elif cell.is_valid:
                     row[column] = Cell(table, number, column, None, folder)
             number += 1
-            yield sample_of(row, f"{name} row {number}", lambda path: folder / path, columns)
+            yield f"{name} row {number}", row
 
 
 def _is_list(kind: Any) -> bool:

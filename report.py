@@ -306,7 +306,7 @@ def draw_curves(folder: pathlib.Path) -> None:
         axis.grid(alpha=0.3)
         if not axis.has_data():
             axis.text(0.5, 0.5, "not measured yet", ha="center", va="center", transform=axis.transAxes)
-    _save(figure, folder / "curves.png")
+    save_figure(figure, folder / "curves.png")
 
 
 def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, smooth: bool = False) -> None:
@@ -321,7 +321,7 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
     axis.set(title=title, ylabel=unit)
 
 
-def _save(figure, path: pathlib.Path) -> None:
+def save_figure(figure, path: pathlib.Path) -> None:
     """Written beside its place and renamed: a viewer never sees half a picture."""
     figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
     plt.close(figure)

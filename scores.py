@@ -1,0 +1,270 @@
+"""Scores of predictions: shares of right completions, benchmarks' own sums, intervals, and two models side by side.
+
+A prediction is a dict with what its row says, its `responses`, whether each is right (`exact`), and, where they are
+known, `lengths` in tokens and `truncated`. Every score is a weighted sum of ratios, Σ c · (Σ num / Σ den) over units of
+predictions, so that one bootstrap over units gives the interval of any of them: one ratio for a plain share, one for
+each category where categories count alike, two for each category of MME.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks import BENCHMARKS, COGNITION, PERCEPTION, RULE_SCORED, part_of
+from cli import UserError
+from rewards import FORMATS
+from scoring import MOST_WITHOUT_VERDICT
+
+RESAMPLES = 2000
+
+
+@dataclass
+class Ratio:
+    """One part of a score: `weight` times the sum of `num` over the sum of `den`, both (units,)."""
+
+    weight: float
+    num: np.ndarray
+    den: np.ndarray
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n completions, c of them right, hold a right one: 1 − C(n−c, k) / C(n, k).
+
+    Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def value(ratios: list[Ratio]) -> float:
+    """The score that `ratios` make up."""
+    return float(sum(r.weight * r.num.sum() / r.den.sum() for r in ratios))
+
+
+def resampled(ratios: list[Ratio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+    """(resamples,) scores of units drawn with replacement. The same seed draws the same units for another model."""
+    num, den = np.stack([r.num for r in ratios], 1), np.stack([r.den for r in ratios], 1)  # (U, R)
+    weights, whole = np.array([r.weight for r in ratios]), num.sum(0) / den.sum(0)
+    rng, units, scores = np.random.default_rng(seed), len(num), []
+    for _ in range(resamples):
+        drawn = np.bincount(rng.integers(units, size=units), minlength=units)
+        total = drawn @ den
+        scores.append(np.where(total > 0, drawn @ num / np.where(total > 0, total, 1), whole) @ weights)
+    return np.array(scores)
+
+
+def interval(scores: np.ndarray) -> tuple[float, float]:
+    """The middle 95 % of them."""
+    low, high = np.percentile(scores, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def share(per_row: Sequence[float]) -> list[Ratio]:
+    """The plain mean of `per_row`."""
+    values = np.asarray(per_row, dtype=float)
+    return [Ratio(1.0, values, np.ones(len(values)))]
+
+
+def bootstrap_interval(per_row: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of the mean of `per_row`, by resampling rows."""
+    return interval(resampled(share(per_row), seed))
+
+
+# --- a benchmark's own sums -------------------------------------------------------------------------------------------
+
+
+def ratios_of(name: str | None, rows: list[dict]) -> list[Ratio]:
+    """The score of benchmark `name`, or of a task, as ratios over its units: rows, or MME's pictures."""
+    if name == "mme":
+        return mme_ratios(rows)
+    right = [_mean(row["exact"]) for row in rows]
+    return (
+        by_category(right, [(row["category"], row["l2_category"]) for row in rows])
+        if name == "mmstar"
+        else share(right)
+    )
+
+
+def by_category(right: Sequence[float], categories: Sequence[object]) -> list[Ratio]:
+    """The mean over categories of the mean over rows."""
+    values, names = np.asarray(right, dtype=float), sorted(set(categories), key=str)
+    members = [np.array([float(category == name) for category in categories]) for name in names]
+    return [Ratio(1 / len(names), values * member, member) for member in members]
+
+
+def mme_ratios(rows: list[dict]) -> list[Ratio]:
+    """MME (arXiv:2306.13394): of each category 100 · the share of questions answered rightly + 100 · the share of
+    pictures with both questions answered rightly; perception sums ten categories, cognition four."""
+    pictures: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        pictures.setdefault((row["category"], str(row["question_id"])), []).append(row)
+    for (category, name), pair in pictures.items():
+        if len(pair) != 2:
+            raise UserError(f"mme has two questions for each picture; {category} {name} has {len(pair)}: check --limit")
+        if category not in PERCEPTION + COGNITION:
+            raise UserError(f"{pair[0]['source']}: mme has no category {category!r}")
+    both = np.array([np.mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in pictures.values()])
+    right = np.array([sum(_mean(row["exact"]) for row in pair) for pair in pictures.values()])
+    ratios = []
+    for category in sorted({category for category, _ in pictures}):
+        member = np.array([float(own == category) for own, _ in pictures])
+        ratios += [Ratio(100.0, right * member, 2 * member), Ratio(100.0, both * member, member)]
+    return ratios
+
+
+def _parts(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
+    """Scores of the rows that share a level, a category, …: {column: {value: {n, score}}}."""
+    parts: dict[str, dict[str, dict[str, float]]] = {}
+    for column in BENCHMARKS[name].parts:
+        groups: dict[str, list[dict]] = {}
+        for row in rows:
+            if (own := part_of(row, column)) is not None:
+                groups.setdefault(own, []).append(row)
+        scored = {key: {"n": len(own), "score": value(ratios_of(name, own))} for key, own in sorted(groups.items())}
+        parts |= {column: scored} if scored else {}
+    if name == "mme":
+        own = parts["category"]
+        for kind, members in (("perception", PERCEPTION), ("cognition", COGNITION)):
+            there = [own[category] for category in members if category in own]
+            if there:
+                total = {"n": sum(part["n"] for part in there), "score": sum(part["score"] for part in there)}
+                parts.setdefault("kind", {})[kind] = total
+    return parts
+
+
+# --- summaries --------------------------------------------------------------------------------------------------------
+
+
+def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
+    """The scores of benchmark `name`; see the README for what each one is."""
+    answered = [answer for row in rows for answer in row["answers"]]
+    lost = _mean([measures.get("no_verdict", 0.0) for row in rows for measures in row["measures"]])
+    if lost > MOST_WITHOUT_VERDICT:
+        raise UserError(f"{lost:.0%} of the responses have no reply of the {BENCHMARKS[name].server}; at most 10% may")
+    ratios = ratios_of(name, rows)
+    scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": _most(rows)}
+    scores |= {"score": value(ratios), "score_95": interval(resampled(ratios))}
+    scores |= _pass_at_k([row["exact"] for row in rows])
+    scores |= {"no_answer": _mean([answer is None for answer in answered])} | _lengths(rows)
+    for measure in ("open_recall", "open_f1", "no_verdict"):
+        found = [m[measure] for row in rows for m in row["measures"] if measure in m]
+        scores |= {measure: _mean(found)} if found else {}
+    return scores | {"parts": _parts(name, rows)}
+
+
+def summarise(predictions: list[dict], task: str) -> dict:
+    """The scores of a task's `predictions`, as the head of evaluate.py defines them.
+
+    A completion without verdict is left out and counted. Raises UserError when more than a tenth of them are.
+    """
+    every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
+    without = _mean([reward is None for _, reward in every])
+    if without > MOST_WITHOUT_VERDICT:
+        raise UserError(f"{without:.0%} of the completions have no verdict; at most 10% may: is the verifier up?")
+    judged = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
+    judged = [exact for exact in judged if exact]
+    shares = [_mean(exact) for exact in judged]
+    scores = {
+        "n": len(predictions),
+        "completions_per_row": _most(predictions),
+        "reward": _mean([reward for _, reward in every if reward is not None]),
+        "exact_match": _mean(shares),
+        "exact_match_95": bootstrap_interval(shares),
+        "format_rate": _mean([FORMATS[task](response) for response, _ in every]),
+        "no_verdict": without,
+    }
+    return scores | _lengths(predictions) | _pass_at_k(judged)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def _most(rows: list[dict]) -> int:
+    return max(len(row["responses"]) for row in rows)
+
+
+def _pass_at_k(exact: list[list[bool]]) -> dict[str, float]:
+    """pass@k for 1, 2, 4, … and all completions, over the rows that have k."""
+    most = max(map(len, exact))
+    ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
+    return {f"pass@{k}": _mean([pass_at_k(len(own), sum(own), k) for own in exact if len(own) >= k]) for k in ks}
+
+
+def _lengths(rows: list[dict]) -> dict[str, float]:
+    """Of responses: their tokens and how many were cut off, where that is known, and their characters."""
+    scores = {"mean_characters": _mean([len(response) for row in rows for response in row["responses"]])}
+    for name, column in (("mean_length", "lengths"), ("truncated", "truncated")):
+        known = [number for row in rows for number in row.get(column) or []]
+        scores |= {name: _mean(known)} if known else {}
+    return scores
+
+
+# --- two models -------------------------------------------------------------------------------------------------------
+
+
+def with_keys(rows: list[dict], columns: Sequence[str]) -> dict[str, dict]:
+    """`rows` by what their `columns` say, and by how many before said the same."""
+    keyed: dict[str, dict] = {}
+    for row in rows:
+        said = json.dumps([row.get(column) for column in columns], sort_keys=True, default=str)
+        again = 0
+        while (key := hashlib.sha1(f"{said}{again}".encode()).hexdigest()) in keyed:
+            again += 1
+        keyed[key] = row
+    return keyed
+
+
+def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+    """Predictions of both for the same rows, in `after`'s order."""
+    columns = BENCHMARKS[name].columns if name else ("prompt", "answer")
+    columns = [column for column in columns if column != "precision"]
+    earlier, later = with_keys(before, columns), with_keys(after, columns)
+    return [(earlier[key], row) for key, row in later.items() if key in earlier]
+
+
+def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
+    """How much better the second of each pair is, with the interval of the paired difference."""
+    ratios = [ratios_of(name, [pair[i] for pair in paired]) for i in (0, 1)]
+    spread = resampled(ratios[1]) - resampled(ratios[0])  # the same rows drawn for both
+    return {"rows": len(paired), "difference": value(ratios[1]) - value(ratios[0]), "difference_95": interval(spread)}
+
+
+def title(scores: dict) -> str:
+    """What a number of these is called wherever it is shown."""
+    name = scores.get("benchmark") or scores.get("task", "")
+    return f"{name} ({RULE_SCORED})" if scores.get("scoring") == RULE_SCORED else name
+
+
+def table(scores: dict, baseline: dict | None = None, paired: dict | None = None) -> str:
+    """The scores as lines of text, beside those of a baseline."""
+    both = [baseline, scores] if baseline else [scores]
+    lines = [
+        f"{title(scores):36}" + "".join(f"{name:>12}" for name in (["baseline", "model"] if baseline else ["model"]))
+    ]
+
+    def line(label: str, found: list[float | None]) -> None:
+        cells = [f"{x:12.3f}" if isinstance(x, float) else f"{'-' if x is None else x:>12}" for x in found]
+        lines.append(f"{label:36}" + "".join(cells))
+
+    for key, own in scores.items():
+        if isinstance(own, int | float) and not isinstance(own, bool):
+            line(key, [each.get(key) for each in both])
+        elif key.endswith("_95"):
+            line(f"  95 % interval of {key.removesuffix('_95')}, from", [each[key][0] for each in both])
+            line("    to", [each[key][1] for each in both])
+    for column, groups in scores.get("parts", {}).items():
+        for key, own in groups.items():
+            there = [each.get("parts", {}).get(column, {}).get(key, {}).get("score") for each in both]
+            line(f"{column}: {key} ({own['n']})"[:36], there)
+    if paired:
+        low, high = paired["difference_95"]
+        lines.append(
+            f"difference {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}) on {paired['rows']} rows of both"
+        )
+    return "\n".join(lines)
