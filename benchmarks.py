@@ -212,7 +212,7 @@ def mathvista_normal(said: str, row: Row) -> str | None:
     if row["answer_type"] == "list":
         return said.strip()
     number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}", "", said).strip()
-    found = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!\S*\d)", number)
+    found = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
     if not found:
         return said.strip() if row["answer_type"] == "text" else None
     value = float(found[0].replace("−", "-"))

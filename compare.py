@@ -22,7 +22,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     total = "score" if "score" in scores else "exact_match"
     bars = [("all", total, None)]
     for column, groups in scores.get("parts", {}).items():
-        bars += [(f"{key} ({own['n']})", column, key) for key, own in groups.items()]
+        bars += [(f"{column} {key} ({own['n']})", column, key) for key, own in groups.items()]
     if scores.get("benchmark") == "mme":  # its total is of another scale than its parts
         bars = [bar for bar in bars if bar[1] == "category"]
     bars = bars[:MOST_BARS]
@@ -37,13 +37,15 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
         axis.barh(places + shift, values, height=0.8 / len(drawn), color=colour, label=name)
         for place, (label, _, _), number in zip(places, bars, values):
             interval = f"  ({own[total + '_95'][0]:.3f} to {own[total + '_95'][1]:.3f})" if label == "all" else ""
-            axis.text(number, place + shift, f" {number:.3g}{interval}", va="center", fontsize=8)
+            edge = max(number, own[total + "_95"][1]) if label == "all" else number
+            axis.text(edge, place + shift, f" {number:.3g}{interval}", va="center", fontsize=8)
             if label == "all":
                 low, high = own[total + "_95"]
                 axis.plot([low, high], [place + shift] * 2, color="#222", linewidth=1.5)
     axis.set_yticks(places, [label for label, _, _ in bars])
     axis.set_title(f"{title(scores)}: {scores['n']} rows, {scores['completions_per_row']} completions of each")
-    axis.set_xlim(0, max(200.0 if scores.get("benchmark") == "mme" else 1.0, axis.get_xlim()[1]) * 1.15)
+    axis.set_xlim(0, 200 if scores.get("benchmark") == "mme" else 1)
+    axis.set_xlabel("score, 95 % interval over problems")
     axis.spines[["top", "right"]].set_visible(False)
     if len(drawn) > 1:
         axis.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 1), frameon=False)

@@ -56,8 +56,20 @@ def shapes(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def server():
+    """A server that judges as the test says."""
+    from judge_server import Server
+
+    made = Server()
+    yield made
+    made.server.should_exit = True
+
+
 def run_script(*args: str, processes: int = 0, **kwargs) -> subprocess.CompletedProcess:
     """Run a script of the project as a user would; with `processes` through torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "--"] if processes else []
+    )
     command = [sys.executable, *launcher, *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs)

@@ -1,17 +1,14 @@
 """The verifier client against a real OpenAI-compatible server on loopback: well, slow, failing, garbled, refusing."""
 
-import asyncio
 import json
 import re
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import fastapi
 import pytest
 import torch
-import uvicorn
+from judge_server import Server
 
 import grpo
 import rewards
@@ -24,53 +21,6 @@ from scoring import RewardFlags, Scorer
 from verifier import Verifier, VerifierFlags, make_verifier, parse_url, request
 
 QUICK = dict(verifier_timeout=0.5, verifier_retries=1)
-
-
-class Server:
-    """An OpenAI-compatible server whose behaviour a test sets; it keeps every request."""
-
-    def __init__(self):
-        self.reply, self.status, self.seconds, self.raw = "Correct", 200, 0.0, None
-        self.models = ["judge"]
-        self.requests: list[dict] = []
-        self.now = self.most = 0
-        app = fastapi.FastAPI()
-
-        @app.get("/v1/models")
-        def models():
-            return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
-
-        @app.post("/v1/chat/completions")
-        async def chat(body: dict):
-            self.requests.append(body)
-            self.now += 1
-            self.most = max(self.most, self.now)
-            await asyncio.sleep(self.seconds)
-            self.now -= 1
-            if self.raw is not None:
-                return fastapi.Response(self.raw, status_code=self.status, media_type="application/json")
-            status = self.status.pop(0) if isinstance(self.status, list) else self.status
-            if status != 200:
-                raise fastapi.HTTPException(status, "no")
-            reply = self.reply(body) if callable(self.reply) else self.reply
-            message = {"role": "assistant", "content": reply}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            return {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
-
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True).start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-
-@pytest.fixture
-def server():
-    made = Server()
-    yield made
-    made.server.should_exit = True
 
 
 def client(server: Server, **more) -> Verifier:
