@@ -38,6 +38,7 @@ CHOOSE = "Answer with the letter of the right choice alone."
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
 RULE_SCORED = "rule-scored"
+SHORT = 100  # characters: what is longer, and in no box, is prose
 
 
 @dataclass
@@ -89,6 +90,19 @@ def short_answer(text: str) -> str:
     return (said[-1] if said else text).strip().rstrip(".").strip()
 
 
+def math_answer(text: str) -> str | None:
+    """The short answer when it is one, and of prose its last formula, else its last number: math-verify would take
+    seconds for a page. None when there is nothing of that."""
+    said = short_answer(text)
+    if len(said) <= SHORT or last_boxed(text) is not None:
+        return said[: 20 * SHORT] or None
+    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", said, re.DOTALL)
+    if formulas:
+        return next(filter(None, formulas[-1])).strip()[: 20 * SHORT]
+    numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", said)
+    return numbers[-1] if numbers else None
+
+
 def whole_number(text: str) -> int | None:
     """The whole number that a short answer is, or the last one it names; None when that is no whole number."""
     found = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", text.replace("\\,", "").replace("{,}", ","))
@@ -99,9 +113,8 @@ def whole_number(text: str) -> int | None:
 
 def same_mathematics(text: str, row: Row, _: Verifier | None) -> Judgement:
     """By math-verify, as the math reward compares."""
-    said = short_answer(text)
-    right = bool(said) and balanced(said) and same_answer(said, str(row["answer"]))
-    return Judgement(said or None, right)
+    said = math_answer(text)
+    return Judgement(said, said is not None and balanced(said) and same_answer(said, str(row["answer"])))
 
 
 def same_integer(text: str, row: Row, _: Verifier | None) -> Judgement:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from formats import Sample
+from formats import TAG, Sample
 from images import decode_image
 from report import STYLE, save_figure, thumbnail
 from scores import pairs, title
@@ -43,7 +43,8 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
                 low, high = own[total + "_95"]
                 axis.plot([low, high], [place + shift] * 2, color="#222", linewidth=1.5)
     axis.set_yticks(places, [label for label, _, _ in bars])
-    axis.set_title(f"{title(scores)}: {scores['n']} rows, {scores['completions_per_row']} completions of each")
+    each = f"{scores['completions_per_row']} of each" if scores["completions_per_row"] > 1 else "one completion each"
+    axis.set_title(f"{title(scores)}: {scores['n']} rows, {each}", loc="left")
     axis.set_xlim(0, 200 if scores.get("benchmark") == "mme" else 1)
     axis.set_xlabel("score, 95 % interval over problems")
     axis.spines[["top", "right"]].set_visible(False)
@@ -94,9 +95,10 @@ def _article(old: dict, new: dict, sample: Sample | None) -> str:
         for response, right in zip(row["responses"], row["exact"]):
             kind = "right" if right else "wrong"
             lines.append(f"<tr class='{kind}'><td>{when}</td><td class='text'>{html.escape(response)}</td></tr>")
+    question = html.escape(new["prompt"].replace(TAG, ""))
     gold = html.escape(str(new.get("gold", new.get("answer"))))
     return (
-        f"<article><figure>{pictures}<figcaption><b>{html.escape(new['prompt'])}</b>right answer: "
+        f"<article><figure>{pictures}<figcaption><b>{question}</b>right answer: "
         f"{gold}<br>{html.escape(new['source'])}</figcaption></figure><section><table>"
         f"<tr><th></th><th>completion</th></tr>{''.join(lines)}</table></section></article>"
     )

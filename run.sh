@@ -6,6 +6,7 @@
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter beside 4-bit weights, on one small GPU
+#   ./run.sh eval RUN [flags]         a trained run against its base, on its own task or with --benchmark NAME
 #   ./run.sh test                     the test suite
 #
 # After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
@@ -138,8 +139,49 @@ count() {
     --lora_rank 16 --load_in_4bit --vllm_memory 0.55 --save_every 50
 }
 
+run_flags() {  # what a run was trained on and with, as flags of evaluate.py, one a line
+  .venv/bin/python - "$1" "${TEST_DATA:-}" "${*:2}" <<'PY'
+import json, pathlib, sys
+run, test, given = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if not (run / "final").is_dir():
+    sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")
+config = json.loads((run / "config.json").read_text())
+adapter = (run / "final" / "adapter_config.json").is_file()
+flags = {"model": config["model"] if adapter else f"{run}/final", "baseline": config["model"]}
+if adapter:
+    flags |= {"adapter": f"{run}/final", "baseline": config.get("adapter") or config["model"]}
+if "--benchmark" not in given:
+    after = run / "after" / "scores.json"  # where a recipe's evaluation says what it scored
+    data = test or config["eval_data"] or (json.loads(after.read_text())["data"] if after.is_file() else None)
+    if data is None:
+        sys.exit("error: the run has no eval_data: TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")
+    flags |= {"task": config["task"], "data": data}
+    same = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
+    flags |= {name: config[name] for name in same if config.get(name)}
+same = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory")
+flags |= {name: config[name] for name in same if name in config} | {"max_tokens": config["max_completion_length"]}
+for name, value in flags.items():
+    for one in value if isinstance(value, list) else [value]:
+        print(f"--{name}={one}")
+PY
+}
+
+against_base() {  # folder of a run, then flags of evaluate.py
+  local run=${1:-} flags launch=(.venv/bin/python)
+  [ -n "$run" ] && shift || { echo "error: ./run.sh eval needs the folder of a run: ./run.sh eval runs/vqa" >&2; exit 2; }
+  flags=$(run_flags "$run" "$@") || exit 2
+  mapfile -t flags <<< "$flags"
+  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
+  show "${launch[@]}" evaluate.py "${flags[@]}" --output "${OUTPUT:-$run/eval}" "$@"
+}
+
 recipe=${1:-demo}
 [ $# -gt 0 ] && shift
+if [ "$recipe" = eval ]; then
+  set_up
+  against_base "$@"
+  exit
+fi
 tiny='' given=() kind=
 if [ "$recipe" = math ]; then
   kind=${1:-}
@@ -185,6 +227,6 @@ case $recipe in
     .venv/bin/ruff format --check .
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto "${given[@]}" ;;
   *)
-    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, test" >&2
+    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, test" >&2
     exit 2 ;;
 esac

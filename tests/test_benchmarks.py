@@ -20,6 +20,7 @@ from benchmarks import (
     gpqa_choices,
     gpqa_gold,
     load_benchmark,
+    math_answer,
     mathvista_normal,
     short_answer,
     whole_number,
@@ -115,6 +116,21 @@ def test_math500_by_level():
     assert found["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
     assert found["no_answer"] == 0.25
     assert found["pass@1"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("x = 4", "x = 4"),
+        ("word " * 40 + "so $n = \\frac{1}{2}$ follows", "n = \\frac{1}{2}"),
+        ("word " * 40 + "so \\(7\\) and then \\[8\\] is left", "8"),
+        ("word " * 40 + "which leaves 3/4 of 12", "12"),
+        ("word " * 40, None),
+        ("word " * 40 + "\\boxed{" + "1+" * 60 + "1}", "1+" * 60 + "1"),
+    ],
+)
+def test_of_prose_the_last_formula_counts(text, answer):
+    assert math_answer(text) == answer
 
 
 def test_gpqa_is_shuffled_once_for_each_problem():

@@ -97,6 +97,11 @@ def test_every_recipe_runs_offline_with_smoke():
             assert f"--seed={len(recipe)}" in command, "flags that follow replace the recipe's"
             rows = read_rows(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
             assert [row["step"] for row in rows] == [1, 2]
+    command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--adapter=runs/smoke/count/final" in done.stdout
+    assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
 
 
 @pytest.mark.parametrize(
