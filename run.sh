@@ -173,6 +173,14 @@ against_base() {  # folder of a run, then flags of evaluate.py
   mapfile -t flags <<< "$flags"
   [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "${OUTPUT:-$run/eval}" "$@"
+  say "The same model under lmms-eval (pip install lmms-eval, in an environment of its own with vLLM and transformers 5):"
+  local model=$run/final
+  if [ -f "$run/final/adapter_config.json" ]; then
+    model=$run/merged
+    echo "  .venv/bin/python merge_lora.py --base_model BASE --lora_model $run/final --output_path $model"
+  fi
+  echo "  lmms-eval --model vllm --tasks mme,mmstar --batch_size 64 --process-docs-parallel 1 --log_samples --output_path $run/lmms-eval \\"
+  echo "    --model_args 'model=$model,dtype=bfloat16,max_model_len=32768,max_new_tokens=2048,mm_processor_kwargs={\"min_pixels\":3136,\"max_pixels\":1003520}'"
 }
 
 recipe=${1:-demo}
