@@ -1,0 +1,628 @@
+"""The object-counting training service: upload pictures, train, watch, stop, go on, download, over HTTP and on a page.
+
+    ./run.sh serve                                  # http://127.0.0.1:8000, the API's document at /docs
+    python serve.py --host 0.0.0.0 --token SECRET   # reachable from elsewhere, with a token
+
+A job is grpo.py in a process of its own (jobs.py): it goes on when the service ends, and a service that starts again
+finds it. One job trains at a time, the others wait in line.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import zipfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, File, Form, HTTPException, Path, Request, UploadFile
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.background import BackgroundTask
+
+import cli
+from cli import UserError
+from formats import Sample, read_rows
+from images import check_image, decode_image, read_source
+from jobs import Conflict, Job, Missing, Store
+from rewards import gold_problem
+
+PAGE = pathlib.Path(__file__).parent / "page"
+SHOWN_PROBLEMS = 10
+log = logging.getLogger("serve")
+DATA_FORMAT = {
+    "format": "ZIP",
+    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the pictures"},
+    "columns": {
+        "images_path": "path of the picture, from the ZIP's root or from images/",
+        "question": "what is asked, like «How many apples are in the picture?»",
+        "answer": "a sentence with the right number, like «A photo of 5 apples», or the number alone",
+    },
+    "example": "images_path,question,answer\nimages/1.jpg,How many apples?,A photo of 5 apples\n",
+    "notes": ["both may be one folder down", "PNG, JPEG, WebP and whatever else Pillow reads", "nothing is unpacked"],
+}
+
+
+@dataclass
+class Config:
+    """Run the training service."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; any but this machine's own needs a token."""
+    port: int = 8000
+    """Port to listen on."""
+    folder: str = "runs/service"
+    """Where files, jobs and the table of both are kept."""
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    """The base model of jobs that name none."""
+    model_folders: tuple[str, ...] = ()
+    """Folders whose models jobs may name; names on the hub are allowed anyway."""
+    token: str | None = None
+    """What callers have to send as «Authorization: Bearer TOKEN»; made up and printed when left out and needed."""
+    max_upload: float = 2.0
+    """Most gigabytes of an uploaded ZIP."""
+
+    def __post_init__(self) -> None:
+        cli.need(0 < self.port < 65536, "port must be between 1 and 65535")
+        cli.need(self.max_upload > 0, "max_upload must be above 0")
+
+
+# --- what comes in and goes out ---------------------------------------------------------------------------------------
+
+
+class Strict(BaseModel):
+    """Unknown fields are refused: a misspelt one would be passed over in silence."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TrainingConfig(Strict):
+    """How a job trains. Completions of one update: batch_size x gradient_accumulation_steps, in groups of
+    num_generations."""
+
+    num_epochs: Annotated[int, Field(ge=1, le=1000)] = 50
+    learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 5e-5
+    batch_size: Annotated[int, Field(ge=1, le=32)] = 1
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=128)] = 8
+    num_generations: Annotated[int, Field(ge=2, le=20)] = 8
+    temperature: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] = 1.0
+    use_4bit: bool = True
+    max_image_size: Annotated[int, Field(ge=128, le=2048)] = 512
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 43
+
+
+class LoraConfig(Strict):
+    """The adapter. lora_dropout is written into the adapter's configuration and not applied: the sampler has none, and
+    the policy would differ from what was sampled."""
+
+    r: Annotated[int, Field(ge=1, le=512)] = 64
+    lora_alpha: Annotated[int, Field(ge=1, le=512)] = 128
+    lora_dropout: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] = 0.05
+
+
+class TrainRequest(Strict):
+    """A job to be trained."""
+
+    job_name: Annotated[str, Field(min_length=1, max_length=200)]
+    data_file_id: Annotated[str, Field(min_length=1, max_length=64)]
+    base_model_path: Annotated[str | None, Field(max_length=500)] = None
+    training_config: TrainingConfig = TrainingConfig()
+    lora_config: LoraConfig = LoraConfig()
+
+
+class FileInfo(BaseModel):
+    """An uploaded data set."""
+
+    file_id: str
+    filename: str
+    upload_time: str
+    csv_rows: int
+    valid_images: int
+    problems: list[str]
+
+
+class JobInfo(BaseModel):
+    """A job as it stands."""
+
+    job_id: str
+    job_name: str
+    status: Literal["queued", "training", "completed", "failed", "cancelled"]
+    progress: float
+    current_step: int
+    total_steps: int
+    loss: float | None
+    reward: float | None
+    created_at: str
+    error_message: str | None
+    output_dir: str
+
+
+class Started(BaseModel):
+    """A job that was queued, cancelled or queued again."""
+
+    job_id: str
+    message: str
+    status: str
+
+
+class Answer(BaseModel):
+    """What a trained model says to a picture."""
+
+    answer: str
+
+
+Id = Annotated[str, Path(max_length=64)]
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "what was sent cannot be used"},
+    401: {"description": "no token, or a wrong one"},
+    404: {"description": "there is no such file or job"},
+    409: {"description": "it cannot be done as things stand"},
+    413: {"description": "the upload is too large"},
+}
+api = APIRouter(responses=ERRORS)
+
+
+def store_of(request: Request) -> Store:
+    return request.app.state.store
+
+
+def info(store: Store, job: Job) -> JobInfo:
+    """A job with how far it has come."""
+    return JobInfo(
+        job_id=job.job_id,
+        job_name=job.job_name,
+        status=job.status,
+        total_steps=job.total_steps,
+        created_at=job.created_at,
+        error_message=job.error_message,
+        output_dir=str(store.run_of(job.job_id)),
+        **store.progress(job),
+    )
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@api.get("/data-format")
+def data_format() -> dict[str, Any]:
+    """What a data set has to look like."""
+    return DATA_FORMAT
+
+
+@api.post("/upload-data", status_code=201, responses={200: {"model": FileInfo}})
+async def upload_data(request: Request, file: Annotated[UploadFile, File(description="a ZIP")]) -> FileInfo:
+    """Keep a ZIP with main.csv and images/, looked through: rows, pictures, the first problems."""
+    store = store_of(request)
+    file_id = store.new_file_id()
+    name = pathlib.PurePosixPath((file.filename or "data.zip").replace("\\", "/")).name[:200] or "data.zip"
+    return FileInfo(**await run_in_threadpool(_keep, store, file_id, name, file))
+
+
+def _keep(store: Store, file_id: str, name: str, file: UploadFile) -> dict:
+    path = store.path_of(file_id)
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as target:
+            while part := file.file.read(2**20):
+                target.write(part)
+        partial.rename(path)
+        rows, images, problems = look_through(path, name)
+    except UserError as error:
+        path.unlink(missing_ok=True)
+        raise HTTPException(400, str(error).replace(str(path), name)) from None
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise
+    return store.add_file(file_id, name, rows, images, problems)
+
+
+def look_through(path: pathlib.Path, name: str) -> tuple[int, int, list[str]]:
+    """(rows, usable pictures, first problems) of a ZIP. Raises UserError when no row of it can be trained on."""
+    rows = images = 0
+    problems: list[str] = []
+    for row in read_rows(str(path)):
+        rows += 1
+        try:
+            if not isinstance(row, Sample):
+                raise ValueError(row[1])
+            check_image(read_source(row.images[0]))
+            images += 1
+            if problem := gold_problem("count", row.answer):
+                raise ValueError(problem)
+        except (ValueError, OSError) as problem:
+            source = row.source if isinstance(row, Sample) else row[0]
+            problems.append(f"{source}: {problem}".replace(str(path), name))
+    if rows == len(problems):
+        first = f": {problems[0]}" if problems else ""
+        raise UserError(f"{name} has no row that can be trained on{first}")
+    more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+    return rows, images, [*problems[:SHOWN_PROBLEMS], *more]
+
+
+@api.get("/files")
+def files(request: Request) -> list[FileInfo]:
+    """Every uploaded data set."""
+    return [FileInfo(**file) for file in store_of(request).files()]
+
+
+@api.get("/files/{file_id}/picture/{number}", response_class=Response)
+def picture(request: Request, file_id: Id, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
+    """One of its pictures, small, with its question and answer in headers."""
+    import io
+    import urllib.parse
+
+    store = store_of(request)
+    store.file(file_id)
+    good = [row for row in read_rows(str(store.path_of(file_id))) if isinstance(row, Sample)]
+    if number >= len(good):
+        raise Missing(f"the file has {len(good)} rows")
+    try:
+        image = decode_image(good[number].images[0])
+    except (ValueError, OSError):
+        raise Missing("that picture cannot be read") from None
+    image.thumbnail((240, 240))
+    image.save(data := io.BytesIO(), "PNG")
+    words = {"X-Question": good[number].prompt.replace("<image>", ""), "X-Answer": good[number].answer}
+    headers = {name: urllib.parse.quote(text[:300]) for name, text in words.items()}
+    return Response(data.getvalue(), media_type="image/png", headers=headers)
+
+
+@api.delete("/files/{file_id}")
+def delete_file(request: Request, file_id: Id) -> dict[str, str]:
+    """Forget a data set; not while a job uses it."""
+    store_of(request).delete_file(file_id)
+    return {"message": "deleted"}
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@api.post("/train", status_code=201, responses={200: {"model": Started}})
+def train(request: Request, body: TrainRequest) -> Started:
+    """Queue a job."""
+    store, cfg = store_of(request), request.app.state.cfg
+    model = allowed_model(body.base_model_path, cfg)
+    file = store.file(body.data_file_id)
+    t, lora = body.training_config, body.lora_config
+    prompts = max(1, math.ceil(t.batch_size * t.gradient_accumulation_steps / t.num_generations))
+    flags = {
+        "epochs": t.num_epochs,
+        "learning_rate": t.learning_rate,
+        "prompts_per_step": prompts,
+        "num_generations": t.num_generations,
+        "temperature": t.temperature,
+        "load_in_4bit": t.use_4bit,
+        "max_side": t.max_image_size,
+        "seed": t.seed,
+        "max_completion_length": 64,
+        "lora_rank": lora.r,
+        "lora_alpha": lora.lora_alpha,
+    }
+    rows = file["csv_rows"] - sum(0 if p.startswith("and ") else 1 for p in file["problems"])
+    steps = math.ceil(t.num_epochs * max(rows, 1) / prompts)
+    settings = {"flags": flags, "request": body.model_dump()}
+    job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
+    return Started(job_id=job.job_id, message=f"queued: {steps} steps", status=job.status)
+
+
+def allowed_model(name: str | None, cfg: Config) -> str:
+    """The model a job may use: the service's own, one below an allowed folder, or a name on the hub."""
+    if name is None or name == cfg.model:
+        return cfg.model
+    for folder in map(pathlib.Path, cfg.model_folders):
+        path = (folder / name).resolve()
+        if path.is_relative_to(folder.resolve()) and (path / "config.json").is_file():
+            return str(path)
+    if (
+        re.fullmatch(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*/[A-Za-z0-9][\w-]*(\.[\w-]+)*", name)
+        and not pathlib.Path(name).exists()
+    ):
+        return name
+    raise HTTPException(400, "base_model_path is neither a model below an allowed folder nor a name on the hub")
+
+
+@api.get("/jobs")
+def jobs(request: Request) -> list[JobInfo]:
+    """Every job, in the order they were queued."""
+    store = store_of(request)
+    return [info(store, job) for job in store.jobs()]
+
+
+@api.get("/jobs/{job_id}")
+def job(request: Request, job_id: Id) -> JobInfo:
+    """One job."""
+    store = store_of(request)
+    return info(store, store.job(job_id))
+
+
+@api.get("/jobs/{job_id}/metrics")
+def metrics(request: Request, job_id: Id) -> list[dict[str, Any]]:
+    """The metrics of each step so far."""
+    store = store_of(request)
+    return store.metrics(store.job(job_id).job_id)
+
+
+@api.get("/jobs/{job_id}/logs", response_class=PlainTextResponse)
+def logs(request: Request, job_id: Id) -> str:
+    """The end of what the job has printed."""
+    store = store_of(request)
+    return store.log(store.job(job_id).job_id)
+
+
+@api.get("/jobs/{job_id}/completions", response_class=HTMLResponse)
+def completions(request: Request, job_id: Id) -> Response:
+    """The page of sampled completions beside their pictures."""
+    store = store_of(request)
+    path = store.run_of(store.job(job_id).job_id) / "completions.html"
+    if not path.is_file():
+        return HTMLResponse("<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet.")
+    return HTMLResponse(path.read_text(encoding="utf-8"))
+
+
+@api.get("/jobs/{job_id}/events", response_class=StreamingResponse)
+async def events(request: Request, job_id: Id) -> StreamingResponse:
+    """Server-sent events: «job» whenever it changes, «metrics» for each step, until the job is over."""
+    store = store_of(request)
+    store.job(job_id)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(request, store, job_id), media_type="text/event-stream", headers=headers)
+
+
+async def _events(request: Request, store: Store, job_id: str) -> AsyncIterator[str]:
+    shown, sent, beat = None, 0, time.monotonic()
+    while not await request.is_disconnected():
+        now = info(store, store.job(job_id))
+        rows = await run_in_threadpool(store.metrics, job_id)
+        if rows and sent and rows[-1]["step"] < sent:  # resumed from an earlier step
+            sent = 0
+        for row in rows:
+            if row["step"] > sent:
+                sent = row["step"]
+                yield f"event: metrics\ndata: {json.dumps(row)}\n\n"
+        if now != shown:
+            shown = now
+            yield f"event: job\ndata: {now.model_dump_json()}\n\n"
+        if now.status not in ("queued", "training"):
+            return
+        if time.monotonic() > beat + 15:
+            beat = time.monotonic()
+            yield ": still there\n\n"
+        await asyncio.sleep(0.5)
+
+
+@api.delete("/jobs/{job_id}")
+def cancel(request: Request, job_id: Id) -> Started:
+    """Cancel a job; what it has learned stays in a checkpoint."""
+    job = store_of(request).cancel(job_id)
+    message = "cancelled" if job.status == "cancelled" else "it saves a checkpoint and ends"
+    return Started(job_id=job_id, message=message, status=job.status)
+
+
+@api.post("/jobs/{job_id}/resume")
+def resume(request: Request, job_id: Id) -> Started:
+    """Queue a cancelled or failed job again: it goes on from its last checkpoint."""
+    job = store_of(request).resume(job_id)
+    return Started(job_id=job_id, message="queued again", status=job.status)
+
+
+@api.get("/jobs/{job_id}/download", response_class=FileResponse)
+def download(request: Request, job_id: Id) -> FileResponse:
+    """A ZIP with the trained adapter, tokenizer and settings, and the history of the training."""
+    store = store_of(request)
+    job = store.job(job_id)
+    if job.status != "completed":
+        raise Conflict(f"the job is {job.status}: there is a result when it is completed")
+    path = store.folder_of(job_id) / f"download-{uuid.uuid4().hex}.zip"
+    pack(store, job, path)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", job.job_name).strip("-.")[:80] or "job"
+    gone = BackgroundTask(path.unlink, missing_ok=True)
+    return FileResponse(path, filename=f"{name}.zip", media_type="application/zip", background=gone)
+
+
+def pack(store: Store, job: Job, path: pathlib.Path) -> None:
+    """Write the ZIP of a completed job."""
+    from checkpoint import copy_processor
+
+    history = store.metrics(job.job_id)
+    state = {"global_step": history[-1]["step"] if history else 0, "max_steps": job.total_steps, "log_history": history}
+    with store.scratch() as folder:
+        copy_processor(job.model, folder)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            os.link(store.run_of(job.job_id) / "final" / name, folder / name)
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+        adapter["lora_dropout"] = job.settings["request"]["lora_config"]["lora_dropout"]
+        (folder / "adapter_config.json").unlink()
+        (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=1) + "\n")
+        about = job.settings["request"] | {"base_model": job.model, "grpo_flags": job.settings["flags"]}
+        (folder / "training_args.json").write_text(json.dumps(about, indent=1) + "\n")
+        (folder / "trainer_state.json").write_text(json.dumps(state) + "\n")
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for file in sorted(folder.iterdir()):
+                archive.write(file, file.name)
+
+
+@api.post("/jobs/{job_id}/predict")
+def predict(
+    request: Request,
+    job_id: Id,
+    picture: Annotated[UploadFile, File(description="a picture")],
+    question: Annotated[str, Form(min_length=1, max_length=2000)],
+) -> Answer:
+    """What the trained model answers to a question about a picture."""
+    store = store_of(request)
+    job = store.job(job_id)
+    if job.status != "completed":
+        raise Conflict(f"the job is {job.status}: it answers when it is completed")
+    try:
+        image = decode_image(picture.file.read())
+    except (ValueError, OSError) as error:
+        raise HTTPException(400, f"the picture cannot be read: {error}") from None
+    if "<" in question and ("<image>" in question or "<|" in question):
+        raise HTTPException(400, "the question holds a control token")
+    with store.scratch() as folder, request.app.state.predicting:
+        image.save(folder / "picture.png")
+        row = {"prompt": f"<image>{question}", "answer": "0", "images": ["picture.png"]}
+        (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
+        flags = {"model": job.model, "adapter": store.run_of(job_id) / "final", "data": folder / "row.jsonl"}
+        flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
+        flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
+        command = [sys.executable, "evaluate.py", *(f"--{name}={value}" for name, value in flags.items())]
+        done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=False)
+        if done.returncode:
+            log.error("predict %s: %s", job_id, done.stderr[-2000:])
+            last = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
+            raise HTTPException(409, f"the model could not be asked ({last[:200]})")
+        return Answer(answer=json.loads((folder / "out" / "predictions.jsonl").read_text())["responses"][0])
+
+
+# --- the service ------------------------------------------------------------------------------------------------------
+
+
+def make_app(cfg: Config, token: str | None) -> FastAPI:
+    """The service over the store in the folder of `cfg`. Raises UserError when another one works there."""
+    app = FastAPI(
+        title="grpo-vlm: counting", version="1", summary="Train a model to count the objects in your pictures"
+    )
+    app.state.cfg, app.state.store, app.state.predicting = cfg, Store(cfg.folder), threading.Lock()
+    app.state.store.remove_leftovers()
+    app.include_router(api)
+
+    @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
+    def page(request: Request) -> Response:
+        """The page; the service's basics as JSON with «Accept: application/json»."""
+        if "application/json" in request.headers.get("accept", ""):
+            basics = {
+                "service": "grpo-vlm: counting",
+                "docs": "/docs",
+                "data_format": "/data-format",
+                "model": cfg.model,
+            }
+            return JSONResponse(basics)
+        response = FileResponse(PAGE / "index.html")
+        if token and "token" in request.query_params:  # the page's own calls cannot have headers everywhere
+            response.set_cookie("token", token, httponly=True, samesite="strict")
+        return response
+
+    @app.get("/page.js", include_in_schema=False)
+    def script() -> Response:
+        return FileResponse(PAGE / "page.js", media_type="text/javascript")
+
+    @app.exception_handler(Missing)
+    def missing(_: Request, error: Missing) -> Response:
+        return JSONResponse({"detail": str(error)}, 404)
+
+    @app.exception_handler(Conflict)
+    def conflict(_: Request, error: Conflict) -> Response:
+        return JSONResponse({"detail": str(error)}, 409)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(_: Request, error: RequestValidationError) -> Response:
+        problems = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        return JSONResponse({"detail": problems}, 422)
+
+    app.add_middleware(Gate, token=token, most=int(cfg.max_upload * 1e9))
+    threading.Thread(target=look_after, args=(app.state.store,), daemon=True).start()
+    return app
+
+
+def look_after(store: Store) -> None:
+    """Start, watch and conclude jobs, for as long as the service lives."""
+    while True:
+        try:
+            store.tick()
+        except Exception:
+            log.exception("looking after the jobs")
+        time.sleep(0.3)
+
+
+class Gate:
+    """In front of everything: request ids, the token, the size of uploads, and no traceback in a response."""
+
+    def __init__(self, app: Any, token: str | None, most: int):
+        self.app, self.token, self.most = app, token, most
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        number, begun, status, taken = uuid.uuid4().hex[:12], time.perf_counter(), 500, 0
+
+        async def limited() -> dict:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self.most:
+                raise TooLarge
+            return message
+
+        async def marked(message: dict) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", number.encode())]
+            await send(message)
+
+        headers = dict(scope["headers"])
+        try:
+            if self.token and not self._may_pass(scope, headers):
+                await JSONResponse({"detail": "a token is needed: Authorization: Bearer TOKEN"}, 401)(
+                    scope, receive, marked
+                )
+            elif int(headers.get(b"content-length", b"0") or 0) > self.most:
+                await self._too_large()(scope, receive, marked)
+            else:
+                await self.app(scope, limited, marked)
+        except TooLarge:
+            await self._too_large()(scope, receive, marked)
+        except Exception:
+            log.exception("request %s", number)
+            if status == 500:
+                await JSONResponse({"detail": f"a fault of the service; its log has it under {number}"}, 500)(
+                    scope, receive, marked
+                )
+        taken_ms = 1000 * (time.perf_counter() - begun)
+        log.info("%s %s %s %s %.0f ms", number, scope["method"], scope["path"], status, taken_ms)
+
+    def _may_pass(self, scope: dict, headers: dict[bytes, bytes]) -> bool:
+        """The token in the header, in the page's cookie, or, for the page's first call, in the address."""
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        cookie = re.search(rb"(?:^|;\s*)token=([^;]+)", headers.get(b"cookie", b""))
+        query = re.search(rb"(?:^|&)token=([^&]+)", scope["query_string"])
+        offered = [given, *(match[1] for match in (cookie, query) if match)]
+        return any(hmac.compare_digest(one, self.token.encode()) for one in offered)
+
+    def _too_large(self) -> JSONResponse:
+        return JSONResponse({"detail": f"more than {self.most / 1e9:g} GB"}, 413)
+
+
+class TooLarge(Exception):
+    """An upload is over the limit."""
+
+
+def main(cfg: Config) -> None:
+    local = cfg.host in ("127.0.0.1", "localhost", "::1")
+    token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    app = make_app(cfg, token)
+    hint = f"/?token={token}" if token and token != cfg.token else ""
+    print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
+    uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, log_level="warning", timeout_graceful_shutdown=3)
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)
