@@ -195,7 +195,7 @@ function curve(svg, name, points, colour) {
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   if (!(high > low)) [low, high] = [(low || 0) - 0.5, (high || 0) + 0.5];
   if (!Number.isFinite(low)) [low, high] = [0, 1];
-  const x = (value) => 46 + (340 * (value - left)) / (right - left);
+  const x = (value) => 56 + (330 * (value - left)) / (right - left);
   const y = (value) => 170 - (140 * (value - low)) / (high - low);
   const line = points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
   const text = (a, b, words, anchor = "end") =>
@@ -203,8 +203,8 @@ function curve(svg, name, points, colour) {
   svg.setAttribute("aria-label", `${name} over steps`);
   svg.dataset.points = points.length;
   svg.innerHTML =
-    text(46, 18, name, "start") + text(40, 34, high.toPrecision(3)) + text(40, 174, low.toPrecision(3)) +
-    text(46, 190, `step ${left}`, "start") + text(386, 190, right) +
+    text(56, 18, name, "start") + text(52, 34, high.toPrecision(2)) + text(52, 174, low.toPrecision(2)) +
+    text(56, 190, `step ${left}`, "start") + text(386, 190, right) +
     `<polyline points="${line}" fill="none" stroke="${colour}" stroke-width="2"/>` +
     (points.length ? "" : text(216, 105, "nothing yet", "middle"));
 }

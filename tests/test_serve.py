@@ -1,0 +1,390 @@
+"""The counting service: over HTTP as its description says, on its page in a real browser, and through faults."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+
+import pytest
+import requests
+from conftest import ROOT
+
+import tiny
+
+TRAINED = ("completed", "failed", "cancelled")
+QUICK = {
+    "num_epochs": 1,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 8,
+    "use_4bit": False,
+    "learning_rate": 1e-3,
+}
+SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Service:
+    """serve.py as a process that a test may kill and start again."""
+
+    def __init__(self, folder: pathlib.Path, model: str, *flags: str):
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [
+            sys.executable,
+            "serve.py",
+            f"--folder={folder}",
+            f"--model={model}",
+            f"--port={self.port}",
+            *flags,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder.parent / "service.log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
+        wait_for(lambda: self._answers() or self.process.poll() is not None, 60)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(requests.ConnectionError):
+            return requests.get(f"{self.url}/data-format", timeout=5).status_code in (200, 401)
+        return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def call(self, method: str, path: str, status: int | None = None, **kwargs) -> requests.Response:
+        reply = requests.request(method, self.url + path, timeout=120, **kwargs)
+        assert status is None or reply.status_code == status, (reply.status_code, reply.text)
+        return reply
+
+    def upload(self, archive: bytes, name: str = "shapes.zip", status: int = 201) -> dict:
+        return self.call("POST", "/upload-data", status, files={"file": (name, archive)}).json()
+
+    def train(self, file_id: str, **config) -> str:
+        body = {"job_name": "a job", "data_file_id": file_id, "training_config": QUICK | config, "lora_config": SMALL}
+        return self.call("POST", "/train", 201, json=body).json()["job_id"]
+
+    def job(self, job_id: str) -> dict:
+        return self.call("GET", f"/jobs/{job_id}", 200).json()
+
+    def wait(self, job_id: str, wanted: Callable[[dict], bool], seconds: float = 180) -> dict:
+        wait_for(lambda: wanted(self.job(job_id)), seconds)
+        return self.job(job_id)
+
+
+def wait_for(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("shapes")
+    tiny.write_shapes(folder / "data", 24, [0, 7])
+    return zipped(folder / "data")
+
+
+def zipped(folder: pathlib.Path) -> bytes:
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.write(path, str(path.relative_to(folder)))
+    return data.getvalue()
+
+
+@pytest.fixture
+def service(tmp_path, tiny_model) -> Iterator[Service]:
+    made = Service(tmp_path / "service", tiny_model)
+    yield made
+    end(made)
+
+
+def end(service: Service) -> None:
+    """Nothing of a test lives on: neither the service nor its jobs."""
+    service.kill()
+    for path in service.folder.glob("jobs/*/pid-*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+# --- as its description says ------------------------------------------------------------------------------------------
+
+
+def test_from_upload_to_answer(service, archive, tmp_path):
+    """Upload, train, cancel, resume, finish, download, predict; as a stranger would from the API's description."""
+    assert service.call("GET", "/", 200, headers={"Accept": "application/json"}).json()["docs"] == "/docs"
+    assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
+    file = service.upload(archive)
+    assert set(file) == {"file_id", "filename", "upload_time", "csv_rows", "valid_images", "problems"}
+    assert (file["csv_rows"], file["valid_images"], file["problems"]) == (24, 24, [])
+    assert service.call("GET", "/files", 200).json() == [file]
+    job_id = service.train(file["file_id"], num_epochs=3)
+    second = service.train(file["file_id"])
+    job = service.wait(job_id, lambda job: job["current_step"] >= 3)
+    assert job["status"] == "training"
+    assert job["total_steps"] == 36
+    assert service.job(second)["status"] == "queued"  # one at a time
+    assert service.call("DELETE", f"/jobs/{second}", 200).json()["status"] == "cancelled"
+    service.call("DELETE", f"/files/{file['file_id']}", 409)
+    service.call("DELETE", f"/jobs/{job_id}", 200)
+    job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+    assert job["status"] == "cancelled"
+    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "what it learned is kept"
+    service.call("GET", f"/jobs/{job_id}/download", 409)
+    reached = job["current_step"]
+    assert service.call("POST", f"/jobs/{job_id}/resume", 200).json()["status"] == "queued"
+    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True) as stream:
+        events = [line for line in stream.iter_lines(decode_unicode=True) if line]
+    assert json.loads(events[-1].removeprefix("data: "))["status"] == "completed"
+    steps = [json.loads(line[6:])["step"] for line in events if line.startswith('data: {"step"')]
+    assert steps == list(range(1, 37))
+    assert service.job(job_id)["progress"] == 1.0
+    assert "error:" not in service.call("GET", f"/jobs/{job_id}/logs", 200).text
+    assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 37))
+    assert reached < 36
+    packed = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))
+    names = {"adapter_config.json", "adapter_model.safetensors", "training_args.json", "tokenizer.json"}
+    names |= {"tokenizer_config.json", "preprocessor_config.json", "trainer_state.json"}
+    assert names <= set(packed.namelist())
+    assert json.loads(packed.read("trainer_state.json"))["global_step"] == 36
+    picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
+    asked = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
+    assert isinstance(service.call("POST", f"/jobs/{job_id}/predict", 200, **asked).json()["answer"], str)
+    service.call("DELETE", f"/files/{file['file_id']}", 200)
+    assert service.call("GET", "/files", 200).json() == []
+    service.call("GET", "/jobs/none", 404)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"training_config": {"num_epochs": 0}}, "num_epochs"),
+        ({"training_config": {"batch_size": 33}}, "batch_size"),
+        ({"training_config": {"num_generations": 21}}, "num_generations"),
+        ({"training_config": {"temperature": 0}}, "temperature"),
+        ({"training_config": {"max_image_size": 64}}, "max_image_size"),
+        ({"training_config": {"epochs": 3}}, "epochs"),
+        ({"lora_config": {"lora_dropout": 0.6}}, "lora_dropout"),
+        ({"job_name": ""}, "job_name"),
+    ],
+)
+def test_settings_out_of_range_are_named(shared, config, field):
+    body = {"job_name": "j", "data_file_id": "x"} | config
+    reply = shared.call("POST", "/train", 422, json=body).json()
+    assert field in json.dumps(reply)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, tiny_model) -> Iterator[Service]:
+    made = Service(tmp_path_factory.mktemp("shared") / "service", tiny_model, "--max_upload=0.002")
+    yield made
+    end(made)
+
+
+@pytest.mark.parametrize("name", ["/etc", "../../etc", "/root/.ssh", "a/b/c", "..", "owner/../name", "file:///etc"])
+def test_only_allowed_models(shared, name, archive):
+    file = shared.upload(archive)
+    body = {"job_name": "j", "data_file_id": file["file_id"], "base_model_path": name}
+    assert "allowed folder" in shared.call("POST", "/train", 400, json=body).text
+
+
+def hostile(rng: random.Random) -> tuple[str, bytes]:
+    """A ZIP whose members, or whose own name, want to be elsewhere."""
+    names = ["../x", "/etc/x", "a/../../x", "..\\x", "C:\\x", "images/../../x", "main.csv/../../x", "\0x", "x" * 300]
+    csv = "images_path,question,answer\n" + f"{rng.choice(names)},How many?,A photo of 1 cat\n"
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        if rng.random() < 0.8:
+            archive.writestr("main.csv", csv)
+        for _ in range(rng.randrange(3)):
+            member = zipfile.ZipInfo(rng.choice(names))
+            if rng.random() < 0.3:
+                member.external_attr = 0xA1FF << 16  # a link
+            archive.writestr(member, "/etc/passwd")
+    content = data.getvalue()
+    if rng.random() < 0.2:
+        content = content[: rng.randrange(len(content))]
+    return rng.choice(["../../evil.zip", "/tmp/evil.zip", "ok.zip", "..", "", "a\0b.zip", "<b>.zip"]), content
+
+
+def test_hostile_archives_write_nowhere(shared, tmp_path):
+    before = {path for path in shared.folder.parent.parent.rglob("*") if shared.folder not in path.parents}
+    rng = random.Random(0)
+    for _ in range(200):
+        name, content = hostile(rng)
+        reply = shared.call("POST", "/upload-data", files={"file": (name or "x", content)})
+        assert reply.status_code in (201, 400, 422), reply.text
+        assert "Traceback" not in reply.text
+        assert "root:" not in reply.text
+        if reply.status_code == 201:
+            shared.call("DELETE", f"/files/{reply.json()['file_id']}", 200)
+    after = {path for path in shared.folder.parent.parent.rglob("*") if shared.folder not in path.parents}
+    assert after == before
+    assert not list((shared.folder / "files").iterdir()) or shared.call("GET", "/files").json()
+
+
+def test_an_upload_over_the_limit(shared):
+    assert "0.002 GB" in shared.call("POST", "/upload-data", 413, files={"file": ("a.zip", b"0" * 3_000_000)}).text
+    chunks = (b"--x\r\n" for _ in range(600_000))  # no length is given beforehand
+    reply = shared.call(
+        "POST", "/upload-data", data=chunks, headers={"Content-Type": "multipart/form-data; boundary=x"}
+    )
+    assert reply.status_code in (400, 413)
+
+
+def test_bad_rows_are_listed(shared):
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        picture = io.BytesIO()
+        tiny.Image.new("RGB", (60, 60)).save(picture, "PNG")
+        archive.writestr("images/a.png", picture.getvalue())
+        lines = ["images/a.png,How many?,A photo of 2 cats", "images/no.png,How many?,3", "images/a.png,How many?,none"]
+        archive.writestr("main.csv", "\n".join(["images_path,question,answer", *lines]))
+    file = shared.upload(data.getvalue(), "cats.zip")
+    assert (file["csv_rows"], file["valid_images"]) == (3, 2)
+    assert len(file["problems"]) == 2
+    assert str(shared.folder) not in json.dumps(file), "no path of the service's own is told"
+    picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
+    assert picture.content.startswith(b"\x89PNG")
+
+
+def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
+    made = Service(tmp_path / "service", tiny_model, "--host=0.0.0.0")
+    try:
+        made.call("GET", "/jobs", 401)
+        made.call("GET", "/jobs", 401, headers={"Authorization": "Bearer wrong"})
+        made.call("GET", "/", 401)
+        said = (tmp_path / "service.log").read_text()
+        token = said.split("token=")[1].split()[0]
+        assert said.count(token) == 1
+        made.call("GET", "/jobs", 200, headers={"Authorization": f"Bearer {token}"})
+        visitor = requests.Session()
+        assert visitor.get(f"{made.url}/?token={token}", timeout=10).status_code == 200
+        assert visitor.get(f"{made.url}/jobs", timeout=10).status_code == 200  # by the cookie
+    finally:
+        end(made)
+
+
+def test_two_services_in_one_folder(service, tiny_model):
+    command = [sys.executable, "serve.py", f"--folder={service.folder}", f"--port={free_port()}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "another service works in" in done.stderr
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_ten_kills_of_the_service_and_of_the_job(service, archive):
+    """At random moments; no job is lost, no state is wrong, and in the end all of them are completed."""
+    rng = random.Random(1)
+    file = service.upload(archive)
+    jobs = [service.train(file["file_id"], num_epochs=2, seed=i) for i in range(2)]
+    for _ in range(10):
+        time.sleep(rng.uniform(0.2, 4))
+        service.kill()
+        time.sleep(rng.uniform(0, 1))
+        service.start()
+        found = {job["job_id"]: job for job in service.call("GET", "/jobs", 200).json()}
+        assert set(found) == set(jobs)
+        assert all(found[job_id]["status"] in ("queued", "training", "completed") for job_id in jobs), found
+        time.sleep(rng.uniform(0.2, 4))
+        kill_a_job(service, jobs)
+        for job_id in jobs:
+            if service.job(job_id)["status"] == "failed":
+                assert "ended from outside" in service.job(job_id)["error_message"]
+                service.call("POST", f"/jobs/{job_id}/resume", 200)
+    for job_id in jobs:
+        job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+        if job["status"] == "failed":
+            service.call("POST", f"/jobs/{job_id}/resume", 200)
+            job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+        assert job["status"] == "completed", job
+        steps = [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()]
+        assert steps == list(range(1, 25))
+
+
+def kill_a_job(service: Service, jobs: list[str]) -> None:
+    for job_id in jobs:
+        job = service.job(job_id)
+        if job["status"] == "training":
+            pids = sorted((service.folder / "jobs" / job_id).glob("pid-*"), key=lambda path: path.stat().st_mtime)
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                os.kill(int(pids[-1].read_text()), signal.SIGKILL)
+                service.wait(job_id, lambda job: job["status"] != "training", 20)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browser():
+    if (path := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        made = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
+    """What a person does: drop a ZIP, start, watch, cancel, resume, download, ask. No request leaves the machine."""
+    (tmp_path / "shapes.zip").write_bytes(archive)
+    page = browser.new_page(viewport={"width": 900, "height": 1400})
+    asked: list[str] = []
+    troubles: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(service.url)
+    page.set_input_files("#zip", tmp_path / "shapes.zip")
+    page.wait_for_selector("text=24 rows, 24 pictures")
+    page.wait_for_function("document.querySelectorAll('.pictures img[src^=blob]').length == 8")
+    page.fill("[name=num_epochs]", "3")
+    page.click("summary:has-text('More settings')")
+    for name, value in {"num_generations": "4", "r": "4", "lora_alpha": "8", "learning_rate": "0.001"}.items():
+        page.fill(f"[name={name}]", value)
+    page.uncheck("[name=use_4bit]")
+    page.click("text=Start training")
+    page.wait_for_function("Number(document.querySelector('#reward').dataset.points) >= 2", timeout=120_000)
+    shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
+    page.screenshot(path=shots / "training.png", full_page=True)
+    page.click("#cancel")
+    page.wait_for_selector("#status:has-text('cancelled')", timeout=60_000)
+    seen = int(page.get_attribute("#reward", "data-points"))
+    page.click("#resume")
+    page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
+    assert int(page.get_attribute("#reward", "data-points")) == 36 > seen
+    with page.expect_download() as download:
+        page.click("#download")
+    assert "adapter_model.safetensors" in zipfile.ZipFile(download.value.path()).namelist()
+    (tmp_path / "p.png").write_bytes(zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png"))
+    page.set_input_files("#predict [name=picture]", tmp_path / "p.png")
+    page.click("#predict button")
+    page.wait_for_function("!['', '…'].includes(document.querySelector('#said').textContent)", timeout=120_000)
+    page.frame_locator("#completions").locator("article").first.wait_for(timeout=20_000)
+    page.screenshot(path=shots / "completed.png", full_page=True)
+    page.set_viewport_size({"width": 380, "height": 800})
+    page.screenshot(path=shots / "phone.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+        "no sideways scrolling on a phone"
+    )
+    assert not troubles
+    assert all(url.startswith((service.url, "blob:", "data:")) for url in asked), asked
