@@ -18,7 +18,6 @@ judges them; without one both are scored by rule, and every number says so.
 
 import hashlib
 import json
-import math
 import random
 import re
 from collections import Counter
@@ -37,6 +36,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHOOSE = "Answer with the letter of the right choice alone."
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
+MAY_BE_EMPTY = ("choices", "unit", "precision", "level", "subject", "query_wo")
 RULE_SCORED = "rule-scored"
 SHORT = 100  # characters: what is longer, and in no box, is prose
 
@@ -76,56 +76,91 @@ class Benchmark:
 
 
 def answer_part(response: str) -> str:
-    """The response without its think block, and of an answer block what is in it."""
+    """The response without its think block, and of an answer block what is in it. Thinking that never ends leaves
+    nothing."""
     text = without_thinking(response).rpartition("</think>")[2]  # some templates open it in the prompt
+    text = text.partition("<think>")[0]
     blocks = answer_blocks(text)
     return (blocks[-1] if blocks else text).strip()
 
 
-def short_answer(text: str) -> str:
-    """What an answer comes down to: its last box, else what follows its last «answer is», else all of it."""
+def short_answer(text: str) -> tuple[str, bool]:
+    """What an answer comes down to: its last box, else what follows its last «answer is», else all of it; and whether
+    it was stated in one of the first two ways."""
+    text = text.replace("**", "")
     if (boxed := last_boxed(text)) is not None:
-        return boxed.strip()
+        return boxed.strip(), True
     said = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
-    return (said[-1] if said else text).strip().rstrip(".").strip()
+    return (said[-1] if said else text).strip().rstrip(".").strip(), bool(said)
 
 
-def math_answer(text: str) -> str | None:
-    """The short answer when it is one, and of prose its last formula, else its last number: math-verify would take
-    seconds for a page. None when there is nothing of that."""
-    said = short_answer(text)
-    if len(said) <= SHORT or last_boxed(text) is not None:
-        return said[: 20 * SHORT] or None
+def math_answers(text: str) -> list[str]:
+    """What may be meant as the answer, the likeliest first: a box, or a short answer as it is; of a sentence a formula
+    or a number in it, the first one where the answer was stated, else the last. Prose is never handed to math-verify:
+    it would find an answer in anything, and takes seconds for a page."""
+    said, stated = short_answer(text)
+    if last_boxed(text) is not None:
+        return [said[: 20 * SHORT]] if said else []
+    few = 1 if stated and re.search(r"\d", said) else 2
+    is_prose = len(said) > SHORT or len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}\b", said)) >= few
+    found = [said] if said and not is_prose else []
     formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", said, re.DOTALL)
     if formulas:
-        return next(filter(None, formulas[-1])).strip()[: 20 * SHORT]
-    numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", said)
-    return numbers[-1] if numbers else None
+        formula = next(filter(None, formulas[0 if stated else -1]))
+        found.append(formula.strip()[: 20 * SHORT])
+    elif is_prose:
+        numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", said)
+        found += numbers[:1] if stated else numbers[-1:]
+    return found
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number that a short answer is, or the last one it names; None when that is no whole number."""
-    found = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", text.replace("\\,", "").replace("{,}", ","))
-    if not found or "." in found[-1]:
+    """The whole number that an answer states, else the last one it names; None when that is no whole number."""
+    said, stated = short_answer(text)
+    found = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", said.replace("\\,", "").replace("{,}", ","))
+    if not found:
         return None
-    return int(found[-1].replace(",", "").replace("−", "-")[:30])
+    number = found[0 if stated else -1].replace(",", "").replace("−", "-")
+    whole, _, decimals = number.partition(".")
+    return None if decimals.strip("0") else int(whole[:30])
 
 
 def same_mathematics(text: str, row: Row, _: Verifier | None) -> Judgement:
     """By math-verify, as the math reward compares."""
-    said = math_answer(text)
-    return Judgement(said, said is not None and balanced(said) and same_answer(said, str(row["answer"])))
+    answers, gold = math_answers(text), str(row["answer"]).replace("°", "^\\circ")
+    if short_answer(text)[0] == str(row["answer"]).strip():
+        return Judgement(short_answer(text)[0], True)
+    for said in answers:
+        if balanced(said) and same_answer(said.replace("°", "^\\circ"), gold):
+            return Judgement(said, True)
+    return Judgement(answers[0] if answers else None, False)
 
 
 def same_integer(text: str, row: Row, _: Verifier | None) -> Judgement:
     """AIME: «025» is 25."""
-    said, gold = whole_number(short_answer(text)), whole_number(str(row["answer"]))
-    return Judgement(None if said is None else str(said), said is not None and said == gold)
+    said = whole_number(text)
+    return Judgement(None if said is None else str(said), said is not None and said == whole_number(str(row["answer"])))
+
+
+_LETTER = (  # where `extract_choice` sees none
+    r"(?i:\b(?:option|choice)\b)(?:\s+(?i:is))?\s*[:(*\[]*\s*([A-Z])\b(?!['’])",
+    r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Z])(?![A-Za-z])",
+    r"^\W*([A-Z])(?=\s*(?:[\n,;:–—-]|$))",
+    r"^\W*([B-H])\b(?!['’])",  # «B a red bus», but not «A red bus»
+)
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter that an answer chooses, in the forms that models answer benchmarks in, or None."""
+    if letter := extract_choice(text):
+        return letter
+    found = (re.findall(pattern, text) for pattern in _LETTER)
+    return next((letters[-1] for letters in found if letters), None)
 
 
 def same_letter(text: str, row: Row, _: Verifier | None) -> Judgement:
     """Multiple choice by letter."""
-    said = extract_choice(text)
+    said = chosen_letter(text)
     return Judgement(said, said is not None and said == gold_letter(row))
 
 
@@ -146,7 +181,7 @@ def gpqa_choices(row: Row) -> list[str]:
 
 
 def gpqa_prompt(row: Row) -> str:
-    return f"{row['Question'].strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}"
+    return f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}"
 
 
 def gpqa_gold(row: Row) -> str:
@@ -154,7 +189,7 @@ def gpqa_gold(row: Row) -> str:
 
 
 def gpqa_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
-    said = extract_choice(text)
+    said = chosen_letter(text)
     return Judgement(said, said == gpqa_gold(row))
 
 
@@ -206,40 +241,59 @@ def choices_of(row: Row) -> list[str]:
             choices = json.loads(choices.replace("'", '"'))
         except ValueError:
             choices = None
-    return [str(choice) for choice in choices or []]
+    return [str(choice) for choice in choices] if isinstance(choices, list) else []
 
 
 def precision(row: Row) -> int:
     """Decimals of a float answer; 1 where the row does not say."""
-    value = row.get("precision")
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 1
+    try:
+        return int(float(row.get("precision")))
+    except (TypeError, ValueError, OverflowError):  # none, or NaN
+        return 1
 
 
 def mathvista_normal(said: str, row: Row) -> str | None:
     """`said` in the form that golds have: a choice's text, a whole number, a number rounded as its row says."""
     if choices := choices_of(row):
-        letter = extract_choice(said)
-        if letter and LETTERS.index(letter) < len(choices):
-            return choices[LETTERS.index(letter)]
-        return next((choice for choice in choices if choice.strip().lower() == said.strip().lower()), None)
+        return _choice(said, choices)
     if row["answer_type"] == "list":
         return said.strip()
-    number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}", "", said).strip()
+    number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}|\\[()]", "", said).strip()
     found = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
     if not found:
         return said.strip() if row["answer_type"] == "text" else None
     value = float(found[0].replace("−", "-"))
-    if not math.isfinite(value):
+    if value in (float("inf"), float("-inf")):
         return None
     return str(int(value)) if row["answer_type"] == "integer" else str(round(value, precision(row)))
 
 
+def _choice(said: str, choices: list[str]) -> str | None:
+    """The choice that is said: by «(B)», by its text, by another way of giving a letter, or as the only one whose text
+    stands in what is said. The official evaluation takes the nearest text by edit distance instead."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
+
+    letter = re.fullmatch(r"\s*\(([A-Z])\)\s*", said)
+    if letter and LETTERS.index(letter[1]) < len(choices):
+        return choices[LETTERS.index(letter[1])]
+    if exact := [choice for choice in choices if bare(choice) == bare(said)]:
+        return exact[0]
+    if (chosen := chosen_letter(said)) and LETTERS.index(chosen) < len(choices):
+        return choices[LETTERS.index(chosen)]
+    inside = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(said))]
+    return inside[0] if len(inside) == 1 else None
+
+
 def mathvista_judge(text: str, row: Row, extractor: Verifier | None) -> Judgement:
     """Exact equality of what an extractor, or the rule, finds in the text with the gold, both in the same form."""
-    said = extractor.extract(str(row["question"]), text) if extractor and text else None
-    answer = mathvista_normal(short_answer(text) if said is None else said, row) if text else None
-    gold = str(row["answer"])
-    return Judgement(answer, answer is not None and answer == (mathvista_normal(gold, row) or gold))
+    said = short_answer(text)[0]
+    if extractor and text and (said := extractor.extract(str(row["question"]), text)) is None:
+        return Judgement(None, False, {"no_verdict": 1.0})
+    answer, gold = mathvista_normal(said, row) if text else None, str(row["answer"])
+    golds = {gold} if choices_of(row) else {gold, mathvista_normal(gold, row)}
+    return Judgement(answer, answer is not None and answer in golds)
 
 
 def mathverse_judge(text: str, row: Row, judge: Verifier | None) -> Judgement:
@@ -250,8 +304,9 @@ def mathverse_judge(text: str, row: Row, judge: Verifier | None) -> Judgement:
         ruled = same_mathematics(text, row, None)
     if ruled.right or judge is None or not text:
         return ruled
-    said = short_answer(text)
-    verdict = judge(str(row["question"]), str(row["answer"]), said)
+    said = short_answer(text)[0][-20 * SHORT :]
+    question = row.get("question_for_eval") or row["question"] or row["query_wo"]  # some have theirs in the picture
+    verdict = judge(str(question), str(row["answer"]), said)
     return Judgement(said, bool(verdict), {"no_verdict": float(verdict is None)})
 
 
@@ -310,8 +365,8 @@ BENCHMARKS = {
     ),
     "mathverse": Benchmark(
         "AI4Math/MathVerse:testmini@testmini",
-        ("question", "answer", "question_type", "query_wo"),
-        **(_QUESTION | {"prompt": _column("query_wo")}),
+        ("answer", "question", "question_type", "query_wo"),
+        **(_QUESTION | {"prompt": lambda row: str(row["query_wo"] or row["question"])}),
         judge=mathverse_judge,
         parts=("question_type", "problem_version", "subject"),
         server="judge",
@@ -322,16 +377,20 @@ BENCHMARKS = {
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def load_benchmark(name: str, flags: DataFlags, processor: Processor, usual: str = "test") -> list[Sample]:
-    """The rows of a benchmark as samples, checked as training's are; `fields` holds their columns.
-
-    Raises UserError naming the first column that the file lacks, or its bad rows.
+def load_benchmark(
+    name: str, flags: DataFlags, processor: Processor, usual: str = "test", limit: int = 0
+) -> list[Sample]:
+    """The rows of a benchmark as samples, checked as training's are, the first `limit` of them; `fields` holds their
+    columns. Raises UserError naming the first column that the file lacks, or its bad rows.
     """
     benchmark = BENCHMARKS[name]
     data = flags.data or benchmark.hub
     rows = [_sample(benchmark, *row) for row in _checked(name, raw_rows(data, flags.image_dir, usual), pictures=True)]
     how = (processor, flags.max_prompt_length, flags.skip_bad_rows, True)
-    return usable_rows(rows, data, None, *how)
+    samples = usable_rows(rows, data, None, *how)[: limit or None]
+    if name == "mme":
+        check_pairs(samples)
+    return samples
 
 
 def _checked(name: str, rows: Iterator, pictures: bool) -> Iterator[tuple]:
@@ -369,8 +428,26 @@ def check_columns(benchmark: Benchmark, row: Row) -> None:
     for column in benchmark.columns:
         if column not in row:
             raise BadRow(f"no column «{column}»")
-        if column not in ("choices", "unit", "precision", "level", "subject") and row[column] in (None, ""):
+        value = row[column]
+        may = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
+        if column not in may and (value is None or value == "" or value != value):
             raise BadRow(f"nothing in column «{column}»")
+        if isinstance(value, dict) or (isinstance(value, list) and column != "choices"):
+            raise BadRow(f"column «{column}» is neither text nor a number")
+    if benchmark is BENCHMARKS["aime24"] and whole_number(str(row["answer"])) is None:
+        raise BadRow(f"the answer {str(row['answer'])[:40]!r} is no whole number: no response can equal it")
+    if not benchmark.prompt(row).strip():
+        raise BadRow("it asks nothing")
+
+
+def check_pairs(samples: list[Sample]) -> None:
+    """Raise UserError unless each picture of MME has its two questions and a category that there is."""
+    counts = Counter((str(s.fields["category"]), str(s.fields["question_id"])) for s in samples)
+    for (category, name), count in counts.items():
+        if count != 2:
+            raise UserError(f"mme has two questions for each picture; {category} {name} has {count}: check --limit")
+        if category not in PERCEPTION + COGNITION:
+            raise UserError(f"mme has no category {category!r}")
 
 
 def plain(row: Row) -> Row:

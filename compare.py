@@ -24,7 +24,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     for column, groups in scores.get("parts", {}).items():
         bars += [(f"{column} {key} ({own['n']})", column, key) for key, own in groups.items()]
     if scores.get("benchmark") == "mme":  # its total is of another scale than its parts
-        bars = [bar for bar in bars if bar[1] == "category"]
+        bars = [bar for bar in bars if bar[1] == "category"]  # perception and cognition stand in the title
     bars = bars[:MOST_BARS]
     places = np.arange(len(bars))[::-1]
     figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * len(bars)), layout="constrained")
@@ -44,9 +44,13 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
                 axis.plot([low, high], [place + shift] * 2, color="#222", linewidth=1.5)
     axis.set_yticks(places, [label for label, _, _ in bars])
     each = f"{scores['completions_per_row']} of each" if scores["completions_per_row"] > 1 else "one completion each"
-    axis.set_title(f"{title(scores)}: {scores['n']} rows, {each}", loc="left")
+    sums = scores.get("parts", {}).get("kind", {})
+    sums = "".join(
+        f", {kind} {own['score']:.0f} of {2000 if kind == 'perception' else 800}" for kind, own in sums.items()
+    )
+    axis.set_title(f"{title(scores)}{sums}: {scores['n']} rows, {each}", loc="left")
     axis.set_xlim(0, 200 if scores.get("benchmark") == "mme" else 1)
-    axis.set_xlabel("score, 95 % interval over problems")
+    axis.set_xlabel("score" if scores.get("benchmark") == "mme" else "score, 95 % interval over problems")
     axis.spines[["top", "right"]].set_visible(False)
     if len(drawn) > 1:
         axis.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 1), frameon=False)

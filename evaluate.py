@@ -23,13 +23,14 @@ of each level, category or type. `scoring` says whether a server was asked or th
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import pathlib
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from transformers import AutoConfig
 import cli
 import parallel
 import report
-from benchmarks import BENCHMARKS, RULE_SCORED, answer_part, check_columns, load_benchmark, plain
+from benchmarks import BENCHMARKS, RULE_SCORED, answer_part, check_columns, check_pairs, load_benchmark, plain
 from cli import RunStopped, UserError
 from compare import draw_scores, write_differences
 from data import DataFlags, Processor, Rollout, Sample, encode_prompts, most_images
@@ -144,8 +145,9 @@ def sample_rows(
                 "responses": [rollout.text for rollout in rollouts],
                 "lengths": [len(rollout.ids) for rollout in rollouts],
                 "truncated": [rollout.truncated for rollout in rollouts],
+                "pictures": prompt.pictures.hex(),
             }
-            for rollouts in groups
+            for prompt, rollouts in zip(prompts, groups)
         ]
         new += answered
         if part:
@@ -162,11 +164,17 @@ class Part:
         if parallel.is_main():
             folder.mkdir(parents=True, exist_ok=True)
             settings = json.loads(json.dumps(settings))
-            for path in folder.glob("predictions.part-*"):
+            for path in sorted(folder.glob("predictions.part-*")):
                 head, *rows = report.read_rows(path) or [{}]
                 if head == settings:
                     self.done |= {row.pop("place"): row for row in rows}
-                path.unlink()
+                    path.unlink()
+                    continue
+                changed = [name for name in settings if head.get(name) != settings[name]]
+                path.rename(aside := path.with_suffix(".aside"))
+                print(
+                    f"note: {aside} is of an evaluation with other {', '.join(changed)}: starting anew", file=sys.stderr
+                )
             rows = [{"place": place} | row for place, row in self.done.items()]
             lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
             (folder / "predictions.part-0").write_text(lines, encoding="utf-8")
@@ -211,7 +219,10 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
         print(f"skipped: {what}", file=sys.stderr)
     if not samples:
         raise UserError(f"{path}: no usable row")
-    return samples[: cfg.limit or None], answered[: cfg.limit or None]
+    samples = samples[: cfg.limit or None]
+    if cfg.benchmark == "mme":
+        check_pairs(samples)
+    return samples, answered[: cfg.limit or None]
 
 
 def _responses(row: dict) -> dict:
@@ -222,14 +233,15 @@ def _responses(row: dict) -> dict:
     responses = [row.pop("response", None)] if responses is None else responses
     if not isinstance(responses, list) or not responses:
         raise BadRow("«responses» is not a list of texts")
-    if not all(isinstance(response, str | None) for response in responses):
+    if not all(isinstance(response, str | int | float | None) for response in responses):
         raise BadRow("a response is neither text nor null")
-    found: dict[str, list] = {"responses": [response or "" for response in responses]}
+    found: dict[str, Any] = {"responses": ["" if response is None else str(response) for response in responses]}
     for name in ("lengths", "truncated"):
         numbers = row.pop(name, None)
-        if isinstance(numbers, list) and len(numbers) == len(responses):
+        if isinstance(numbers, list) and len(numbers) == len(responses) and all(isinstance(n, int) for n in numbers):
             found[name] = numbers
-    return found
+    pictures = row.pop("pictures", None)
+    return found | ({"pictures": pictures} if isinstance(pictures, str) else {})
 
 
 def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
@@ -267,7 +279,7 @@ def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> l
         ]
     )
     return [
-        {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer, **own, **judgement}
+        sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | own | judgement
         for sample, own, judgement in zip(samples, answered, judged)
     ]
 
@@ -355,14 +367,14 @@ def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
     """The rows of the benchmark or the data set, the first `limit` of them."""
     if cfg.benchmark:
         usual = BENCHMARKS[cfg.benchmark].hub.rpartition("@")[2]
-        return load_benchmark(cfg.benchmark, cfg, processor, usual)[: cfg.limit or None]
+        return load_benchmark(cfg.benchmark, cfg, processor, usual, cfg.limit)
     return cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
 
 
 def answers_of(cfg: Config) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
     """The rows, what the model responded to each, the same of the baseline when that is a model, and the files that
     hold both until everything is written."""
-    device = parallel.start()
+    device = parallel.start()  # once more: it only says where to compute
     processor = cfg.processor(cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
@@ -371,16 +383,45 @@ def answers_of(cfg: Config) -> tuple[list[Sample], list[dict], list[dict] | None
     engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
     if adapted is not None:
         engine.sync_weights(adapted)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in ("output", "baseline", "judge_cache")}
-    settings["rows"] = len(samples)
+    settings = what_decides(cfg, samples)
     parts = [Part(pathlib.Path(cfg.output), settings)]
     with _going_on_later(cfg):
         answered = sample_rows(engine, processor, samples, *cfg.sampling(), parts[0])
         if other is None:
             return samples, answered, None, parts
-        parts.append(Part(pathlib.Path(cfg.output) / "baseline", settings | {"baseline": cfg.baseline}))
+        parts.append(Part(pathlib.Path(cfg.output) / "baseline", settings | stamp("baseline", cfg.baseline)))
         engine.sync_weights(other)
         return samples, answered, sample_rows(engine, processor, samples, *cfg.sampling(), parts[1]), parts
+
+
+def what_decides(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
+    """Everything that the responses depend on: an evaluation broken off goes on only when all of it is the same."""
+    names = (
+        "n",
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "seed",
+        "template",
+        "min_pixels",
+        "max_pixels",
+        "max_side",
+        "task",
+    )
+    asked = json.dumps(
+        [
+            [s.prompt, s.system, [str(image) for image in s.images if isinstance(image, str | pathlib.Path)]]
+            for s in samples
+        ]
+    )
+    found = {name: getattr(cfg, name) for name in names} | {"questions": hashlib.sha1(asked.encode()).hexdigest()}
+    return found | stamp("model", cfg.model) | stamp("adapter", cfg.adapter)
+
+
+def stamp(name: str, model: str | None) -> dict[str, Any]:
+    """A model's name and, when it is a folder, when its weights were written."""
+    written = [path.stat().st_mtime for path in sorted(pathlib.Path(model or "/none").glob("*.safetensors"))]
+    return {name: model, f"weights of the {name}": written}
 
 
 @contextlib.contextmanager
@@ -401,7 +442,13 @@ def load_baseline(cfg: Config) -> Policy | None:
         return None
     adapter = (folder / "adapter_config.json").is_file()
     name = cfg.model if adapter else cfg.baseline
-    policy = load_policy(name, PolicyFlags(adapter=cfg.baseline if adapter else None), torch.device("cpu"))
+    try:
+        policy = load_policy(name, PolicyFlags(adapter=cfg.baseline if adapter else None), torch.device("cpu"))
+    except (UserError, OSError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise UserError(
+            f"--baseline {cfg.baseline!r} is neither a model nor an evaluation's folder ({reason})"
+        ) from None
     with torch.device("meta"):
         settings = AutoConfig.from_pretrained(cfg.model)
         wanted = {key: own.shape for key, own in auto_class(settings).from_config(settings).named_parameters()}
@@ -417,12 +464,14 @@ def load_baseline(cfg: Config) -> Policy | None:
 
 
 def main(cfg: Config) -> None:
+    parallel.start()
     earlier = cfg.baseline and (pathlib.Path(cfg.baseline) / "predictions.jsonl").is_file()
     if cfg.predictions and cfg.baseline and not earlier:
         raise UserError(
             f"--baseline {cfg.baseline!r} has no predictions.jsonl, and there is no model to sample it with"
         )
     judge, parts, before = Judge(cfg), [], None
+    known = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if earlier else None
     if cfg.predictions:
         samples, answered = read_predictions(cfg.predictions, cfg)
     else:
@@ -432,7 +481,7 @@ def main(cfg: Config) -> None:
     scores = {key: value for key, value in about.items() if value is not None} | scores
     folder, old = pathlib.Path(cfg.output), None
     if earlier:
-        old = judge(*read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg))
+        old = judge(*known)
     elif before is not None:
         old = judge(samples, before)
     if parallel.is_main():

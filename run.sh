@@ -158,11 +158,13 @@ if "--benchmark" not in given:
     flags |= {"task": config["task"], "data": data}
     same = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
     flags |= {name: config[name] for name in same if config.get(name)}
-same = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory")
-flags |= {name: config[name] for name in same if name in config} | {"max_tokens": config["max_completion_length"]}
+same = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
+same += ("verifier_url", "verifier_model", "skip_bad_rows")
+flags |= {name: config[name] for name in same if config.get(name) is not None} | {"max_tokens": config["max_completion_length"]}
 for name, value in flags.items():
     for one in value if isinstance(value, list) else [value]:
-        print(f"--{name}={one}")
+        if one is not False:
+            print(f"--{name}" if one is True else f"--{name}={one}")
 PY
 }
 

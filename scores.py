@@ -6,7 +6,6 @@ predictions, so that one bootstrap over units gives the interval of any of them:
 each category where categories count alike, two for each category of MME.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -103,11 +102,6 @@ def mme_ratios(rows: list[dict]) -> list[Ratio]:
     pictures: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
         pictures.setdefault((row["category"], str(row["question_id"])), []).append(row)
-    for (category, name), pair in pictures.items():
-        if len(pair) != 2:
-            raise UserError(f"mme has two questions for each picture; {category} {name} has {len(pair)}: check --limit")
-        if category not in PERCEPTION + COGNITION:
-            raise UserError(f"{pair[0]['source']}: mme has no category {category!r}")
     both = np.array([np.mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in pictures.values()])
     right = np.array([sum(_mean(row["exact"]) for row in pair) for pair in pictures.values()])
     ratios = []
@@ -147,14 +141,16 @@ def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
     if lost > MOST_WITHOUT_VERDICT:
         raise UserError(f"{lost:.0%} of the responses have no reply of the {BENCHMARKS[name].server}; at most 10% may")
     ratios = ratios_of(name, rows)
+    if lost:
+        scoring = f"{scoring}, {lost:.1%} without a reply"
     scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": _most(rows)}
     scores |= {"score": value(ratios), "score_95": interval(resampled(ratios))}
-    scores |= _pass_at_k([row["exact"] for row in rows])
+    scores |= _pass_at_k([row["exact"] for row in rows], rows)
     scores |= {"no_answer": _mean([answer is None for answer in answered])} | _lengths(rows)
-    for measure in ("open_recall", "open_f1", "no_verdict"):
+    for measure in ("open_recall", "open_f1"):
         found = [m[measure] for row in rows for m in row["measures"] if measure in m]
         scores |= {measure: _mean(found)} if found else {}
-    return scores | {"parts": _parts(name, rows)}
+    return scores | {"no_verdict": lost, "parts": _parts(name, rows)}
 
 
 def summarise(predictions: list[dict], task: str) -> dict:
@@ -178,7 +174,7 @@ def summarise(predictions: list[dict], task: str) -> dict:
         "format_rate": _mean([FORMATS[task](response) for response, _ in every]),
         "no_verdict": without,
     }
-    return scores | _lengths(predictions) | _pass_at_k(judged)
+    return scores | _lengths(predictions) | _pass_at_k(judged, predictions)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -189,9 +185,10 @@ def _most(rows: list[dict]) -> int:
     return max(len(row["responses"]) for row in rows)
 
 
-def _pass_at_k(exact: list[list[bool]]) -> dict[str, float]:
-    """pass@k for 1, 2, 4, … and all completions, over the rows that have k."""
-    most = max(map(len, exact))
+def _pass_at_k(exact: list[list[bool]], rows: list[dict]) -> dict[str, float]:
+    """pass@k for 1, 2, 4, … and as many completions as every one of `rows` has, over those of `exact` that have k
+    verdicts."""
+    most = min(max(map(len, exact)), *(len(row["responses"]) for row in rows))
     ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
     return {f"pass@{k}": _mean([pass_at_k(len(own), sum(own), k) for own in exact if len(own) >= k]) for k in ks}
 
@@ -208,24 +205,24 @@ def _lengths(rows: list[dict]) -> dict[str, float]:
 # --- two models -------------------------------------------------------------------------------------------------------
 
 
-def with_keys(rows: list[dict], columns: Sequence[str]) -> dict[str, dict]:
-    """`rows` by what their `columns` say, and by how many before said the same."""
-    keyed: dict[str, dict] = {}
+def alike(rows: list[dict], columns: Sequence[str]) -> dict[str, list[dict]]:
+    """`rows` by what their `columns` say."""
+    found: dict[str, list[dict]] = {}
     for row in rows:
-        said = json.dumps([row.get(column) for column in columns], sort_keys=True, default=str)
-        again = 0
-        while (key := hashlib.sha1(f"{said}{again}".encode()).hexdigest()) in keyed:
-            again += 1
-        keyed[key] = row
-    return keyed
+        found.setdefault(json.dumps([row.get(column) for column in columns], default=str), []).append(row)
+    return found
 
 
 def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
-    """Predictions of both for the same rows, in `after`'s order."""
-    columns = BENCHMARKS[name].columns if name else ("prompt", "answer")
+    """Predictions of both for the same rows: the same columns and, where both know them, pictures. Rows that repeat are
+    paired in their order, or left out where one side has more of them."""
+    columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
-    earlier, later = with_keys(before, columns), with_keys(after, columns)
-    return [(earlier[key], row) for key, row in later.items() if key in earlier]
+    if all("pictures" in row for row in [*before, *after]):
+        columns.append("pictures")
+    earlier, later = alike(before, columns), alike(after, columns)
+    both = [(earlier.get(key, []), rows) for key, rows in later.items()]
+    return [pair for old, new in both if len(old) == len(new) for pair in zip(old, new)]
 
 
 def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
@@ -254,7 +251,8 @@ def table(scores: dict, baseline: dict | None = None, paired: dict | None = None
 
     for key, own in scores.items():
         if isinstance(own, int | float) and not isinstance(own, bool):
-            line(key, [each.get(key) for each in both])
+            label = f"Pass@1[{scores['completions_per_row']}]" if key == "pass@1" else key
+            line(label, [each.get(key) for each in both])
         elif key.endswith("_95"):
             line(f"  95 % interval of {key.removesuffix('_95')}, from", [each[key][0] for each in both])
             line("    to", [each[key][1] for each in both])

@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import threading
 import urllib.parse
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +125,11 @@ class Replies:
     """What servers replied, in a file, for several processes and runs."""
 
     def __init__(self, path: str):
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         try:
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.table = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
             self.table.execute("CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, reply TEXT)")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise UserError(f"--judge_cache {path!r} is no cache of replies ({error}): name another file") from None
 
     def get(self, question: str) -> str | None:
@@ -169,7 +169,7 @@ class Verifier:
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
         """Whether the candidate is right, or None when the verifier gives no verdict; `last_error` then says why."""
-        reply = self._run(self._reply(request(question, gold, candidate)))
+        reply = self._run(self._reply(request(question, gold, candidate), lambda text: parse_verdict(text) is not None))
         verdict = None if reply is None else parse_verdict(reply)
         if verdict is None and reply is not None:
             self.last_error = f"it replied {reply[:80]!r}, which is no verdict"
@@ -184,7 +184,8 @@ class Verifier:
     def _key(self, messages: list[dict[str, str]]) -> str:
         return hashlib.sha256(json.dumps([self.model, messages]).encode()).hexdigest()
 
-    async def _reply(self, messages: list[dict[str, str]]) -> str | None:
+    async def _reply(self, messages: list[dict[str, str]], usable: Callable[[str], bool] = bool) -> str | None:
+        """A reply, from the cache where it is known; one that is not `usable` is not kept there."""
         key = self._key(messages)
         if self.replies and (known := self.replies.get(key)) is not None:
             return known
@@ -195,7 +196,7 @@ class Verifier:
             reply = await asyncio.shield(task)
             if reply is None:
                 self.asked.pop(key, None)
-            elif self.replies:
+            elif self.replies and usable(reply):
                 self.replies.put(key, reply)
             return reply
         except (self.openai.OpenAIError, OSError, ValueError) as error:
@@ -227,12 +228,17 @@ class Verifier:
     def check(self) -> str:
         """Its reply to a trial question, before any model is loaded. Raises UserError when there is none."""
         try:
+            served = f"the only model of {self.url}"
+            if self.model is None and self.replies:
+                self.model = self.replies.get(served)
             if self.model is None:
                 models = self._run(self._models())
                 if len(models) != 1:
                     found = ", ".join(models) or "none"
                     raise UserError(f"{self.url} serves {found}: name the verifier with --verifier_model")
                 self.model = models[0]
+                if self.replies:
+                    self.replies.put(served, self.model)
             trial = request("What is 1 + 1?", "2", "2")
             if self.replies and (known := self.replies.get(self._key(trial))) is not None:
                 return known  # it was there once; what it replied then is all that a repeated evaluation needs

@@ -17,10 +17,12 @@ import scores
 from benchmarks import (
     BENCHMARKS,
     answer_part,
+    check_pairs,
+    chosen_letter,
     gpqa_choices,
     gpqa_gold,
     load_benchmark,
-    math_answer,
+    math_answers,
     mathvista_normal,
     short_answer,
     whole_number,
@@ -65,20 +67,31 @@ def test_choice_vectors(case):
         ("<think>a</think><answer>so \\boxed{3}</answer>", "so \\boxed{3}", "3"),
         ("<answer>1</answer> no: <answer>2</answer>", "2", "2"),
         ("\\boxed{1}, then \\boxed{\\frac{1}{2}}", "\\boxed{1}, then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("<think>never ends", "<think>never ends", "<think>never ends"),
+        ("<think>never ends, 25", "", ""),
+        ("12 <think>or 13", "12", "12"),
+        ("**Answer:** $5$", "**Answer:** $5$", "$5$"),
         ("", "", ""),
     ],
 )
 def test_what_is_left_of_a_response(response, part, short):
     assert answer_part(response) == part
-    assert short_answer(part) == short
+    assert short_answer(part)[0] == short
 
 
 @pytest.mark.parametrize(
     ("text", "number"),
     [
         *[("025", 25), ("25", 25), ("$25$", 25), ("1,234", 1234), ("m+n = 73", 73), ("-5", -5), ("−5", -5)],
-        *[("2.5", None), ("", None), ("none", None), ("25 apples", 25), ("x2", None), ("10{,}000", 10000)],
+        *[
+            ("2.5", None),
+            ("25.0", 25),
+            ("the answer is 25, since 3 + 4 = 7", 25),
+            ("", None),
+            ("none", None),
+            ("25 apples", 25),
+            ("x2", None),
+            ("10{,}000", 10000),
+        ],
     ],
 )
 def test_whole_numbers(text, number):
@@ -122,6 +135,9 @@ def test_math500_by_level():
     ("text", "answer"),
     [
         ("x = 4", "x = 4"),
+        ("3x+12", "3x+12"),
+        ("the area is 12 square units", "12"),
+        ("Evelyn", "Evelyn"),
         ("word " * 40 + "so $n = \\frac{1}{2}$ follows", "n = \\frac{1}{2}"),
         ("word " * 40 + "so \\(7\\) and then \\[8\\] is left", "8"),
         ("word " * 40 + "which leaves 3/4 of 12", "12"),
@@ -130,7 +146,45 @@ def test_math500_by_level():
     ],
 )
 def test_of_prose_the_last_formula_counts(text, answer):
-    assert math_answer(text) == answer
+    assert next(iter(math_answers(text)), None) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "want"),
+    [
+        ("Thus x is 12.", "12", True),
+        ("**12**", "12", True),
+        ("The value is $12$.", "12", True),
+        ("The area is 12 square units.", "12", True),
+        ("The answer is $\\frac{1}{2}$ because 3 is odd.", "\\frac{1}{2}", True),
+        ("The answer is 25 because 3 + 4 = 7", "7", False),
+        ("90°", "90^\\circ", True),
+        ("3x+12", "12", False),
+    ],
+)
+def test_answers_in_sentences(text, gold, want):
+    assert right("math500", {"problem": "p", "answer": gold, "level": 1, "subject": "s"}, text) == [want]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B\n\nThe picture shows a cat.", "B"),
+        ("B, since it is red", "B"),
+        ("B a red bus", "B"),
+        ("A red bus", None),
+        ("A cat and a dog", None),
+        ("Option B", "B"),
+        ("The correct option is B", "B"),
+        ("The answer is option B", "B"),
+        ("\\boxed{B. foo}", "B"),
+        ("\\boxed{\\textbf{B}}", "B"),
+        ("I see a cat", None),
+        ("", None),
+    ],
+)
+def test_letters_as_models_give_them(text, letter):
+    assert chosen_letter(text) == letter
 
 
 def test_gpqa_is_shuffled_once_for_each_problem():
@@ -214,10 +268,13 @@ def test_all_of_mme_right_is_2800():
 
 
 def test_mme_needs_both_questions_and_known_categories():
+    def samples(rows: list[dict]) -> list[Sample]:
+        return [Sample("q", "Yes", [], "s", row) for row in rows]
+
     with pytest.raises(UserError, match=r"existence 1\.png has 1"):
-        summarise_benchmark("mme", judged("mme", mme("existence", "1.png", ("Yes", "yes"))), "rule")
+        check_pairs(samples(mme("existence", "1.png", ("Yes", "yes"))))
     with pytest.raises(UserError, match="no category 'smell'"):
-        summarise_benchmark("mme", judged("mme", mme("smell", "1", ("Yes", "yes"), ("No", "no"))), "rule")
+        check_pairs(samples(mme("smell", "1", ("Yes", "yes"), ("No", "no"))))
 
 
 def test_mmstar_counts_every_l2_category_alike():
@@ -248,6 +305,13 @@ def test_mmstar_counts_every_l2_category_alike():
         (dict(choices=["Yes", "No"], question_type="multi_choice"), "no", "No"),
         (dict(choices=["Yes", "No"], question_type="multi_choice"), "C", None),
         (dict(choices="['x', 'y']", question_type="multi_choice"), "A", "x"),
+        (dict(choices=["45°", "90°"], question_type="multi_choice"), "The angle is 90°.", "90°"),
+        (dict(choices=["45°", "90°"], question_type="multi_choice"), "90^\\circ", "90°"),
+        (dict(choices=["B", "A"], question_type="multi_choice"), "(A)", "B"),
+        (dict(choices=["B", "A"], question_type="multi_choice"), "B", "B"),
+        (dict(choices=float("nan"), answer_type="integer"), "3", "3"),
+        (dict(answer_type="float", precision="2"), "0.254", "0.25"),
+        (dict(answer_type="integer"), "\\(5\\)", "5"),
         (dict(answer_type="integer"), "14.0", "14"),
         (dict(answer_type="integer"), "$1,234", "1234"),
         (dict(answer_type="integer"), "about 7 or 8", None),
@@ -306,13 +370,40 @@ def test_an_extractor_is_asked_once_for_all_runs(server, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "rule" / "scores.json").read_text())["scoring"] == "rule-scored"
 
 
+def test_a_letter_is_never_read_into_a_gold():
+    row = VISTA | dict(choices=["c", "a", "b"], question_type="multi_choice", answer="c")
+    assert right("mathvista", row, "(A)", "c", "(C)", "(C) b") == [True, True, False, False]
+
+
+def test_an_extractor_that_is_gone_is_no_rule(server, tmp_path):
+    """One of twelve without a reply is counted and said; two would stop the evaluation."""
+    server.reply = lambda body: "3"
+    rows = [
+        VISTA | dict(question=f"{i}", answer_type="integer", answer="3", response=f"it is 3 {i}") for i in range(12)
+    ]
+    flags = dict(benchmark="mathvista", verifier_url=server.url, verifier_retries=0, output=str(tmp_path / "o"))
+    for bad in (1, 2):
+        server.status = [200] * 13
+        server.status[1 : 1 + bad] = [500] * bad
+        saved = write_jsonl(tmp_path / "p.jsonl", rows)
+        cfg = Config(**flags, predictions=saved, judge_cache=str(tmp_path / f"{bad}.sqlite"), verifier_concurrency=2)
+        if bad == 2:
+            with pytest.raises(UserError, match="17% of the responses have no reply of the extractor"):
+                evaluate.main(cfg)
+            continue
+        evaluate.main(cfg)
+        found = json.loads((tmp_path / "o" / "scores.json").read_text())
+        assert found["scoring"] == "extractor judge, 8.3% without a reply"
+        assert found["score"] == pytest.approx(11 / 12)
+
+
 def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
     server.reply = lambda body: "Correct" if "hypotenuse" in body["messages"][1]["content"] else "Incorrect"
     common = dict(query_wo="Q?", question="Q?")
     rows = [
         common | dict(question_type="multi-choice", answer="A", response="A"),
         common | dict(question_type="free-form", answer="the longest side", response="hypotenuse"),
-        common | dict(question_type="free-form", answer="12", response="13"),
+        common | dict(question="", question_type="free-form", answer="12", response="13"),  # it is in the picture
     ]
     saved = write_jsonl(tmp_path / "p.jsonl", rows)
     flags = dict(predictions=saved, benchmark="mathverse", judge_cache=str(tmp_path / "c.sqlite"))
@@ -338,11 +429,15 @@ AIME = {"problem": "p", "answer": "5"}
         ("{not json", "row 2: not JSON"),
         ('["a"]', "row 2: not an object"),
         (json.dumps(AIME), "row 2: neither «response» nor «responses»"),
-        (json.dumps(AIME | {"response": 5}), "row 2: a response is neither text nor null"),
+        (json.dumps(AIME | {"response": ["5"]}), "row 2: a response is neither text nor null"),
         (json.dumps(AIME | {"responses": "5"}), "row 2: «responses» is not a list"),
         (json.dumps(AIME | {"responses": []}), "row 2: «responses» is not a list"),
         (json.dumps({"problem": "p", "response": "5"}), "row 2: no column «answer»"),
         (json.dumps({"problem": "p", "answer": None, "response": "5"}), "row 2: nothing in column «answer»"),
+        (
+            json.dumps({"problem": "p", "answer": "see text", "response": "5"}),
+            "row 2: the answer 'see text' is no whole",
+        ),
     ],
 )
 def test_a_malformed_prediction_is_named(line, message, tmp_path, capsys):
@@ -418,14 +513,15 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
 
     processor = load_processor(tiny_model, "math")
     Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
-    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]])
-    (sample,) = load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
+    both = 2 if name == "mme" else 1
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]] * both)
+    sample, *_ = load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
     row, picture = dict(ROWS[name]), BENCHMARKS[name].picture
     if picture:
         held = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
         row[picture] = held if picture == "images" else held[0]
     (tmp_path / "folder").mkdir()
-    kept = {key: [value] for key, value in row.items() if value is not None}
+    kept = {key: [value] * both for key, value in row.items() if value is not None}
     datasets.Dataset.from_dict(kept | ({"choices": [[]]} if name == "mathvista" else {})).to_parquet(
         tmp_path / "folder" / "test.parquet"
     )
@@ -433,7 +529,7 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
         kept |= {"choices": [[]], "unit": [""], "precision": [1.0]}
         datasets.Dataset.from_dict(kept).to_parquet(tmp_path / "folder" / "test.parquet")
     flags = Config(model="m", benchmark=name, data=str(tmp_path / "folder"))
-    (other,) = load_benchmark(name, flags, processor)
+    other, *_ = load_benchmark(name, flags, processor)
     assert other.prompt == sample.prompt
     assert other.answer == sample.answer
     assert len(other.images) == len(sample.images) == bool(picture)
@@ -533,8 +629,21 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     assert (tmp_path / "two" / "predictions.jsonl").read_text() == want
 
 
-def test_other_settings_start_anew(tmp_path):
+def test_unequal_numbers_of_responses_and_rows():
+    """pass@k for as many as every row has; rows that repeat pair only when both sides have as many."""
+    rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
+    found = summarise_benchmark("aime24", rows, "rule")
+    assert [key for key in found if key.startswith("pass@")] == ["pass@1"]
+    assert found["score"] == pytest.approx((1 + 1 / 4) / 2)
+    assert len(scores.pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
+    pictured = [row | {"pictures": "a"} for row in rows]
+    assert len(scores.pairs("aime24", pictured, [row | {"pictures": "b"} for row in rows])) == 0
+
+
+def test_other_settings_start_anew(tmp_path, capsys):
     part = evaluate.Part(tmp_path, {"n": 1})
     part.add([3], [{"responses": ["a"]}])
     assert evaluate.Part(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
     assert evaluate.Part(tmp_path, {"n": 2}).done == {}
+    assert "other n: starting anew" in capsys.readouterr().err
+    assert (tmp_path / "predictions.aside").is_file()

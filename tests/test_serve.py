@@ -292,7 +292,8 @@ def test_two_services_in_one_folder(service, tiny_model):
 
 
 def test_kills_of_the_service_and_of_the_job(service, archive):
-    """`KILLS` of each at random moments, two unless the environment says more; no job is lost, no state is wrong, and in the end all of them are completed."""
+    """`KILLS` of each at random moments, two unless the environment says more; no job is lost, no state is
+    wrong, and in the end all of them are completed."""
     rng = random.Random(1)
     file = service.upload(archive)
     jobs = [service.train(file["file_id"], seed=i) for i in range(2)]
