@@ -7,6 +7,7 @@
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter beside 4-bit weights, on one small GPU
 #   ./run.sh eval RUN [flags]         a trained run against its base, on its own task or with --benchmark NAME
+#   ./run.sh serve [flags]            the counting service: upload, train, watch, download, over HTTP and on a page
 #   ./run.sh test                     the test suite
 #
 # After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
@@ -191,6 +192,10 @@ if [ "$recipe" = eval ]; then
   set_up
   against_base "$@"
   exit
+elif [ "$recipe" = serve ]; then
+  set_up
+  show .venv/bin/python serve.py "$@"
+  exit
 fi
 tiny='' given=() kind=
 if [ "$recipe" = math ]; then
@@ -237,6 +242,6 @@ case $recipe in
     .venv/bin/ruff format --check .
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto "${given[@]}" ;;
   *)
-    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, test" >&2
+    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, serve, test" >&2
     exit 2 ;;
 esac

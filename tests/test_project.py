@@ -17,6 +17,7 @@ import evaluate
 import grpo
 import merge_lora
 import report
+import serve
 import smoke
 import tiny
 from report import read_rows
@@ -31,6 +32,7 @@ CONFIGS = {
     "report.py": report.Config,
     "tiny.py": tiny.Config,
     "smoke.py": smoke.Config,
+    "serve.py": serve.Config,
 }
 
 
@@ -128,6 +130,7 @@ def test_flags_in_the_readme_and_run_sh_exist():
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
+    known |= {"tasks", "log_samples"}  # of lmms-eval
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):
             assert flag in known, f"{name} names --{flag}, which no script has"
