@@ -181,14 +181,17 @@ def gpqa_choices(row: Row) -> list[str]:
 
 
 def gpqa_prompt(row: Row) -> str:
+    """The question with its lettered choices."""
     return f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}"
 
 
 def gpqa_gold(row: Row) -> str:
+    """The letter of the right choice."""
     return LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
 
 
 def gpqa_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """By letter."""
     said = chosen_letter(text)
     return Judgement(said, said == gpqa_gold(row))
 
@@ -224,6 +227,7 @@ def mme_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
 
 
 def mathvista_prompt(row: Row) -> str:
+    """The question with its unit, and what form its answer has."""
     text = str(row["question"]).strip()
     if unit := str(row.get("unit") or "").strip():
         text += f" (Unit: {unit})"
@@ -235,6 +239,7 @@ def mathvista_prompt(row: Row) -> str:
 
 
 def choices_of(row: Row) -> list[str]:
+    """The choices of a row; none for free answers."""
     choices = row.get("choices")
     if isinstance(choices, str):  # some tables hold them as text
         try:

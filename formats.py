@@ -304,6 +304,7 @@ def _exists(path: Folder) -> bool:
 
 
 def placed_image(image: object, folder: Callable[[str], Folder]) -> ImageSource:
+    """Where an image is, once a relative path is placed; bytes and cells stay as they are. Raises BadRow."""
     if isinstance(image, str) and image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sqlite3
@@ -32,7 +33,8 @@ HERE = pathlib.Path(__file__).parent
 GRACE = 60.0  # seconds that a cancelled job has to write its checkpoint
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
-    file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER, problems TEXT);
+    file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
+    usable_rows INTEGER, problems TEXT);
 CREATE TABLE IF NOT EXISTS jobs (
     job_id TEXT PRIMARY KEY, job_name TEXT, file_id TEXT, model TEXT, settings TEXT, status TEXT, total_steps INTEGER,
     created_at TEXT, queued_at REAL, attempt INTEGER DEFAULT 0, cancelled_at REAL, error_message TEXT);
@@ -66,6 +68,7 @@ class Job:
 
 
 def now() -> str:
+    """The time, as ISO 8601 in UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -104,9 +107,10 @@ class Store:
         """Where a file's ZIP is. Its id is made here, so that no name of anybody's becomes a path."""
         return self.folder / "files" / f"{file_id}.zip"
 
-    def add_file(self, file_id: str, filename: str, rows: int, images: int, problems: list[str]) -> dict:
-        values = (file_id, filename, now(), rows, images, json.dumps(problems))
-        self._all("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", *values)
+    def add_file(self, file_id: str, filename: str, found: dict[str, Any]) -> dict:
+        """Keep what was `found` in a file: {rows, images, usable, problems}."""
+        values = (file_id, filename, now(), found["rows"], found["images"], found["usable"])
+        self._all("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", *values, json.dumps(found["problems"]))
         return self.file(file_id)
 
     def files(self) -> list[dict]:
@@ -275,7 +279,8 @@ class Store:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - most))
             text = file.read().decode(errors="replace")
-        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        return re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", "", text)  # its last line says enough
 
     def progress(self, job: Job) -> dict[str, Any]:
         """Step, and the newest loss and reward."""

@@ -8,7 +8,6 @@ finds it. One job trains at a time, the others wait in line.
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import math
@@ -16,10 +15,12 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 import zipfile
 from collections.abc import AsyncIterator
@@ -36,14 +37,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 
 import cli
-from cli import UserError
 from formats import Sample, read_rows
-from images import check_image, decode_image, read_source
+from gate import LOCAL, Gate
+from images import decode_image
 from jobs import Conflict, Job, Missing, Store
-from rewards import gold_problem
+from uploads import LOOK_THROUGH
+from workers import CallFailed, Workers
 
 PAGE = pathlib.Path(__file__).parent / "page"
-SHOWN_PROBLEMS = 10
+LOOK_SECONDS = 600.0  # that looking through a ZIP may take
 log = logging.getLogger("serve")
 DATA_FORMAT = {
     "format": "ZIP",
@@ -178,6 +180,7 @@ api = APIRouter(responses=ERRORS)
 
 
 def store_of(request: Request) -> Store:
+    """Where the service keeps everything."""
     return request.app.state.store
 
 
@@ -207,52 +210,30 @@ def data_format() -> dict[str, Any]:
 @api.post("/upload-data", status_code=201, responses={200: {"model": FileInfo}})
 async def upload_data(request: Request, file: Annotated[UploadFile, File(description="a ZIP")]) -> FileInfo:
     """Keep a ZIP with main.csv and images/, looked through: rows, pictures, the first problems."""
-    store = store_of(request)
-    file_id = store.new_file_id()
+    file_id = store_of(request).new_file_id()
     name = pathlib.PurePosixPath((file.filename or "data.zip").replace("\\", "/")).name[:200] or "data.zip"
-    return FileInfo(**await run_in_threadpool(_keep, store, file_id, name, file))
+    return FileInfo(**await run_in_threadpool(_keep, request.app.state, file_id, name, file))
 
 
-def _keep(store: Store, file_id: str, name: str, file: UploadFile) -> dict:
-    path = store.path_of(file_id)
+def _keep(state: Any, file_id: str, name: str, file: UploadFile) -> dict:
+    path = state.store.path_of(file_id)
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as target:
-            while part := file.file.read(2**20):
-                target.write(part)
+            shutil.copyfileobj(file.file, target)
         partial.rename(path)
-        rows, images, problems = look_through(path, name)
-    except UserError as error:
+        found = state.checker.call(LOOK_THROUGH, LOOK_SECONDS, {"path": str(path), "name": name})
+        if "error" in found:
+            raise HTTPException(400, found["error"])
+    except CallFailed as problem:
         path.unlink(missing_ok=True)
-        raise HTTPException(400, str(error).replace(str(path), name)) from None
+        log.error("looking through %s: %s", file_id, problem)
+        raise HTTPException(400, f"{name} cannot be looked through") from None
     except BaseException:
         partial.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise
-    return store.add_file(file_id, name, rows, images, problems)
-
-
-def look_through(path: pathlib.Path, name: str) -> tuple[int, int, list[str]]:
-    """(rows, usable pictures, first problems) of a ZIP. Raises UserError when no row of it can be trained on."""
-    rows = images = 0
-    problems: list[str] = []
-    for row in read_rows(str(path)):
-        rows += 1
-        try:
-            if not isinstance(row, Sample):
-                raise ValueError(row[1])
-            check_image(read_source(row.images[0]))
-            images += 1
-            if problem := gold_problem("count", row.answer):
-                raise ValueError(problem)
-        except (ValueError, OSError) as problem:
-            source = row.source if isinstance(row, Sample) else row[0]
-            problems.append(f"{source}: {problem}".replace(str(path), name))
-    if rows == len(problems):
-        first = f": {problems[0]}" if problems else ""
-        raise UserError(f"{name} has no row that can be trained on{first}")
-    more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-    return rows, images, [*problems[:SHOWN_PROBLEMS], *more]
+    return state.store.add_file(file_id, name, found)
 
 
 @api.get("/files")
@@ -265,7 +246,6 @@ def files(request: Request) -> list[FileInfo]:
 def picture(request: Request, file_id: Id, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
     """One of its pictures, small, with its question and answer in headers."""
     import io
-    import urllib.parse
 
     store = store_of(request)
     store.file(file_id)
@@ -314,8 +294,7 @@ def train(request: Request, body: TrainRequest) -> Started:
         "lora_rank": lora.r,
         "lora_alpha": lora.lora_alpha,
     }
-    rows = file["csv_rows"] - sum(0 if p.startswith("and ") else 1 for p in file["problems"])
-    steps = math.ceil(t.num_epochs * max(rows, 1) / prompts)
+    steps = math.ceil(t.num_epochs * file["usable_rows"] / prompts)
     settings = {"flags": flags, "request": body.model_dump()}
     job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
     return Started(job_id=job.job_id, message=f"queued: {steps} steps", status=job.status)
@@ -338,14 +317,14 @@ def allowed_model(name: str | None, cfg: Config) -> str:
 
 
 @api.get("/jobs")
-def jobs(request: Request) -> list[JobInfo]:
+async def jobs(request: Request) -> list[JobInfo]:
     """Every job, in the order they were queued."""
     store = store_of(request)
     return [info(store, job) for job in store.jobs()]
 
 
 @api.get("/jobs/{job_id}")
-def job(request: Request, job_id: Id) -> JobInfo:
+async def job(request: Request, job_id: Id) -> JobInfo:
     """One job."""
     store = store_of(request)
     return info(store, store.job(job_id))
@@ -501,6 +480,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     )
     app.state.cfg, app.state.store, app.state.predicting = cfg, Store(cfg.folder), threading.Lock()
     app.state.store.remove_leftovers()
+    app.state.checker = Workers(1, [LOOK_THROUGH])
     app.include_router(api)
 
     @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
@@ -551,72 +531,8 @@ def look_after(store: Store) -> None:
         time.sleep(0.3)
 
 
-class Gate:
-    """In front of everything: request ids, the token, the size of uploads, and no traceback in a response."""
-
-    def __init__(self, app: Any, token: str | None, most: int):
-        self.app, self.token, self.most = app, token, most
-
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        number, begun, status, taken = uuid.uuid4().hex[:12], time.perf_counter(), 500, 0
-
-        async def limited() -> dict:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self.most:
-                raise TooLarge
-            return message
-
-        async def marked(message: dict) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", number.encode())]
-            await send(message)
-
-        headers = dict(scope["headers"])
-        try:
-            if self.token and not self._may_pass(scope, headers):
-                await JSONResponse({"detail": "a token is needed: Authorization: Bearer TOKEN"}, 401)(
-                    scope, receive, marked
-                )
-            elif int(headers.get(b"content-length", b"0") or 0) > self.most:
-                await self._too_large()(scope, receive, marked)
-            else:
-                await self.app(scope, limited, marked)
-        except TooLarge:
-            await self._too_large()(scope, receive, marked)
-        except Exception:
-            log.exception("request %s", number)
-            if status == 500:
-                await JSONResponse({"detail": f"a fault of the service; its log has it under {number}"}, 500)(
-                    scope, receive, marked
-                )
-        taken_ms = 1000 * (time.perf_counter() - begun)
-        log.info("%s %s %s %s %.0f ms", number, scope["method"], scope["path"], status, taken_ms)
-
-    def _may_pass(self, scope: dict, headers: dict[bytes, bytes]) -> bool:
-        """The token in the header, in the page's cookie, or, for the page's first call, in the address."""
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        cookie = re.search(rb"(?:^|;\s*)token=([^;]+)", headers.get(b"cookie", b""))
-        query = re.search(rb"(?:^|&)token=([^&]+)", scope["query_string"])
-        offered = [given, *(match[1] for match in (cookie, query) if match)]
-        return any(hmac.compare_digest(one, self.token.encode()) for one in offered)
-
-    def _too_large(self) -> JSONResponse:
-        return JSONResponse({"detail": f"more than {self.most / 1e9:g} GB"}, 413)
-
-
-class TooLarge(Exception):
-    """An upload is over the limit."""
-
-
 def main(cfg: Config) -> None:
-    local = cfg.host in ("127.0.0.1", "localhost", "::1")
+    local = cfg.host in LOCAL
     token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     app = make_app(cfg, token)

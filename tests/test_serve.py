@@ -281,6 +281,13 @@ def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
         end(made)
 
 
+def test_no_other_site_may_ask(shared):
+    """Neither a page elsewhere, through a visitor's browser, nor a name that was made to point here."""
+    shared.call("GET", "/jobs", 403, headers={"Origin": "http://evil.example"})
+    shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
+    shared.call("GET", "/jobs", 200, headers={"Origin": shared.url})
+
+
 def test_two_services_in_one_folder(service, tiny_model):
     command = [sys.executable, "serve.py", f"--folder={service.folder}", f"--port={free_port()}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
