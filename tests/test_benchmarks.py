@@ -470,26 +470,22 @@ def test_a_task_is_scored_again_without_a_model(tmp_path):
     found = json.loads((tmp_path / "o" / "scores.json").read_text())
     assert found["exact_match"] == 0.25
     assert found["reward"] == pytest.approx((1 + 0.85 + 0) / 3)
-    again = run_script("evaluate.py", f"--predictions={tmp_path}/o/predictions.jsonl", f"--output={tmp_path}/again")
-    assert again.returncode == 0, again.stderr
+    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", output=f"{tmp_path}/again"))
     assert json.loads((tmp_path / "again" / "scores.json").read_text())["exact_match"] == 0.25
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--predictions=none.jsonl", "--benchmark=mme"], "no predictions at 'none.jsonl'"),
-        (["--predictions=x", "--model=y", "--benchmark=mme"], "either model or predictions"),
-        (["--benchmark=mme"], "either model or predictions"),
-        (["--predictions=none.jsonl", "--benchmark=mme", "--baseline=/none"], "no predictions.jsonl"),
-        (["--benchmark=nothing"], "nothing"),
+        (dict(predictions="none.jsonl", benchmark="mme"), "no predictions at 'none.jsonl'"),
+        (dict(predictions="x", model="y", benchmark="mme"), "either model or predictions"),
+        (dict(benchmark="mme"), "either model or predictions"),
+        (dict(predictions="none.jsonl", benchmark="mme", baseline="/none"), r"no predictions\.jsonl"),
     ],
 )
 def test_mistakes_have_one_line(flags, message):
-    done = run_script("evaluate.py", *flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises((UserError, ValueError), match=message):
+        evaluate.main(Config(**flags))
 
 
 # --- benchmarks' files ------------------------------------------------------------------------------------------------

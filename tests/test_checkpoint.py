@@ -56,8 +56,8 @@ def metrics(folder: pathlib.Path) -> list[dict]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_twenty_kills_change_not_a_bit(processes, tiny_model, shapes, tmp_path):
     """Each life ends by kill -9 wherever it is; parameters, moments and metrics are those of the run never killed.
-    Twenty times with one process; with two six times, or as often as `KILLS` says."""
-    kills = 20 if processes == 1 else int(os.environ.get("KILLS", "6"))
+    Twenty times with one process; with two three times, or as often as `KILLS` says."""
+    kills = 20 if processes == 1 else int(os.environ.get("KILLS", "3"))
     arguments = [tiny_model, shapes, str(tmp_path), str(processes), str(kills), "7"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tests/kill_worker.py", *arguments]
@@ -66,7 +66,7 @@ def test_twenty_kills_change_not_a_bit(processes, tiny_model, shapes, tmp_path):
     killed_in = json.loads(done.stdout.splitlines()[-1])["killed_in"]
     print(killed_in)
     assert sum(killed_in.values()) == kills
-    assert len(killed_in) >= min(4, kills // 2), f"too few different moments: {killed_in}"
+    assert len(killed_in) >= min(4, kills - 1), f"too few different moments: {killed_in}"
     last = "checkpoint-24"
     assert difference(tmp_path / "plain" / last, tmp_path / "killed" / last, tmp_path) == 0.0
     one, two = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "killed"))
