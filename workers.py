@@ -120,10 +120,10 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
 
 def _answers(caller: tuple[int, connection.Connection], seconds: float, begun: float) -> bool:
     """Whether an answer is there after `seconds`; on a busy machine, where the call has not had so many of a processor
-    and waits for one, after four times as long. `begun`: the processor seconds it had before."""
+    and waits for one, after ten times as long. `begun`: the processor seconds it had before."""
     if caller[1].poll(seconds):
         return True
-    for _ in range(int(30 * seconds)):
+    for _ in range(int(90 * seconds)):
         state, used = _state(caller[0])
         if state not in ("R", "D") or used - begun > 0.9 * seconds:
             return caller[1].poll(0)
