@@ -382,15 +382,13 @@ BENCHMARKS = {
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def load_benchmark(
-    name: str, flags: DataFlags, processor: Processor, usual: str = "test", limit: int = 0
-) -> list[Sample]:
+def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
     """The rows of a benchmark as samples, checked as training's are, the first `limit` of them; `fields` holds their
     columns. Raises UserError naming the first column that the file lacks, or its bad rows.
     """
     benchmark = BENCHMARKS[name]
-    data = flags.data or benchmark.hub
-    rows = [_sample(benchmark, *row) for row in _checked(name, raw_rows(data, flags.image_dir, usual), pictures=True)]
+    data, usual = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
+    rows = [_sample(benchmark, *row) for row in _checked(name, raw_rows(data, flags.image_dir, usual))]
     how = (processor, flags.max_prompt_length, flags.skip_bad_rows, True)
     samples = usable_rows(rows, data, None, *how)[: limit or None]
     if name == "mme":
@@ -398,10 +396,10 @@ def load_benchmark(
     return samples
 
 
-def _checked(name: str, rows: Iterator, pictures: bool) -> Iterator[tuple]:
+def _checked(name: str, rows: Iterator) -> Iterator[tuple]:
     """`rows`, once the first of them has every column that the benchmark needs. Raises UserError naming what lacks."""
     benchmark = BENCHMARKS[name]
-    needed = [*benchmark.columns, *([benchmark.picture] if pictures and benchmark.picture else [])]
+    needed = [*benchmark.columns, *([benchmark.picture] if benchmark.picture else [])]
     looked = False
     for source, row, *more in rows:
         if isinstance(row, dict) and not looked:

@@ -164,11 +164,11 @@ class Part:
         if parallel.is_main():
             folder.mkdir(parents=True, exist_ok=True)
             settings = json.loads(json.dumps(settings))
-            for path in sorted(folder.glob("predictions.part-*")):
+            own, parts = folder / "predictions.part-0", sorted(folder.glob("predictions.part-*"))
+            for path in parts:
                 head, *rows = report.read_rows(path) or [{}]
                 if head == settings:
                     self.done |= {row.pop("place"): row for row in rows}
-                    path.unlink()
                     continue
                 changed = [name for name in settings if head.get(name) != settings[name]]
                 path.rename(aside := path.with_suffix(".aside"))
@@ -177,7 +177,11 @@ class Part:
                 )
             rows = [{"place": place} | row for place, row in self.done.items()]
             lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
-            (folder / "predictions.part-0").write_text(lines, encoding="utf-8")
+            (folder / "predictions.partial").write_text(lines, encoding="utf-8")
+            (folder / "predictions.partial").rename(own)  # whole before the others go: a kill here loses nothing
+            for path in parts:
+                if path != own:
+                    path.unlink(missing_ok=True)
             if self.done:
                 print(f"going on after {len(self.done)} rows that were sampled before", file=sys.stderr)
         self.done = parallel.gather_from_all(self.done)[0]
@@ -207,10 +211,10 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
         try:
             if isinstance(row, BadRow):
                 raise row
-            answered.append(_responses(row := plain(row)))
+            responses = _responses(row := plain(row))
             samples.append(_saved_sample(cfg, source, row))
+            answered.append(responses)
         except BadRow as problem:
-            answered = answered[: len(samples)]
             bad.append(f"{source}: {problem}")
     what = f"{len(bad)} of {len(bad) + len(samples)} rows cannot be used: {'; '.join(bad[:5])}"
     if bad and not cfg.skip_bad_rows:
@@ -366,15 +370,13 @@ class Judge:
 def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
     """The rows of the benchmark or the data set, the first `limit` of them."""
     if cfg.benchmark:
-        usual = BENCHMARKS[cfg.benchmark].hub.rpartition("@")[2]
-        return load_benchmark(cfg.benchmark, cfg, processor, usual, cfg.limit)
+        return load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     return cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
 
 
-def answers_of(cfg: Config) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
+def answers_of(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
     """The rows, what the model responded to each, the same of the baseline when that is a model, and the files that
     hold both until everything is written."""
-    device = parallel.start()  # once more: it only says where to compute
     processor = cfg.processor(cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
@@ -464,7 +466,7 @@ def load_baseline(cfg: Config) -> Policy | None:
 
 
 def main(cfg: Config) -> None:
-    parallel.start()
+    device = parallel.start()
     earlier = cfg.baseline and (pathlib.Path(cfg.baseline) / "predictions.jsonl").is_file()
     if cfg.predictions and cfg.baseline and not earlier:
         raise UserError(
@@ -475,7 +477,7 @@ def main(cfg: Config) -> None:
     if cfg.predictions:
         samples, answered = read_predictions(cfg.predictions, cfg)
     else:
-        samples, answered, before, parts = answers_of(cfg)
+        samples, answered, before, parts = answers_of(cfg, device)
     about = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     scores, predictions = judge(samples, answered)
     scores = {key: value for key, value in about.items() if value is not None} | scores

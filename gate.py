@@ -63,7 +63,7 @@ class Gate:
                     scope, receive, marked
                 )
         taken_ms = 1000 * (time.perf_counter() - begun)
-        log.info("%s %s %s %s %.0f ms", number, scope["method"], scope["path"], status, taken_ms)
+        log.info("%s %s %r %s %.0f ms", number, scope["method"], scope["path"], status, taken_ms)
 
     def _from_here(self, headers: dict[bytes, bytes]) -> bool:
         """No page of another site may use a visitor's browser to ask; without a token, nor by a name made for it."""

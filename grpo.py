@@ -461,7 +461,7 @@ def set_up(cfg: Config) -> Run:
     start = {"step": 0, "position": 0, "best": None, "norms": []}
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
-    log = RunLog(cfg.output, asdict(cfg), cfg.report_every, start["step"])
+    log = RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps)
     return Run(*parts, start["step"], start["position"], budget=budget, best=start["best"], norms=start["norms"])

@@ -197,12 +197,21 @@ class Store:
         with self.lock:
             running = self.jobs("training")
             for job in running:
+                job = self._counted(job)
                 if not self.alive(job):
                     self._conclude(job)
                 elif job.cancelled_at is not None and time.time() > job.cancelled_at + GRACE:
                     self._signal(job, signal.SIGKILL)
             if not self.jobs("training") and (queued := self.jobs("queued")):
                 self._start(queued[0])
+
+    def _counted(self, job: Job) -> Job:
+        """The job with the steps that its run has counted: rows that repeat are no rows to it."""
+        about = self.run_of(job.job_id) / "config.json"
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or being written
+            if (total := json.loads(about.read_text()).get("total_steps", job.total_steps)) != job.total_steps:
+                return self._update(job, total_steps=total)
+        return job
 
     def alive(self, job: Job) -> bool:
         """Whether a process of the job holds its lock."""
@@ -285,7 +294,7 @@ class Store:
     def progress(self, job: Job) -> dict[str, Any]:
         """Step, and the newest loss and reward."""
         last = next((row for row in reversed(_tail(self.run_of(job.job_id) / "metrics.jsonl")) if "reward" in row), {})
-        step = job.total_steps if job.status == "completed" else last.get("step", 0)
+        step = last.get("step", 0)
         share = min(step / job.total_steps, 1.0) if job.total_steps else 0.0
         return {
             "current_step": step,

@@ -8,6 +8,8 @@ finds it. One job trains at a time, the others wait in line.
 """
 
 import asyncio
+import io
+import itertools
 import json
 import logging
 import math
@@ -37,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 
 import cli
-from formats import Sample, read_rows
+from formats import TAG, Sample, read_rows
 from gate import LOCAL, Gate
 from images import decode_image
 from jobs import Conflict, Job, Missing, Store
@@ -207,7 +209,7 @@ def data_format() -> dict[str, Any]:
     return DATA_FORMAT
 
 
-@api.post("/upload-data", status_code=201, responses={200: {"model": FileInfo}})
+@api.post("/upload-data")
 async def upload_data(request: Request, file: Annotated[UploadFile, File(description="a ZIP")]) -> FileInfo:
     """Keep a ZIP with main.csv and images/, looked through: rows, pictures, the first problems."""
     file_id = store_of(request).new_file_id()
@@ -245,20 +247,19 @@ def files(request: Request) -> list[FileInfo]:
 @api.get("/files/{file_id}/picture/{number}", response_class=Response)
 def picture(request: Request, file_id: Id, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
     """One of its pictures, small, with its question and answer in headers."""
-    import io
-
     store = store_of(request)
     store.file(file_id)
-    good = [row for row in read_rows(str(store.path_of(file_id))) if isinstance(row, Sample)]
-    if number >= len(good):
-        raise Missing(f"the file has {len(good)} rows")
+    good = (row for row in read_rows(str(store.path_of(file_id))) if isinstance(row, Sample))
+    row = next(itertools.islice(good, number, None), None)
+    if row is None:
+        raise Missing(f"the file has no row {number}")
     try:
-        image = decode_image(good[number].images[0])
+        image = decode_image(row.images[0])
     except (ValueError, OSError):
         raise Missing("that picture cannot be read") from None
     image.thumbnail((240, 240))
     image.save(data := io.BytesIO(), "PNG")
-    words = {"X-Question": good[number].prompt.replace("<image>", ""), "X-Answer": good[number].answer}
+    words = {"X-Question": row.prompt.replace(TAG, ""), "X-Answer": row.answer}
     headers = {name: urllib.parse.quote(text[:300]) for name, text in words.items()}
     return Response(data.getvalue(), media_type="image/png", headers=headers)
 
@@ -273,7 +274,7 @@ def delete_file(request: Request, file_id: Id) -> dict[str, str]:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-@api.post("/train", status_code=201, responses={200: {"model": Started}})
+@api.post("/train")
 def train(request: Request, body: TrainRequest) -> Started:
     """Queue a job."""
     store, cfg = store_of(request), request.app.state.cfg
@@ -452,11 +453,11 @@ def predict(
         image = decode_image(picture.file.read())
     except (ValueError, OSError) as error:
         raise HTTPException(400, f"the picture cannot be read: {error}") from None
-    if "<" in question and ("<image>" in question or "<|" in question):
+    if "<" in question and (TAG in question or "<|" in question):
         raise HTTPException(400, "the question holds a control token")
     with store.scratch() as folder, request.app.state.predicting:
         image.save(folder / "picture.png")
-        row = {"prompt": f"<image>{question}", "answer": "0", "images": ["picture.png"]}
+        row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
         (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
         flags = {"model": job.model, "adapter": store.run_of(job_id) / "final", "data": folder / "row.jsonl"}
         flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}

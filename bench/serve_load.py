@@ -50,69 +50,79 @@ def archive() -> bytes:
         return data.getvalue()
 
 
+class Load:
+    """Clients of one service and what they saw."""
+
+    def __init__(self, url: str, data: bytes, seconds: float):
+        self.url, self.data, self.until = url, data, time.monotonic() + seconds
+        self.errors, self.times, self.uploads = [], [], []
+
+    def poll(self, wait: float) -> None:
+        session = requests.Session()
+        time.sleep(wait)
+        while time.monotonic() < self.until:
+            begun = time.perf_counter()
+            reply = session.get(f"{self.url}/jobs", timeout=60)
+            self.times.append(time.perf_counter() - begun)
+            if reply.status_code != 200:
+                self.errors.append(reply.text[:200])
+            time.sleep(1)
+
+    def upload(self) -> None:
+        session = requests.Session()
+        while time.monotonic() < self.until:
+            begun = time.perf_counter()
+            reply = session.post(f"{self.url}/upload-data", files={"file": ("a.zip", self.data)}, timeout=60)
+            self.uploads.append(time.perf_counter() - begun)
+            if reply.status_code != 200:
+                self.errors.append(reply.text[:200])
+                continue
+            session.delete(f"{self.url}/files/{reply.json()['file_id']}", timeout=60)
+
+
+def start_job(url: str, data: bytes) -> str:
+    """A job that trains, once it has taken two steps."""
+    while True:
+        try:
+            requests.get(f"{url}/jobs", timeout=5)
+            break
+        except requests.ConnectionError:
+            time.sleep(0.2)
+    file_id = requests.post(f"{url}/upload-data", files={"file": ("a.zip", data)}, timeout=60).json()["file_id"]
+    body = {"job_name": "load", "data_file_id": file_id, "training_config": {"use_4bit": False}}
+    job_id = requests.post(f"{url}/train", json=body, timeout=60).json()["job_id"]
+    while requests.get(f"{url}/jobs/{job_id}", timeout=60).json()["current_step"] < 2:
+        time.sleep(0.5)
+    return job_id
+
+
 def main(cfg: Config) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    url, data, errors, times, uploads = f"http://127.0.0.1:{port}", archive(), [], [], []
+    url, data = f"http://127.0.0.1:{port}", archive()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE.parent / "serve.py"), f"--folder={folder}", f"--model={cfg.model}"]
         service = subprocess.Popen([*command, f"--port={port}"], stderr=subprocess.DEVNULL)
         try:
-            while True:
-                try:
-                    requests.get(f"{url}/jobs", timeout=5)
-                    break
-                except requests.ConnectionError:
-                    time.sleep(0.2)
-            file_id = requests.post(f"{url}/upload-data", files={"file": ("a.zip", data)}, timeout=60).json()["file_id"]
-            body = {"job_name": "load", "data_file_id": file_id, "training_config": {"use_4bit": False}}
-            job_id = requests.post(f"{url}/train", json=body, timeout=60).json()["job_id"]
-            while requests.get(f"{url}/jobs/{job_id}", timeout=60).json()["current_step"] < 2:
-                time.sleep(0.5)
-            until = time.monotonic() + cfg.seconds
-
-            def poll(number: int) -> None:
-                session = requests.Session()
-                time.sleep(number / cfg.polling)
-                while time.monotonic() < until:
-                    begun = time.perf_counter()
-                    reply = session.get(f"{url}/jobs", timeout=60)
-                    times.append(time.perf_counter() - begun)
-                    if reply.status_code != 200:
-                        errors.append(reply.text[:200])
-                    time.sleep(1)
-
-            def upload() -> None:
-                session = requests.Session()
-                while time.monotonic() < until:
-                    begun = time.perf_counter()
-                    reply = session.post(f"{url}/upload-data", files={"file": ("a.zip", data)}, timeout=60)
-                    uploads.append(time.perf_counter() - begun)
-                    if reply.status_code != 201:
-                        errors.append(reply.text[:200])
-                        continue
-                    session.delete(f"{url}/files/{reply.json()['file_id']}", timeout=60)
-
-            threads = [threading.Thread(target=poll, args=(i,)) for i in range(cfg.polling)]
-            threads += [threading.Thread(target=upload) for _ in range(cfg.uploading)]
+            job_id = start_job(url, data)
+            load = Load(url, data, cfg.seconds)
+            threads = [threading.Thread(target=load.poll, args=(i / cfg.polling,)) for i in range(cfg.polling)]
+            threads += [threading.Thread(target=load.upload) for _ in range(cfg.uploading)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
             step = requests.get(f"{url}/jobs/{job_id}", timeout=60).json()["current_step"]
-            requests.delete(f"{url}/jobs/{job_id}", timeout=60)
-            time.sleep(3)
         finally:
             service.kill()
             service.wait()
             subprocess.run(["pkill", "-9", "-f", folder], check=False)
-    p50, p99 = np.percentile(times, [50, 99]) * 1000
-    print(f"GET /jobs: {len(times)} calls, median {p50:.0f} ms, p99 {p99:.0f} ms, most {max(times) * 1000:.0f} ms")
-    print(
-        f"uploads of {len(data) / 1e3:.0f} kB: {len(uploads)}, median {np.median(uploads):.2f} s; errors: {len(errors)}"
-    )
-    print(*errors[:3], f"the job was at step {step}", sep="\n")
+    p50, p99 = np.percentile(load.times, [50, 99]) * 1000
+    most, uploads = max(load.times) * 1000, load.uploads
+    print(f"GET /jobs: {len(load.times)} calls, median {p50:.0f} ms, p99 {p99:.0f} ms, most {most:.0f} ms")
+    print(f"uploads of {len(data) / 1e3:.0f} kB: {len(uploads)}, median {np.median(uploads):.2f} s")
+    print(f"errors: {len(load.errors)}", *load.errors[:3], f"the job was at step {step}", sep="\n")
 
 
 if __name__ == "__main__":
