@@ -21,8 +21,6 @@ from typing import Literal
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-for name in ("RANK", "LOCAL_RANK"):  # vLLM's launcher reads them
-    os.environ.setdefault(name, "0")
 
 import torch
 
@@ -135,6 +133,8 @@ def main(cfg: Config) -> None:
     from vllm import SamplingParams
 
     device = parallel.start()
+    for variable in ("RANK", "LOCAL_RANK"):  # vLLM's launcher reads them
+        os.environ.setdefault(variable, "0")
     name = pathlib.Path(cfg.folder) / cfg.shape
     speed.make_model(name, cfg.shape)
     policy = load_policy(str(name), PolicyFlags(lora_rank=cfg.rank, load_in_4bit=cfg.load_in_4bit), device)
