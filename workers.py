@@ -20,6 +20,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 TOO_LONG = "took longer than {:g} s"
+PATIENCE = 10  # times as long for a call that waits for a processor
 
 
 class CallFailed(Exception):
@@ -107,10 +108,10 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
         begun = _state(caller[0])[1]
         caller[1].send((name, arguments))
         try:
-            if _answers(caller, seconds, begun):
-                answer = caller[1].recv()
+            if why := _too_long(caller, seconds, begun):
+                answer, caller = ("lost", why), _killed(caller)
             else:
-                answer, caller = ("lost", TOO_LONG.format(seconds)), _killed(caller)
+                answer = caller[1].recv()
         except (EOFError, OSError):
             answer, caller = ("lost", "its process died, out of memory perhaps"), _killed(caller)
         with contextlib.suppress(OSError):  # nobody waits any more
@@ -118,18 +119,20 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
     _killed(caller)
 
 
-def _answers(caller: tuple[int, connection.Connection], seconds: float, begun: float) -> bool:
-    """Whether an answer is there after `seconds`; on a busy machine, where the call has not had so many of a processor
-    and waits for one, after ten times as long. `begun`: the processor seconds it had before."""
+def _too_long(caller: tuple[int, connection.Connection], seconds: float, begun: float) -> str:
+    """Empty when an answer comes in `seconds`; on a busy machine, where the call has not had so many of a processor and
+    waits for one, in PATIENCE times as many. Else what is wrong. `begun`: the processor seconds it had before."""
     if caller[1].poll(seconds):
-        return True
-    for _ in range(int(90 * seconds)):
-        state, used = _state(caller[0])
-        if state not in ("R", "D") or used - begun > 0.9 * seconds:
-            return caller[1].poll(0)
-        if caller[1].poll(0.1):
-            return True
-    return False
+        return ""
+    state, used = _state(caller[0])
+    for _ in range(int((PATIENCE - 1) * seconds * 10)):
+        if used - begun > 0.9 * seconds or caller[1].poll(0.1):
+            break
+        before, (state, used) = used, _state(caller[0])
+        if state not in ("R", "D") and used == before:  # it sleeps, not for this moment alone
+            break
+    spent = f", {used - begun:.1f} s of them on a processor" if state else ""
+    return "" if caller[1].poll(0) else TOO_LONG.format(seconds) + spent
 
 
 def _state(process: int) -> tuple[str, float]:
