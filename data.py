@@ -17,7 +17,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jinja2
@@ -125,6 +125,8 @@ class Prompt:
     """the id that stands for an image in `ids`"""
     pictures: bytes = b""
     """a digest of the fitted images: the same for the same pictures"""
+    expected: float = 0.0
+    """tokens expected of a completion; a sampler that cannot take all prompts at once begins with the longest"""
 
 
 @dataclass
@@ -374,8 +376,8 @@ def usable_rows(
         silent = None if parallel.is_main() else True
         checked = list(tqdm(pool.map(check, mine), f"checking {data}", len(mine), unit="row", delay=3, disable=silent))
     results = parallel.gather_shares(checked)
-    good = [(row, key) for row, (problem, key) in zip(rows, results) if problem is None]
-    bad = [f"{_source(row)}: {problem}" for row, (problem, _) in zip(rows, results) if problem is not None]
+    good = [(replace(row, tokens=n), key) for row, (problem, key, n) in zip(rows, results) if problem is None]
+    bad = [f"{_source(row)}: {problem}" for row, (problem, *_) in zip(rows, results) if problem is not None]
     if bad and not skip_bad_rows:
         raise UserError(
             f"{_named(bad, f'of {len(rows)} rows cannot be used')}; mend them or pass --skip_bad_rows to go on without"
@@ -413,19 +415,22 @@ def _source(row: Row) -> str:
 
 def _check(
     row: Row, task: str | None, processor: Processor | None, max_prompt_length: int | None, seen: dict
-) -> tuple[str | None, str]:
-    """What is wrong with a row, or None; and what it is recognised by when it comes again. `seen`: images so far."""
+) -> tuple[str | None, str, int]:
+    """What is wrong with a row, or None; what it is recognised by when it comes again; and the tokens of its prompt.
+    `seen`: images so far."""
     if not isinstance(row, Sample):
-        return row[1], ""
+        return row[1], "", 0
     if problem := rewards.gold_problem(task, row.answer):
-        return problem, ""
+        return problem, "", 0
     try:
         images = [_look_through(image, seen) for image in row.images]
+        tokens = 0
         if processor is not None:
-            _check_length(row, processor, max_prompt_length, [seen[image] for image in images])
+            tokens = _checked_length(row, processor, max_prompt_length, [seen[image] for image in images])
     except ValueError as error:
-        return str(error), ""
-    return None, hashlib.sha1(json.dumps([row.prompt, row.answer, row.system, *images]).encode()).hexdigest()
+        return str(error), "", 0
+    known = json.dumps([row.prompt, row.answer, row.system, *images])
+    return None, hashlib.sha1(known.encode()).hexdigest(), tokens
 
 
 def _look_through(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
@@ -443,9 +448,9 @@ def _look_through(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
     return name
 
 
-def _check_length(
+def _checked_length(
     sample: Sample, processor: Processor, max_prompt_length: int | None, sizes: list[tuple[int, int]]
-) -> None:
+) -> int:
     if sample.images and processor.image_processor is None:
         raise ValueError("it has an image, but the model is text-only")
     length = len(_engine_ids(sample, processor))
@@ -454,6 +459,7 @@ def _check_length(
         length += h * w // processor.factor**2 - 1
     if max_prompt_length is not None and length > max_prompt_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}")
+    return length
 
 
 # --- command ----------------------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ class Sample:
     """the row's own system prompt, in place of the task's"""
     part: int = 0
     """which of several mixed data sets it is from"""
+    tokens: int = 0
+    """of its prompt, images expanded; 0 until it has been checked with a processor"""
 
 
 Problem = tuple[str, str]  # (source, what is wrong) of a row without the shape of one

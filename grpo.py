@@ -22,14 +22,15 @@ from tqdm import tqdm
 
 import cli
 import parallel
+from balance import even_out
 from checkpoint import Checkpoints, export, load_checkpoint
 from cli import Interrupted, RunStopped
 from config import Config
-from data import Sample, most_images
+from data import Rollout, Sample, most_images
 from evaluate import score_policy
 from guards import NOT_FINITE, Seen, is_spike, not_finite, too_far_apart
 from lora import reference_weights
-from memory import check_room, fit, retried
+from memory import check_room, choose_sharding, fit, retried
 from model import (
     Policy,
     apply_fsdp,
@@ -39,6 +40,7 @@ from model import (
     make_optimizer,
     micro_batches,
     record_logprobs,
+    vision_share,
 )
 from packing import Group, PackedBatch
 from report import Clock, RunLog, refuse_to_mix_runs, step_metrics
@@ -186,16 +188,17 @@ def train_step(run: Run) -> dict[str, float]:
     for group in groups:
         for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
             rollout.advantage = advantage
+    run.log.completions(run.step + 1, groups)
+    parts = deal(run, groups)
+    groups = [group for part in parts for group in part]
     if cfg.beta:
         record(run, run.reference, groups, "ref_logp")
     if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
         record(run, run.policy, groups, "old_logp")
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
-        for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
-            part = range(first, first + cfg.prompts_per_update)
-            updates.append(update(run, [group for group in groups if group.ordinal in part]))  # line 11
-    run.log.completions(run.step + 1, groups)
+        for part in parts:
+            updates.append(update(run, part))  # line 11
     return step_metrics(run.scorer.names, groups, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
@@ -203,8 +206,8 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G, 2 + parts) in order:
     the total, the total before the overlong penalty, and its parts."""
     cfg = run.cfg
-    mine = parallel.my_share(list(range(cfg.prompts_per_step)))
-    places = [run.position + ordinal for ordinal in mine]
+    cost = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length)
+    mine, places = run.stream.share(run.position, *cost)
     run.position += cfg.prompts_per_step
     samples, seeds = run.stream.rows(places), [prompt_seed(cfg.seed, place) for place in places]
     with run.clock("prompts"):
@@ -218,12 +221,17 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
             rollout.has_image = bool(group.prompt.images)
     with run.clock("reward"):
         error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
-    run.stream.prepare([place + cfg.prompts_per_step for place in places])
-    if error := next(filter(None, parallel.gather_from_all(error)), None):
-        raise NoRewards(error)
     names = run.scorer.names
     rewards = [[[r.reward, r.unpenalised, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
-    return groups, torch.tensor(parallel.gather_shares(rewards))
+    lengths = [[len(r.ids) for r in g.rollouts] for g in groups]
+    found = parallel.gather_from_all((error, list(zip(mine, places, lengths, rewards))))
+    if error := next((error for error, _ in found if error), None):
+        raise NoRewards(error)
+    everyone = sorted(row for _, rows in found for row in rows)
+    for _, place, of_row, _ in everyone:
+        run.stream.note(place, of_row)
+    run.stream.prepare(run.stream.share(run.position, *cost)[1])
+    return groups, torch.tensor([row[-1] for row in everyone])
 
 
 def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
@@ -254,14 +262,24 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     return groups, torch.stack(kept), torch.cat(drawn)
 
 
+def deal(run: Run, groups: list[Group]) -> list[list[Group]]:
+    """What this process trains on in each update: as many tokens as the others, wherever they were sampled."""
+    cfg, patch_cost = run.cfg, vision_share(run.policy)
+    firsts = range(0, cfg.prompts_per_step, cfg.prompts_per_update)
+    parts = [[g for g in groups if first <= g.ordinal < first + cfg.prompts_per_update] for first in firsts]
+    return [even_out(part, lambda rollout: has_gradient(run, rollout), patch_cost) for part in parts]
+
+
+def has_gradient(run: Run, rollout: Rollout) -> bool:
+    """Whether the loss depends on a completion: not without a verdict, and with β = 0 not with advantage zero."""
+    return not math.isnan(rollout.reward) and bool(rollout.advantage or run.cfg.beta)
+
+
 def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
-    """The completions that the loss depends on. Those without a verdict are left out; with β = 0 so are those with
-    advantage zero, whose gradient is zero: token weights are given before, so the result is the same for less work."""
-    kept = []
-    for group in groups:
-        rollouts = [r for r in group.rollouts if not math.isnan(r.reward) and (r.advantage or run.cfg.beta)]
-        kept += [replace(group, rollouts=rollouts)] if rollouts else []
-    return kept
+    """The completions that the loss depends on. Token weights are given before, so that leaving out the others changes
+    nothing but the work."""
+    kept = [replace(group, rollouts=[r for r in group.rollouts if has_gradient(run, r)]) for group in groups]
+    return [group for group in kept if group.rollouts]
 
 
 def record(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
@@ -370,14 +388,14 @@ def train(run: Run) -> None:
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
     with bar:
         while run.step < run.total_steps:
-            begun = run.position
+            begun = run.position, dict(run.stream.lengths)
             try:
                 metrics = train_step(run)
             except RunStopped:
                 run.checkpoints.settle()  # the one being written counts
                 raise
             except (NoRewards, Interrupted) as error:  # raised by every process before the first update
-                run.position = begun
+                run.position, run.stream.lengths = begun
                 save(run, last=True)
                 if isinstance(error, Interrupted):
                     stopped(run)
@@ -414,6 +432,7 @@ def save(run: Run, last: bool = False) -> None:
     """A checkpoint, written while training goes on; with `last` it is on disk when this returns. One that could not be
     written is said to be missing and tried again after the next step."""
     progress = {"step": run.step, "position": run.position, "best": run.best, "norms": run.norms}
+    progress["lengths"] = run.stream.lengths
     progress["config"] = asdict(run.cfg) | {"rows": run.stream.sizes}
     wrong = run.checkpoints.save(run.policy, run.optimizer, run.scheduler, progress)
     wrong = wrong or (run.checkpoints.wait() if last else None)
@@ -450,20 +469,22 @@ def set_up(cfg: Config) -> Run:
     dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     policy = load_policy(cfg.model, cfg, device)
-    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory)
+    sharding = choose_sharding(policy, cfg, bool(cfg.beta), device, cfg.gpu_memory)
+    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
     engine.sleep()
-    policy = apply_fsdp(policy, device, dtype)
-    reference = load_reference(cfg.model, cfg, device, policy) if cfg.beta else None
-    budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory)
+    policy = apply_fsdp(policy, device, dtype, sharding)
+    reference = load_reference(cfg.model, cfg, device, policy, sharding) if cfg.beta else None
+    budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory, sharding)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
-    start = {"step": 0, "position": 0, "best": None, "norms": []}
+    start = {"step": 0, "position": 0, "best": None, "norms": [], "lengths": {}}
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
     log = RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, start["step"])
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps)
+    stream.lengths = start.get("lengths", {})
     return Run(*parts, start["step"], start["position"], budget=budget, best=start["best"], norms=start["norms"])
 
 

@@ -24,8 +24,44 @@ MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
 LESS_ACTIVATION = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
+def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tuple[int, int]:
+    """Bytes of a whole copy of (weights, the reference's included, and moments; gradients)."""
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
+    if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
+        held += 2 * sum(p.numel() for p in policy.parameters())
+    return held + (4 if flags.offload_optimizer else 12) * trained, 4 * trained
+
+
+def usable_bytes(device: torch.device, limit: float) -> float:
+    """Of this process's GPU, held to `limit` GiB (0: all of it), what its allocator can use."""
+    return torch.cuda.get_device_properties(device).total_memory * parallel.usable_share(limit) * (1 - MARGIN)
+
+
+def choose_sharding(
+    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
+) -> str:
+    """What «auto» of `PolicyFlags.sharding` is here; without a GPU «full». A copy on each process saves the gathering
+    of weights, a share of one leaves memory for larger micro-batches and for the sampler."""
+    if flags.sharding != "auto" or parallel.world_size() == 1 or device.type != "cuda":
+        return flags.sharding if flags.sharding != "auto" else "full"
+    state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)
+    several_machines = parallel.local_world_size() < parallel.world_size()
+    fits_machine = state / parallel.local_world_size() < 2 * total / 3
+    chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
+    if parallel.is_main():
+        print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
+    return chosen
+
+
 def check_room(
-    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sampler: float, limit: float = 0.0
+    policy: Policy,
+    flags: PolicyFlags,
+    with_reference: bool,
+    device: torch.device,
+    sampler: float,
+    limit: float = 0.0,
+    sharding: str = "full",
 ) -> None:
     """Hold this process to `limit` GiB of its GPU (0: all of it). Raise UserError when weights, gradients and optimizer
     alone overflow that, or, gradients apart, do so beside the share that is the `sampler`'s while it is awake."""
@@ -33,27 +69,23 @@ def check_room(
         return
     if limit:
         torch.cuda.set_per_process_memory_fraction(parallel.usable_share(limit), device)
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
-    if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
-        held += 2 * sum(p.numel() for p in policy.parameters())
-    moments = 0 if flags.offload_optimizer else 8 * trained
-    total = torch.cuda.get_device_properties(device).total_memory * parallel.usable_share(limit) * (1 - MARGIN)
-    resting = (held + 4 * trained + moments) / parallel.world_size()  # the float32 weights and what does not change
-    training, sampling = resting + 4 * trained / parallel.world_size(), resting + sampler * total
+    total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else parallel.shards(sharding)
+    resting, gradients = (part / shards for part in state_bytes(policy, flags, with_reference))
+    training, sampling = resting + gradients, resting + sampler * total
     if (needed := max(training, sampling)) > total:
         what = "weights, gradients, AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
         raise UserError(
             f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB of "
             f"{total / 2**30:.1f} usable on each of {parallel.world_size()} processes. What helps: "
-            f"{smaller_state(flags, with_reference)}"
+            f"{smaller_state(flags, with_reference, sharding)}"
         )
 
 
-def smaller_state(flags: PolicyFlags, with_reference: bool) -> str:
+def smaller_state(flags: PolicyFlags, with_reference: bool, sharding: str) -> str:
     """The flags that make weights and optimizer smaller and are not given yet."""
     adapter, separate = flags.has_adapter, with_reference and not flags.has_adapter
     steps = {
+        "--sharding full": parallel.shards(sharding) < parallel.world_size(),
         "--lora_rank 64": not adapter,
         "--load_in_4bit" if adapter else "--load_in_4bit with it": not flags.load_in_4bit,
         "--offload_optimizer": not flags.offload_optimizer,
@@ -95,12 +127,18 @@ def _vision_bytes(policy: Policy, again: int, size: int) -> float:
     return blocks * config.spatial_merge_size**2  # patches of a token
 
 
-def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device, limit: float = 0.0) -> int:
+def fit(
+    policy: Policy,
+    flags: PolicyFlags,
+    longest: int,
+    device: torch.device,
+    limit: float = 0.0,
+    sharding: str = "full",
+) -> int:
     """Set the checkpointing and return the tokens of a micro-batch: the flags', else the fastest in the free memory.
 
     `longest`: the most tokens of a prompt with one completion, which cannot be split; `limit`: GiB of the GPU that the
-    run may use. Raises UserError when not even
-    that fits. Every process takes the same.
+    run may use. Raises UserError when not even that fits. Every process takes the same.
     """
     layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [layers // 2], "full": [layers], "auto": list(range(layers + 1))}
@@ -109,7 +147,7 @@ def fit(policy: Policy, flags: PolicyFlags, longest: int, device: torch.device, 
         set_checkpointing(policy, choice[0])
         return budget or CPU_TOKENS
     torch.cuda.empty_cache()
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.world_size()
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.shards(sharding)
     vocabulary = language_model(policy.model).embed_tokens.weight.shape[0]
     layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
     free, whole = torch.cuda.mem_get_info(device)

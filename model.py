@@ -1,6 +1,7 @@
 """Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -10,8 +11,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -77,6 +77,10 @@ class PolicyFlags:
     """An adapter in PEFT layout to go on training, with its own rank and α; as it is, it is the KL reference."""
     load_in_4bit: bool = False
     """Keep the frozen model in 4 bits (bitsandbytes nf4, double quantisation) beside the adapter."""
+    sharding: Literal["auto", "none", "hybrid", "full"] = "auto"
+    """Weights, gradients and optimizer of each process: none, a whole copy; full, a share of one copy over all
+    processes; hybrid, a share of a copy on each machine. auto: a whole copy where it takes less than a third of the
+    GPU, else hybrid on several machines where it takes less than two thirds, else full."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
@@ -187,7 +191,9 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     return Policy(model)
 
 
-def load_reference(name: str, flags: PolicyFlags, device: torch.device, policy: Policy) -> Policy:
+def load_reference(
+    name: str, flags: PolicyFlags, device: torch.device, policy: Policy, sharding: str = "full"
+) -> Policy:
     """The fixed reference of the KL term: `policy` itself when it has an adapter, which `lora.reference_weights`
     switches; else the model at `name` in the compute type, sharded, with the vision tower of `policy` when that is not
     trained."""
@@ -199,7 +205,7 @@ def load_reference(name: str, flags: PolicyFlags, device: torch.device, policy: 
         model.model.visual = policy.model.model.visual
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     reference = Policy(model.eval().requires_grad_(False))
-    return apply_fsdp(reference, device, dtype, offload=flags.offload_reference)
+    return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference)
 
 
 def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -208,18 +214,20 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return list(tower.parameters()) if tower is not None else []
 
 
-def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype, offload: bool = False) -> Policy:
-    """Shard `policy` over all processes: every decoder layer a unit, the rest (embedding, lm_head) with the root.
+def apply_fsdp(
+    policy: Policy, device: torch.device, compute_dtype: torch.dtype, sharding: str = "full", offload: bool = False
+) -> Policy:
+    """Spread `policy` over the processes as `PolicyFlags.sharding` says: every decoder layer a unit, the rest
+    (embedding, lm_head) with the root.
 
     Master weights stay float32, compute runs in `compute_dtype`, gradients are averaged in float32. A frozen vision
     tower stays whole on every process, so a batch of text alone touches no collective of it; so does a 4-bit model.
     `offload`: shards lie in host memory until a layer is run.
     """
-    mesh = init_device_mesh(device.type, (parallel.world_size(),))
     # inputs are left as they come: the residual stream stays float32
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    options = {"mesh": mesh, "mp_policy": precision, "offload_policy": host}
+    options = {"mesh": parallel.mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
@@ -234,9 +242,14 @@ def apply_fsdp(policy: Policy, device: torch.device, compute_dtype: torch.dtype,
     if vision and not frozen.intersection(vision):
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
-    for layer in language_model(policy.model).layers:
+    layers = language_model(policy.model).layers
+    for layer in layers:
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
+    for layer, following in itertools.pairwise(
+        layers
+    ):  # gathered beside this layer's compute; backward does so unasked
+        layer.set_modules_to_forward_prefetch([following])
     return policy
 
 
@@ -306,7 +319,25 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     device = next(policy.parameters()).device
     for batch in batches:
         batch.flop = train_flop(policy, batch)
-    return (batch.to(device) for batch in batches)
+    # Copies of the weights exchange their gradients once, with the last micro-batch; with each one where the vision
+    # tower is trained, which the last one may leave out.
+    always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
+
+    def handed_out(batch: PackedBatch) -> PackedBatch:
+        if not always:
+            policy.set_requires_all_reduce(batch is batches[-1])
+        return batch.to(device)
+
+    return map(handed_out, batches)
+
+
+def vision_share(policy: Policy) -> float:
+    """What a patch costs the vision tower, as a share of what a token costs the decoder stack, by their numbers of
+    parameters; 0 when the tower is frozen, whose features are known."""
+    vision = vision_parameters(policy.model)
+    if not any(parameter.requires_grad for parameter in vision):
+        return 0.0
+    return sum(p.numel() for p in vision) / sum(p.numel() for p in language_model(policy.model).layers.parameters())
 
 
 def train_flop(policy: Policy, batch: PackedBatch) -> float:
@@ -370,6 +401,29 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """(in-memory name, whole tensor) of every parameter of the model, its adapter worked in; every process must go
     through all of it together."""
     return adapted_weights(policy.model)
+
+
+@torch.no_grad()
+def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """As `full_weights`, in the type that is computed in: a layer's shards are gathered at once, and let go again when
+    those of the layer after it are asked for, so that no process holds more than two layers, or the embedding and the
+    lm_head. A weight is to be copied before the next one is taken."""
+    if has_adapter(policy.model) or not isinstance(policy, FSDPModule):
+        yield from adapted_weights(policy.model)
+        return
+    units = {name: module for name, module in policy.named_modules() if isinstance(module, FSDPModule)}
+    names: dict[str, list[str]] = {unit: [] for unit in units}
+    for name, _ in policy.named_parameters():
+        names[max((unit for unit in units if name.startswith(f"{unit}." if unit else "")), key=len)].append(name)
+    order = sorted(units)
+    gathered = units[order[0]].unshard(async_op=True)
+    for unit, following in itertools.zip_longest(order, order[1:]):
+        if gathered:
+            gathered.wait()
+        gathered = units[following].unshard(async_op=True) if following else None
+        own = dict(units[unit].named_parameters(prefix=unit))
+        yield from ((name.removeprefix("model."), own[name]) for name in names[unit])
+        units[unit].reshard()
 
 
 def saved_dtype(name: str) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
@@ -85,6 +86,24 @@ def rank() -> int:
 def world_size() -> int:
     """How many processes there are, 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_world_size() -> int:
+    """How many of the processes are on this machine, as torchrun says; all of them without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def shards(sharding: str) -> int:
+    """Over how many processes one copy of the weights is spread: 1 («none»), a machine's («hybrid») or all («full»)."""
+    return {"none": 1, "hybrid": local_world_size(), "full": world_size()}[sharding]
+
+
+def mesh(device: torch.device, sharding: str) -> DeviceMesh:
+    """The processes as copies x shards; in one row, without copies, when every process has a shard of its own."""
+    size = shards(sharding)
+    if size == world_size():
+        return init_device_mesh(device.type, (size,))
+    return init_device_mesh(device.type, (world_size() // size, size), mesh_dim_names=("copies", "shards"))
 
 
 def is_main() -> bool:

@@ -131,6 +131,7 @@ def step_metrics(
     sums = parallel.all_sum(torch.stack([lengths.sum(), truncated.sum(), torch.tensor(len(rollouts)).double()]))
     longest = parallel.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
     tokens = sum(u["tokens"] for u in updates).clamp(min=1)
+    sampling = parallel.gather_from_all(clock.seconds["rollout"])  # each at its own pace; the others wait for the last
 
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
@@ -153,6 +154,8 @@ def step_metrics(
         "completions/clipped_ratio": (sums[1] / sums[2]).item(),
         "step_time": step_time,
         **{f"time/{part}": seconds for part, seconds in clock.seconds.items()},
+        "time/rollout": max(sampling),
+        "idle/rollout": 1 - sum(sampling) / len(sampling) / max(sampling),
         "tokens_per_second": sums[0].item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import parallel
 from cli import RunStopped, UserError
 from data import Processor, Prompt, Rollout
-from model import Policy, full_weights, load_model, stop_tokens
+from model import Policy, load_model, sampler_weights, stop_tokens
 from packing import float32_logits
 
 
@@ -198,7 +198,7 @@ class VLLMEngine:
 
     def sync_weights(self, policy: Policy) -> None:
         dtype = self.llm.model_config.dtype
-        stream = ((name, weight.to(dtype)) for name, weight in full_weights(policy))  # one whole weight at a time
+        stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
         self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
         if self.flags.check_sync:
             self._compare(policy)
@@ -212,7 +212,7 @@ class VLLMEngine:
     def _compare(self, policy: Policy) -> None:
         """Raise RunStopped when vLLM lacks a weight of the trainer's or has another one, beyond rounding."""
         (own,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
-        for name, weight in full_weights(policy):
+        for name, weight in sampler_weights(policy):
             theirs = own.pop(name, None)
             if theirs is None or not torch.equal(theirs[: len(weight)], weight.to(theirs.dtype)):
                 wrong = "is missing" if theirs is None else "is not the trainer's"
@@ -242,6 +242,8 @@ class VLLMEngine:
         return self._generate(prompts, n, seeds, max_tokens, temperature, top_p) if prompts else []
 
     def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
+        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected)  # the longest do not begin last
+        prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         requests = [{"prompt_token_ids": p.engine_ids} | self._pictures(p) for p in prompts]
         params = [
             self.sampling_params(
@@ -280,7 +282,7 @@ class VLLMEngine:
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
             for ids, c, end, text in zip(kept, completions, stopped, texts)
         ]
-        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+        return [rollouts[n * i : n * i + n] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _pictures(self, prompt: Prompt) -> dict[str, Any]:
         """What vLLM takes of a prompt's images: the trainer's own features when its tower is frozen, which leaves no
@@ -386,7 +388,7 @@ class HFEngine:
     def sync_weights(self, policy: Policy) -> None:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, weight in full_weights(policy):
+            for name, weight in sampler_weights(policy):
                 own[name].copy_(weight)
 
     def sleep(self) -> None:

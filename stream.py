@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+import parallel
+from balance import spread
 from cli import UserError
 from data import Processor, Prompt, Sample, encode_prompts
 
@@ -22,10 +24,29 @@ class PromptStream:
         self.sizes = part_sizes(samples, weights)
         self.thread = ThreadPoolExecutor(1)
         self.ahead: tuple[list[int], Future[list[Prompt]]] | None = None
+        self.lengths: dict[str, float] = {}  # mean completion tokens of each row when it was last drawn
+
+    def share(self, first: int, count: int, generations: int, longest: int) -> tuple[list[int], list[int]]:
+        """Which of the `count` prompts from place `first` on this process samples, and their places: every process's
+        share is expected to take as long. A row's completions are expected as they were the last time, those of a row
+        that was never drawn as the mean of all, or `longest`."""
+        rows = [self.row(place) for place in range(first, first + count)]
+        mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else longest
+        costs = [self.samples[row].tokens + generations * self.lengths.get(str(row), mean) for row in rows]
+        mine = spread(costs, parallel.world_size())[parallel.rank()]
+        return mine, [first + i for i in mine]
+
+    def note(self, place: int, lengths: Sequence[int]) -> None:
+        """Completions of the prompt at `place` had `lengths` tokens."""
+        self.lengths[str(self.row(place))] = sum(lengths) / len(lengths)
+
+    def row(self, place: int) -> int:
+        """The number of the sample at `place`."""
+        return row_at(place, self.sizes, self.seed, self.weights)
 
     def rows(self, places: Sequence[int]) -> list[Sample]:
         """The samples at `places`."""
-        return [self.samples[row_at(place, self.sizes, self.seed, self.weights)] for place in places]
+        return [self.samples[self.row(place)] for place in places]
 
     def prepare(self, places: Sequence[int]) -> None:
         """Begin to make the prompts of `places`, beside whatever else is done until they are taken."""
@@ -35,8 +56,11 @@ class PromptStream:
         """The prompts at `places`, prepared or not. Raises UserError naming a row that can no longer be read."""
         if self.ahead is None or self.ahead[0] != list(places):
             self.prepare(places)
-        (_, prompts), self.ahead = self.ahead, None
-        return prompts.result()
+        (_, future), self.ahead = self.ahead, None
+        prompts = future.result()
+        for place, prompt in zip(places, prompts):
+            prompt.expected = self.lengths.get(str(self.row(place)), 0.0)
+        return prompts
 
 
 def row_at(place: int, sizes: Sequence[int], seed: int, weights: tuple[float, ...] = ()) -> int:

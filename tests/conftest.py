@@ -4,6 +4,7 @@ import atexit
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -73,3 +74,26 @@ def run_script(*args: str, processes: int = 0, **kwargs) -> subprocess.Completed
     )
     command = [sys.executable, *launcher, *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs)
+
+
+def run_on_machines(*args: str, machines: int = 2, processes: int = 2, **kwargs) -> list[subprocess.CompletedProcess]:
+    """The same script on several «machines», each a torchrun of its own, joined over loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = [
+        f"--nnodes={machines}",
+        f"--nproc_per_node={processes}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={port}",
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", *place]
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | kwargs
+    commands = [[*command, f"--node_rank={i}", "--", *map(str, args)] for i in range(machines)]
+    started = [subprocess.Popen(command, **options) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [subprocess.CompletedProcess(c, p.returncode, *out) for c, p, out in zip(commands, started, outputs)]

@@ -1,6 +1,6 @@
 """Run by test_distributed.py, alone or under torchrun: gradients of one update for several cuts of the same batch.
 
-torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt [VARIANT]
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
 """
 
 import pathlib
@@ -15,7 +15,7 @@ from models import fixed_groups
 
 import parallel
 from data import load_processor
-from grpo import Config, group_advantages, update, with_gradient
+from grpo import Config, deal, group_advantages, update, with_gradient
 from model import apply_fsdp, load_policy
 from packing import pack_groups
 from report import Clock
@@ -31,6 +31,14 @@ VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
     "fewer groups than processes": ({}, [0]),
+    "sampled by one process, evened out": ({"beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "sampled by one process, evened out, trained vision tower": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
+    "whole copies": ({"sharding": "none", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "a copy on each of two machines": ({"sharding": "hybrid", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "two machines, trained vision tower, a process without images": (
+        {"sharding": "hybrid", "train_vision": True},
+        [0, 1, 2, 3, 4, 5],
+    ),
 }
 
 
@@ -51,11 +59,12 @@ class KeepGradients:
         self.policy.zero_grad()
 
 
-def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool) -> dict:
+def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
     cfg = Config(
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
     )
-    policy = apply_fsdp(load_policy(model, cfg, torch.device("cpu")), torch.device("cpu"), torch.float32)
+    cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
+    policy = apply_fsdp(load_policy(model, cfg, cpu), cpu, torch.float32, sharding)
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):
@@ -74,8 +83,14 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         skipped=0,
         budget=cfg.micro_batch_tokens or 16384,
     )
-    stats = update(run, parallel.my_share(groups))
+    held = parallel.my_share(groups)
+    if evened_out:
+        held = groups if parallel.is_main() else []
+        (held,) = deal(run, held)
+    stats = update(run, held)
+    tokens = sum(len(rollout.ids) for group in held for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
+    stats["share"] = parallel.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 
@@ -84,9 +99,9 @@ def main(model: str, out: str, only: str = "") -> None:
     torch.set_num_threads(1)  # as torchrun gives each of several processes: threads sum in another order, 1e-6 apart
     processor = load_processor(model, "count")
     results = {}
-    for name in [only] if only else VARIANTS:
+    for name in only.split("|") if only else VARIANTS:
         flags, order = VARIANTS[name]
-        results[name] = gradients(model, processor, flags, order, "without images" in name)
+        results[name] = gradients(model, processor, flags, order, "without images" in name, "evened out" in name)
     if parallel.is_main():
         torch.save(results, out)
     parallel.wait_for_all()

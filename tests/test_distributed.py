@@ -6,7 +6,7 @@ summed, processes that disagree on the number of collectives (a hang), and a vis
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, run_on_machines, run_script
 
 WORKER = str(ROOT / "tests" / "gradient_worker.py")
 
@@ -43,6 +43,15 @@ VARIANTS = [
     "trained vision tower, a process without images",
     "frozen vision tower, a process without images",
     "fewer groups than processes",
+    "sampled by one process, evened out",
+    "sampled by one process, evened out, trained vision tower",
+    "whole copies",
+]
+ON_MACHINES = [
+    "many micro-batches",
+    "sampled by one process, evened out",
+    "a copy on each of two machines",
+    "two machines, trained vision tower, a process without images",
 ]
 
 
@@ -50,6 +59,28 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
     assert difference(results[1][variant], results[processes][variant]) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def on_machines(tiny_model, tmp_path_factory) -> dict:
+    """The same on two torchruns of two processes each, as on two machines."""
+    out = tmp_path_factory.mktemp("machines") / "gradients.pt"
+    for done in run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES)):
+        assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("variant", ON_MACHINES)
+def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines, variant):
+    assert difference(results[1][variant], on_machines[variant]) < 1e-6
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_completions_go_where_less_is_to_be_done(results, processes):
+    for variant in VARIANTS:
+        if "evened out" in variant:
+            assert results[1][variant]["stats/share"] == 1
+            assert results[processes][variant]["stats/share"] < 1.4 / processes  # the rest are prompts, which a split group has twice
 
 
 @pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
