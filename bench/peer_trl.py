@@ -2,6 +2,7 @@
 
     pip install trl==1.16.0
     python bench/peer_trl.py runs/bench/3b --steps 2
+    torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 by accelerate
 
 vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient checkpointing,
 micro-batches of 16 completions. The model, the pictures' size, the lengths and the coin tosses are W1's. As TRL does by
@@ -24,6 +25,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+
 
 @dataclass
 class Config:
@@ -34,7 +37,7 @@ class Config:
     steps: int = 2
     """Steps, the first of which warms up."""
     prompts: int = 32
-    """Prompts a step, with 8 completions each."""
+    """Prompts a step, with 8 completions each, of each process."""
     tokens: int = 512
     """Tokens of every completion."""
     side: int = 448
@@ -59,6 +62,8 @@ class Stopwatch(TrainerCallback):
     def on_step_end(self, *_, **__) -> None:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
+        if os.environ.get("RANK", "0") != "0":
+            return
         print(f"STEP {time.perf_counter() - self.begun:.2f} {(total - free) / 2**30:.1f}", flush=True)
 
 
@@ -70,12 +75,14 @@ def noise(rng: np.random.Generator, side: int) -> Image.Image:
 def main(cfg: Config) -> None:
     rng = np.random.default_rng(0)
     rows = []
-    for i in range(cfg.prompts * (cfg.steps + 1)):
+    for i in range(cfg.prompts * PROCESSES * (cfg.steps + 1)):
         turn = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
         rows.append({"prompt": [{"role": "user", "content": turn}], "images": [noise(rng, cfg.side)]})
     # a random model samples image placeholders too, and then TRL's forward looks for their pictures and ends
     model = AutoConfig.from_pretrained(cfg.model)
     unwanted = {model.image_token_id: -100.0, model.video_token_id: -100.0}
+    layers = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
+    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
     args = GRPOConfig(
         output_dir=f"{cfg.model}-trl",
         per_device_train_batch_size=cfg.micro_batch,
@@ -97,6 +104,7 @@ def main(cfg: Config) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        **(sharded if PROCESSES > 1 else {}),
     )
     if cfg.freeze_vision:
         args.model_init_kwargs = None

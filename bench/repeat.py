@@ -59,7 +59,9 @@ def start(cfg: Config, output: pathlib.Path, *more: str) -> None:
     launch = [sys.executable]
     if cfg.processes > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.processes}"]
-    command = [*launch, str(HERE.parent / "grpo.py"), *(f"--{name}={value}" for name, value in flags.items())]
+    switches = {"true": "--{}", "false": "--no-{}"}
+    given = [switches.get(str(value), "--{}={}").format(name, value) for name, value in flags.items()]
+    command = [*launch, str(HERE.parent / "grpo.py"), *given]
     done = subprocess.run([*command, "--reward=count=0", f"--reward={HERE}/coin.py:coin", *more], check=False)
     if done.returncode:
         raise cli.RunStopped(f"the run in {str(output)!r} ended with status {done.returncode}", 1)

@@ -2,6 +2,7 @@
 
     python bench/speed.py                                   # W1, W1 without KL, W1-long, W1-short on one GPU
     python bench/speed.py --peer trl                        # and then TRL on W1, in the same run
+    torchrun --nproc_per_node 4 bench/speed.py --workloads W1 --prompts 128      # see bench/scale.py
 
 W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts x 8 completions of
 exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-nokl has beta 0, W1-long 896x896 pictures,
@@ -34,6 +35,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import cli
 import grpo
+import parallel
 import report
 import tiny
 from stream import PromptStream
@@ -65,7 +67,7 @@ class Config:
     steps: int = 2
     """Measured steps of each workload, after one that warms up."""
     prompts: int = 32
-    """Prompts a step."""
+    """Prompts a step, over all processes."""
     generations: int = 8
     """Completions of each prompt."""
     peer: str | None = None
@@ -149,21 +151,21 @@ def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
 
 
 def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
-    """Seconds each part takes at the machine's limits, from the shapes alone."""
+    """Seconds each part takes at the machine's limits, from the shapes alone; of several GPUs, each with its share."""
     t = config.text_config
     head = t.hidden_size // t.num_attention_heads
     attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
     layers = t.num_hidden_layers * (attention + 3 * t.hidden_size * t.intermediate_size)
     lm_head = t.hidden_size * t.vocab_size
-    prompt = (side // 28) ** 2 + 90
-    completions = cfg.prompts * cfg.generations * tokens
-    packed = cfg.prompts * prompt + completions
+    prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / parallel.world_size()
+    completions = prompts * cfg.generations * tokens
+    packed = prompts * prompt + completions
     # a completion token looks at its prompt and at half of its completion; four products with each key
     scores = t.num_hidden_layers * t.hidden_size * completions * (prompt + tokens / 2)
-    scores += t.num_hidden_layers * t.hidden_size * cfg.prompts * prompt * prompt / 2
+    scores += t.num_hidden_layers * t.hidden_size * prompts * prompt * prompt / 2
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
     cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes a token
-    read = tokens * (2 * (layers + lm_head) + cfg.prompts * cfg.generations * cache * (prompt + tokens / 2))
+    read = tokens * (2 * (layers + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
         "reference": forward / MATMUL if beta else 0.0,
@@ -203,7 +205,8 @@ def measure(cfg: Config) -> dict[str, dict]:
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
-        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in ("memory_gib", "mfu")]
+        wanted = ("memory_gib", "mfu", "idle/rollout")
+        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in wanted]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
         means = {key: value for key, value in means.items() if np.isfinite(value)}
         means["memory_gib"] = max(row["memory_gib"] for row in rows)  # at any part's end, the first step's too
@@ -240,7 +243,8 @@ def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]
         row = grpo.train_step(run)
     run.step += 1
     run.features.clear()  # each picture is new in each step
-    print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
+    if parallel.is_main():
+        print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
     if profiler:
         print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
     return row
@@ -274,6 +278,7 @@ def main(cfg: Config) -> None:
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "gpus": parallel.world_size(),
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm") if importlib.util.find_spec("vllm") else None,
         "git_commit": report.git_commit(),
@@ -288,6 +293,8 @@ def main(cfg: Config) -> None:
         about["peer"] = {"name": peer, "steps": seconds, "exit_status": done.returncode}
         if len(seconds) > 1 and "W1" in results:  # as with ours, the first step warms up and does not count
             about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
+    if not parallel.is_main():
+        return
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
     (pathlib.Path(cfg.results) / f"speed-{stamp}.json").write_text(json.dumps(about, indent=1) + "\n")

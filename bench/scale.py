@@ -1,0 +1,194 @@
+"""The same work for each GPU on 1, 2, 4, … of them, in one table; and a plan on paper for more than there are.
+
+    python bench/scale.py --gpus 1 2 4                                  # W1 with the 3B shape: 32 prompts a GPU
+    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # and TRL with FSDP on the same GPUs
+    python bench/scale.py --links --gpus 4                              # what the links between the GPUs carry
+    python bench/scale.py --plan                                        # memory and traffic for 7B, 32B, 72B
+
+The plan, with N GPUs, Ψ parameters, S GPUs that share one copy of the weights, and what a GPU takes in each second
+inside a machine (`NVLINK`, measured by --links) and from others (`NETWORK`, a figure by the maker, not measured):
+
+    memory of a GPU   16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference) + vLLM's share
+    a micro-batch     forward and backward gather 2 · 2 Ψ bytes, backward adds up 4 Ψ bytes, each times (S − 1) / S
+    a step, hybrid    the gradients of C = N / S copies once more: 2 · 4 Ψ / S · (C − 1) / C bytes over the network
+    weight sync       2 Ψ (S − 1) / S bytes gathered once
+
+Gathering hides behind the arithmetic of a micro-batch of t tokens, 8 Ψ t / `SPEED` seconds with every layer computed
+again, as long as its seconds are fewer.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+import speed
+import torch
+import torch.distributed as dist
+
+import cli
+import parallel
+
+NVLINK = 370e9  # bytes/s that each of four H200s took in and gave out in an all-gather of 1 GiB shards
+NETWORK = 50e9  # bytes/s of a 400 Gbit/s adapter for each GPU
+SPEED = 400e12  # FLOP/s of forward and backward as measured here on W1
+GPU_BYTES = 141e9
+SIZES = {"7B": 7.6e9, "32B": 32.5e9, "72B": 72.7e9}
+ROWS = ("step_time", "time/sync", "time/prompts", "time/rollout", "idle/rollout", "time/reward", "time/sleep")
+ROWS += ("time/reference", "time/train", "time/optimizer", "mfu", "memory_gib", "completions_per_second")
+
+
+@dataclass
+class Config:
+    """Measure how steps scale over the GPUs of this machine, or plan beyond them."""
+
+    gpus: tuple[int, ...] = (1, 2, 4)
+    """Numbers of GPUs, one after another."""
+    shape: Literal["3b", "7b", "tiny"] = "3b"
+    """The model's shape."""
+    workload: Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"] = "W1"
+    """One of bench/speed.py's."""
+    prompts: int = 32
+    """Prompts a step for each GPU, of 8 completions each."""
+    steps: int = 2
+    """Measured steps, after one that warms up."""
+    peer: Literal["trl"] | None = None
+    """Another trainer on the largest number of GPUs afterwards."""
+    flags: tuple[str, ...] = ()
+    """Further flags of grpo.py, as NAME=VALUE."""
+    folder: str = "runs/bench"
+    """Where model, data and runs are written."""
+    results: str = str(HERE / "results")
+    """Where JSON files go."""
+    plan: bool = False
+    """Only print the plan on paper."""
+    links: bool = False
+    """Only measure what collectives carry between the GPUs."""
+
+    def __post_init__(self) -> None:
+        if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
+            raise ValueError("gpus, prompts and steps must be at least 1")
+
+
+def launch(gpus: int, script: str, *arguments: object) -> subprocess.CompletedProcess:
+    """`script` on `gpus` processes, its standard output kept."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
+    command = [*torchrun, str(HERE / script), *map(str, arguments)]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+
+
+def measure(cfg: Config, gpus: int) -> dict:
+    """What bench/speed.py finds on `gpus` GPUs."""
+    part = pathlib.Path(cfg.folder) / f"on-{gpus}"
+    arguments = [
+        "--shape",
+        cfg.shape,
+        "--workloads",
+        cfg.workload,
+        "--steps",
+        cfg.steps,
+        "--prompts",
+        cfg.prompts * gpus,
+    ]
+    arguments += ["--folder", cfg.folder, "--results", part, *(["--flags", *cfg.flags] if cfg.flags else [])]
+    done = launch(gpus, "speed.py", *arguments)
+    if done.returncode:
+        raise cli.RunStopped(f"bench/speed.py on {gpus} GPUs ended with status {done.returncode}", 1)
+    return json.loads(max(part.glob("*.json"), key=os.path.getmtime).read_text())
+
+
+def show(found: dict[int, dict], workload: str) -> None:
+    """One column for each number of GPUs, and what the step takes of that on the first."""
+    columns = {gpus: about["workloads"][workload] for gpus, about in found.items()}
+    first = next(iter(columns.values()))
+    print(f"\n{'GPUs':24}" + "".join(f"{gpus:>12}" for gpus in columns))
+    for row in ROWS:
+        print(f"{row:24}" + "".join(f"{column.get(row, float('nan')):12.3f}" for column in columns.values()))
+    ratios = (column["step_time"] / first["step_time"] for column in columns.values())
+    print(f"{'step, of the first':24}" + "".join(f"{ratio:12.3f}" for ratio in ratios))
+
+
+def links() -> None:
+    """Bytes a second that each GPU takes in, in collectives of 1 GiB a GPU; on every process of a torchrun."""
+    device = parallel.start()
+    size, gpus = 2**28, parallel.world_size()
+    part, whole = torch.zeros(size, device=device), torch.zeros(size * gpus, device=device)
+    works = {
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }
+    for name, work in works.items():
+        for _ in range(3):
+            work()
+        parallel.wait_for_all()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(10):
+            work()
+        torch.cuda.synchronize()
+        taken = 4 * size * (gpus - 1) * 10 / (time.perf_counter() - begun)
+        if parallel.is_main():
+            print(f"{name}: {taken / 1e9:.0f} GB/s into each of {gpus} GPUs", flush=True)
+
+
+def plan() -> None:
+    """The table of the module's formulas."""
+    print(
+        f"{'model':6}{'GPUs':>6}{'sharded over':>14}{'GiB a GPU':>11}{'':3}{'gathered s':>11}{'compute s':>11}", end=""
+    )
+    print(f"{'hybrid s':>10}{'sync s':>8}   a micro-batch of 8192 tokens; hybrid and sync once a step")
+    for name, size in SIZES.items():
+        for gpus in (8, 64, 256):
+            for shards in sorted({8, gpus}):
+                memory, link = 18 * size / shards, NVLINK if shards <= 8 else NETWORK
+                gathered = 8 * size * (shards - 1) / shards / link
+                copies = gpus // shards
+                added = 8 * size / shards * (copies - 1) / copies / NETWORK
+                sync, compute = 2 * size * (shards - 1) / shards / link, 8 * size * 8192 / SPEED
+                fits = "" if memory < 0.6 * GPU_BYTES else "  *"
+                figures = f"{memory / 2**30:11.1f}{fits:3}{gathered:11.2f}{compute:11.2f}{added:10.2f}{sync:8.2f}"
+                print(f"{name:6}{gpus:6}{shards:14}{figures}")
+    print("* leaves too little for activations and vLLM")
+
+
+def main(cfg: Config) -> None:
+    if cfg.plan:
+        return plan()
+    if cfg.links and "RANK" in os.environ:
+        return links()
+    if cfg.links:
+        print(launch(cfg.gpus[-1], "scale.py", "--links").stdout, end="")
+        return
+    folder = pathlib.Path(cfg.folder)
+    speed.make_model(folder / cfg.shape, cfg.shape)
+    work = speed.WORKLOADS[cfg.workload]
+    speed.make_data(folder, work["side"], max(cfg.gpus) * cfg.prompts * (cfg.steps + 1))
+    found = {gpus: measure(cfg, gpus) for gpus in cfg.gpus}
+    about = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": found}
+    show(found, cfg.workload)
+    if cfg.peer:
+        gpus = cfg.gpus[-1]
+        arguments = [folder / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
+        done = launch(gpus, "peer_trl.py", *arguments, "--side", work["side"], "--tokens", work["tokens"])
+        seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
+        about["peer"] = {"name": cfg.peer, "gpus": gpus, "steps": seconds, "exit_status": done.returncode}
+        if len(seconds) > 1:
+            ours = found[gpus]["workloads"][cfg.workload]["step_time"]
+            about["peer"]["ratio"] = sum(seconds[1:]) / len(seconds[1:]) / ours
+        print(about["peer"])
+    pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
+    name = f"scale-{cfg.shape}-{max(about['gpus'].values(), key=lambda one: one['date'])['date']}.json"
+    (pathlib.Path(cfg.results) / name).write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    cli.run(main, Config)
