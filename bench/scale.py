@@ -36,7 +36,7 @@ import torch.distributed as dist
 import cli
 import parallel
 
-NVLINK = 370e9  # bytes/s that each of four H200s took in and gave out in an all-gather of 1 GiB shards
+NVLINK = 341e9  # bytes/s into each of four H200s in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s adapter for each GPU
 SPEED = 400e12  # FLOP/s of forward and backward as measured here on W1
 GPU_BYTES = 141e9
