@@ -193,7 +193,7 @@ def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
             prompt, system = _chat(prompt, images)
         answer = _answer(row, columns)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise BadRow(f"no text for a prompt (columns: {', '.join(row)})")
+        raise BadRow("no text for a prompt" + (f" (columns: {', '.join(row)})" if row else ": its question is empty"))
     if isinstance(answer, bool):
         raise BadRow(f"«answer» is {str(answer).lower()}: write it as the word that a right answer has")
     if isinstance(answer, float) and answer.is_integer():

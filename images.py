@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 Folder = pathlib.Path | zipfile.Path
 
@@ -96,7 +96,8 @@ def _readable() -> Iterator[None]:
     except FileNotFoundError:
         raise
     except UNREADABLE as error:
-        raise ValueError(f"not a readable image ({str(error)[:80]})") from None
+        why = "no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)[:80]
+        raise ValueError(f"not a readable image ({why})") from None
 
 
 def _open(source: ImageSource) -> Image.Image:

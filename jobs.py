@@ -30,7 +30,11 @@ from cli import UserError
 from report import read_rows
 
 HERE = pathlib.Path(__file__).parent
-GRACE = 60.0  # seconds that a cancelled job has to write its checkpoint
+GRACE = 60.0  # seconds that a cancelled job has to write its checkpoint, beside three of its steps
+# what torchrun puts before a line may stand before each of these
+TRACEBACK = re.compile(
+    r"(?m)^(?:\[rank\d+\]: )?Traceback \(most recent call last\):\n(?:(?:\[rank\d+\]: )?(?:[ \t].*)?\n)*"
+)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
@@ -47,6 +51,10 @@ class Missing(Exception):
 
 class Conflict(Exception):
     """It cannot be done as things stand; the message says why."""
+
+
+class Full(Exception):
+    """The disk is."""
 
 
 @dataclass
@@ -91,12 +99,14 @@ class Store:
         self.table.row_factory = sqlite3.Row
         self.table.execute("PRAGMA journal_mode = WAL")
         self.table.executescript(SCHEMA)
-        for leftover in (self.folder / "files").glob("*.partial"):
-            leftover.unlink()
+        self.known: dict[str, tuple[int, dict[str, Any]]] = {}  # by job: when its metrics were written, what they say
 
     def _all(self, query: str, *values: object) -> list[sqlite3.Row]:
         with self.lock:
-            return self.table.execute(query, values).fetchall()
+            try:
+                return self.table.execute(query, values).fetchall()
+            except sqlite3.OperationalError as error:
+                raise (Full if "full" in str(error) else sqlite3.OperationalError)(str(error)) from None
 
     # --- files
 
@@ -176,10 +186,10 @@ class Store:
                 return self._update(job, status="cancelled")
             if job.status != "training":
                 raise Conflict(f"the job is {job.status} already")
-            if job.cancelled_at is None:
-                job = self._update(job, cancelled_at=time.time())
-            self._signal(job, signal.SIGTERM)
-            return job
+            try:
+                return job if job.cancelled_at else self._update(job, cancelled_at=time.time())
+            finally:
+                self._ask_to_stop(job)
 
     def resume(self, job_id: str) -> Job:
         """Queue a cancelled or failed job again. Raises Missing, Conflict."""
@@ -187,8 +197,16 @@ class Store:
             job = self.job(job_id)
             if job.status not in ("cancelled", "failed"):
                 raise Conflict(f"the job is {job.status}: only a cancelled or failed one can be resumed")
-            self.file(job.file_id)
+            with self._kept_data(job):
+                self.file(job.file_id)
             return self._update(job, status="queued", cancelled_at=None, error_message=None, queued_at=time.time())
+
+    @contextlib.contextmanager
+    def _kept_data(self, job: Job) -> Iterator[None]:
+        try:
+            yield
+        except Missing:
+            raise Conflict("the job's pictures were deleted: upload them again and start a new job") from None
 
     # --- processes
 
@@ -200,8 +218,10 @@ class Store:
                 job = self._counted(job)
                 if not self.alive(job):
                     self._conclude(job)
-                elif job.cancelled_at is not None and time.time() > job.cancelled_at + GRACE:
-                    self._signal(job, signal.SIGKILL)
+                elif job.cancelled_at is not None:
+                    self._ask_to_stop(job)
+                    if time.time() > job.cancelled_at + GRACE + 3 * self._last(job).get("step_time", 0.0):
+                        self._signal(job, signal.SIGKILL)
             if not self.jobs("training") and (queued := self.jobs("queued")):
                 self._start(queued[0])
 
@@ -232,6 +252,7 @@ class Store:
         command += ["--resume"] if any(run.glob("checkpoint-*")) else ["--overwrite"]
         shell = ["sh", "-c", 'echo $$ > "$0"; exec nice -n 5 "$@"', str(folder / f"pid-{job.attempt}"), *command]
         with (folder / "lock").open("w") as lock, (folder / "log.txt").open("ab") as log:
+            (folder / f"log-from-{job.attempt}").write_text(str(log.tell()))
             fcntl.flock(lock, fcntl.LOCK_EX)
             keep = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             child = subprocess.Popen(shell, cwd=HERE, pass_fds=[lock.fileno()], **keep)
@@ -246,12 +267,20 @@ class Store:
             words += [f"--{name}"] if value is True else [] if value is False else [f"--{name}={value}"]
         return words
 
-    def _signal(self, job: Job, number: int) -> None:
-        """To the job's process alone, and only when that is still the job's."""
+    def _ask_to_stop(self, job: Job) -> None:
+        """Once, since a job that is asked a second time ends without a checkpoint; and until it could be asked."""
+        asked = self.folder_of(job.job_id) / f"asked-{job.attempt}"
+        if not asked.exists() and self._signal(job, signal.SIGTERM):
+            asked.touch()
+
+    def _signal(self, job: Job, number: int) -> bool:
+        """To the job's process alone, and only when that is still the job's; returns whether it was."""
         with contextlib.suppress(OSError, ValueError):
             pid = int((self.folder_of(job.job_id) / f"pid-{job.attempt}").read_text())
             if job.job_id.encode() in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, number)
+                return True
+        return False
 
     def _conclude(self, job: Job) -> None:
         """Its process is gone: what became of it is told by what it left."""
@@ -266,49 +295,83 @@ class Store:
             self._update(job, status="failed", error_message=self._why(job))
 
     def _why(self, job: Job) -> str:
-        lines = self.log(job.job_id).strip().splitlines()
+        """What the last attempt's process said at its end, for people who see neither paths nor a shell."""
+        begun = self.folder_of(job.job_id) / f"log-from-{job.attempt}"
+        lines = self.log(job.job_id, begun=int(begun.read_text()) if begun.is_file() else 0).strip().splitlines()
         last = lines[-1].strip()[-300:] if lines else ""
-        known = last.startswith("error:") or "Error" in last or "stopped" in last or "out of" in last
+        if "No space left" in "\n".join(lines[-20:]):
+            return "the disk is full; resume goes on from the last checkpoint when there is room"
+        if last.startswith("error:") or "Error" in last or "out of" in last:
+            skipped = next((line for line in reversed(lines) if line.startswith("skipped:")), "")
+            why = "; ".join(filter(None, [last.removeprefix("error: "), skipped]))[:600]
+            return why.replace(str(self.path_of(job.file_id)), "the data set").replace(f"{self.folder}/", "")
         step = self.progress(job)["current_step"]
-        lost = f"the training process was ended from outside at step {step}; resume goes on from the last checkpoint"
-        return last if known else lost
+        return f"the training process was ended from outside at step {step}; resume goes on from the last checkpoint"
 
     # --- what a job has written
 
     def metrics(self, job_id: str) -> list[dict]:
         """The metrics of every step so far; NaN as None."""
-        rows = read_rows(self.run_of(job_id) / "metrics.jsonl")
-        return [{name: _finite(value) for name, value in row.items()} for row in rows]
+        return [_finite_row(row) for row in read_rows(self.run_of(job_id) / "metrics.jsonl")]
 
-    def log(self, job_id: str, most: int = 100_000) -> str:
-        """The end of what the job's process printed; of a progress bar its last state alone."""
+    def new_metrics(self, job_id: str, seen: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
+        """The rows since `seen`, a file's number and a place in it, and what is seen then; all of them when the file
+        is another one, as after a resume. (0, 0) has seen nothing."""
+        try:
+            with (self.run_of(job_id) / "metrics.jsonl").open("rb") as file:
+                about = os.fstat(file.fileno())
+                start = seen[1] if seen[0] == about.st_ino and seen[1] <= about.st_size else 0
+                file.seek(start)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return [], seen
+        rows = [json.loads(line) for line in whole.split(b"\n") if line]
+        return [_finite_row(row) for row in rows], (about.st_ino, start + len(whole) + bool(whole))
+
+    def log(self, job_id: str, most: int = 100_000, begun: int = 0) -> str:
+        """The end of what the job's process printed, from byte `begun` on; of a progress bar its last state alone."""
         path = self.folder_of(job_id) / "log.txt"
         if not path.is_file():
             return ""
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - most))
+            file.seek(max(begun, path.stat().st_size - most))
             text = file.read().decode(errors="replace")
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-        return re.sub(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*", "", text)  # its last line says enough
+        return TRACEBACK.sub("", text)  # its last line says enough
+
+    def _last(self, job: Job) -> dict[str, Any]:
+        """The newest step's metrics; read again when the file has changed."""
+        path = self.run_of(job.job_id) / "metrics.jsonl"
+        try:
+            written = path.stat().st_mtime_ns
+        except OSError:
+            return {}
+        if self.known.get(job.job_id, (0, {}))[0] != written:
+            last = next((row for row in reversed(_tail(path)) if "reward" in row), {})
+            self.known[job.job_id] = written, last
+        return self.known[job.job_id][1]
 
     def progress(self, job: Job) -> dict[str, Any]:
         """Step, and the newest loss and reward."""
-        last = next((row for row in reversed(_tail(self.run_of(job.job_id) / "metrics.jsonl")) if "reward" in row), {})
+        last = self._last(job)
         step = last.get("step", 0)
-        share = min(step / job.total_steps, 1.0) if job.total_steps else 0.0
         return {
             "current_step": step,
-            "progress": share,
+            "progress": min(step / job.total_steps, 1.0) if job.total_steps else 0.0,
             "loss": _finite(last.get("loss")),
             "reward": _finite(last.get("reward")),
         }
 
     def remove_leftovers(self) -> None:
-        """ZIPs that no row speaks of: uploads that were broken off."""
+        """What a killed service left: uploads that no row speaks of, scratch folders, downloads."""
         known = {file["file_id"] for file in self.files()}
         for path in (self.folder / "files").iterdir():
-            if path.stem not in known:
+            if path.stem not in known or path.suffix != ".zip":
                 path.unlink(missing_ok=True)
+        for path in self.folder.glob("scratch-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob("jobs/*/download-*.zip"):
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[pathlib.Path]:
@@ -334,6 +397,10 @@ def _tail(path: pathlib.Path, most: int = 16_384) -> list[dict]:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
+
+
+def _finite_row(row: dict) -> dict:
+    return {name: _finite(value) for name, value in row.items()}
 
 
 def _finite(value: Any) -> Any:

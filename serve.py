@@ -8,6 +8,9 @@ finds it. One job trains at a time, the others wait in line.
 """
 
 import asyncio
+import contextlib
+import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -27,39 +30,43 @@ import uuid
 import zipfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
+import anyio
+import anyio.to_thread
 import uvicorn
 from fastapi import APIRouter, FastAPI, File, Form, HTTPException, Path, Request, UploadFile
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from fastapi_offline import FastAPIOffline  # /docs without a request to anybody
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 
 import cli
 from formats import TAG, Sample, read_rows
 from gate import LOCAL, Gate
 from images import decode_image
-from jobs import Conflict, Job, Missing, Store
+from jobs import Conflict, Full, Job, Missing, Store
+from schema import DATA_FORMAT, Answer, FileInfo, JobInfo, Started, TrainRequest
 from uploads import LOOK_THROUGH
 from workers import CallFailed, Workers
 
-PAGE = pathlib.Path(__file__).parent / "page"
-LOOK_SECONDS = 600.0  # that looking through a ZIP may take
+HERE = pathlib.Path(__file__).parent
+PAGE = HERE / "page"
+LOOK_SECONDS = 120.0  # that looking through a ZIP may take
+LOOKERS = 2  # ZIPs that are looked through at once
+LOOK_PATIENCE = 60.0  # that an upload waits for those before it
+ANSWER_SECONDS = 600.0  # that a question to a trained model may take
+ROWS_AN_EVENT = 1000  # of metrics
 log = logging.getLogger("serve")
-DATA_FORMAT = {
-    "format": "ZIP",
-    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the pictures"},
-    "columns": {
-        "images_path": "path of the picture, from the ZIP's root or from images/",
-        "question": "what is asked, like «How many apples are in the picture?»",
-        "answer": "a sentence with the right number, like «A photo of 5 apples», or the number alone",
-    },
-    "example": "images_path,question,answer\nimages/1.jpg,How many apples?,A photo of 5 apples\n",
-    "notes": ["both may be one folder down", "PNG, JPEG, WebP and whatever else Pillow reads", "nothing is unpacked"],
-}
 
 
 @dataclass
@@ -86,90 +93,6 @@ class Config:
         cli.need(self.max_upload > 0, "max_upload must be above 0")
 
 
-# --- what comes in and goes out ---------------------------------------------------------------------------------------
-
-
-class Strict(BaseModel):
-    """Unknown fields are refused: a misspelt one would be passed over in silence."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class TrainingConfig(Strict):
-    """How a job trains. Completions of one update: batch_size x gradient_accumulation_steps, in groups of
-    num_generations."""
-
-    num_epochs: Annotated[int, Field(ge=1, le=1000)] = 50
-    learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 5e-5
-    batch_size: Annotated[int, Field(ge=1, le=32)] = 1
-    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=128)] = 8
-    num_generations: Annotated[int, Field(ge=2, le=20)] = 8
-    temperature: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] = 1.0
-    use_4bit: bool = True
-    max_image_size: Annotated[int, Field(ge=128, le=2048)] = 512
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 43
-
-
-class LoraConfig(Strict):
-    """The adapter. lora_dropout is written into the adapter's configuration and not applied: the sampler has none, and
-    the policy would differ from what was sampled."""
-
-    r: Annotated[int, Field(ge=1, le=512)] = 64
-    lora_alpha: Annotated[int, Field(ge=1, le=512)] = 128
-    lora_dropout: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] = 0.05
-
-
-class TrainRequest(Strict):
-    """A job to be trained."""
-
-    job_name: Annotated[str, Field(min_length=1, max_length=200)]
-    data_file_id: Annotated[str, Field(min_length=1, max_length=64)]
-    base_model_path: Annotated[str | None, Field(max_length=500)] = None
-    training_config: TrainingConfig = TrainingConfig()
-    lora_config: LoraConfig = LoraConfig()
-
-
-class FileInfo(BaseModel):
-    """An uploaded data set."""
-
-    file_id: str
-    filename: str
-    upload_time: str
-    csv_rows: int
-    valid_images: int
-    problems: list[str]
-
-
-class JobInfo(BaseModel):
-    """A job as it stands."""
-
-    job_id: str
-    job_name: str
-    status: Literal["queued", "training", "completed", "failed", "cancelled"]
-    progress: float
-    current_step: int
-    total_steps: int
-    loss: float | None
-    reward: float | None
-    created_at: str
-    error_message: str | None
-    output_dir: str
-
-
-class Started(BaseModel):
-    """A job that was queued, cancelled or queued again."""
-
-    job_id: str
-    message: str
-    status: str
-
-
-class Answer(BaseModel):
-    """What a trained model says to a picture."""
-
-    answer: str
-
-
 Id = Annotated[str, Path(max_length=64)]
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "what was sent cannot be used"},
@@ -177,6 +100,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "there is no such file or job"},
     409: {"description": "it cannot be done as things stand"},
     413: {"description": "the upload is too large"},
+    503: {"description": "too many ask for the same at once"},
+    507: {"description": "the disk is full"},
 }
 api = APIRouter(responses=ERRORS)
 
@@ -196,6 +121,7 @@ def info(store: Store, job: Job) -> JobInfo:
         created_at=job.created_at,
         error_message=job.error_message,
         output_dir=str(store.run_of(job.job_id)),
+        stopping=job.status == "training" and job.cancelled_at is not None,
         **store.progress(job),
     )
 
@@ -214,7 +140,8 @@ async def upload_data(request: Request, file: Annotated[UploadFile, File(descrip
     """Keep a ZIP with main.csv and images/, looked through: rows, pictures, the first problems."""
     file_id = store_of(request).new_file_id()
     name = pathlib.PurePosixPath((file.filename or "data.zip").replace("\\", "/")).name[:200] or "data.zip"
-    return FileInfo(**await run_in_threadpool(_keep, request.app.state, file_id, name, file))
+    state = request.app.state
+    return FileInfo(**await anyio.to_thread.run_sync(_keep, state, file_id, name, file, limiter=state.keeping))
 
 
 def _keep(state: Any, file_id: str, name: str, file: UploadFile) -> dict:
@@ -224,7 +151,12 @@ def _keep(state: Any, file_id: str, name: str, file: UploadFile) -> dict:
         with partial.open("wb") as target:
             shutil.copyfileobj(file.file, target)
         partial.rename(path)
-        found = state.checker.call(LOOK_THROUGH, LOOK_SECONDS, {"path": str(path), "name": name})
+        if not state.looking.acquire(timeout=LOOK_PATIENCE):
+            raise HTTPException(503, "too many uploads at once: try again in a minute")
+        try:
+            found = state.checker.call(LOOK_THROUGH, LOOK_SECONDS, {"path": str(path), "name": name})
+        finally:
+            state.looking.release()
         if "error" in found:
             raise HTTPException(400, found["error"])
     except CallFailed as problem:
@@ -305,15 +237,14 @@ def allowed_model(name: str | None, cfg: Config) -> str:
     """The model a job may use: the service's own, one below an allowed folder, or a name on the hub."""
     if name is None or name == cfg.model:
         return cfg.model
-    for folder in map(pathlib.Path, cfg.model_folders):
-        path = (folder / name).resolve()
-        if path.is_relative_to(folder.resolve()) and (path / "config.json").is_file():
-            return str(path)
-    if (
-        re.fullmatch(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*/[A-Za-z0-9][\w-]*(\.[\w-]+)*", name)
-        and not pathlib.Path(name).exists()
-    ):
-        return name
+    with contextlib.suppress(OSError, ValueError):  # a name that cannot be a path's
+        for folder in map(pathlib.Path, cfg.model_folders):
+            path = (folder / name).resolve()
+            if path.is_relative_to(folder.resolve()) and (path / "config.json").is_file():
+                return str(path)
+        part = r"[A-Za-z0-9][\w-]*(\.[\w-]+)*"  # jobs run in this folder: what is a path there is no name on the hub
+        if re.fullmatch(f"{part}/{part}", name) and not (HERE / name).exists() and not pathlib.Path(name).exists():
+            return name
     raise HTTPException(400, "base_model_path is neither a model below an allowed folder nor a name on the hub")
 
 
@@ -357,7 +288,8 @@ def completions(request: Request, job_id: Id) -> Response:
 
 @api.get("/jobs/{job_id}/events", response_class=StreamingResponse)
 async def events(request: Request, job_id: Id) -> StreamingResponse:
-    """Server-sent events: «job» whenever it changes, «metrics» for each step, until the job is over."""
+    """Server-sent events until the job is over: «job» whenever it changes, «metrics» with an array of new steps. A row
+    of a step that was sent already replaces it and what followed: the job was resumed."""
     store = store_of(request)
     store.job(job_id)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -365,19 +297,21 @@ async def events(request: Request, job_id: Id) -> StreamingResponse:
 
 
 async def _events(request: Request, store: Store, job_id: str) -> AsyncIterator[str]:
-    shown, sent, beat = None, 0, time.monotonic()
+    shown, seen, beat = None, (0, 0), time.monotonic()
+    had = request.headers.get("last-event-id", "")  # of a browser that was cut off
+    known = int(had) if had.isascii() and had.isdecimal() and len(had) < 10 else 0
     while not await request.is_disconnected():
         now = info(store, store.job(job_id))
-        rows = await run_in_threadpool(store.metrics, job_id)
-        if rows and sent and rows[-1]["step"] < sent:  # resumed from an earlier step
-            sent = 0
-        for row in rows:
-            if row["step"] > sent:
-                sent = row["step"]
-                yield f"event: metrics\ndata: {json.dumps(row)}\n\n"
         if now != shown:
             shown = now
             yield f"event: job\ndata: {now.model_dump_json()}\n\n"
+        rows, seen = await run_in_threadpool(store.new_metrics, job_id, seen)
+        if known and rows and rows[-1]["step"] >= known:
+            rows = [row for row in rows if row["step"] > known]
+        known = 0
+        for i in range(0, len(rows), ROWS_AN_EVENT):
+            part = rows[i : i + ROWS_AN_EVENT]
+            yield f"event: metrics\nid: {part[-1]['step']}\ndata: {json.dumps(part)}\n\n"
         if now.status not in ("queued", "training"):
             return
         if time.monotonic() > beat + 15:
@@ -449,26 +383,41 @@ def predict(
     job = store.job(job_id)
     if job.status != "completed":
         raise Conflict(f"the job is {job.status}: it answers when it is completed")
+    if shutil.which("nvidia-smi") and store.jobs("training"):
+        raise Conflict("a job is training, which needs the GPU for itself: ask when it has ended")
     try:
         image = decode_image(picture.file.read())
     except (ValueError, OSError) as error:
         raise HTTPException(400, f"the picture cannot be read: {error}") from None
     if "<" in question and (TAG in question or "<|" in question):
         raise HTTPException(400, "the question holds a control token")
-    with store.scratch() as folder, request.app.state.predicting:
-        image.save(folder / "picture.png")
-        row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
-        (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
-        flags = {"model": job.model, "adapter": store.run_of(job_id) / "final", "data": folder / "row.jsonl"}
-        flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
-        flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
-        command = [sys.executable, "evaluate.py", *(f"--{name}={value}" for name, value in flags.items())]
-        done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=False)
-        if done.returncode:
-            log.error("predict %s: %s", job_id, done.stderr[-2000:])
-            last = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
-            raise HTTPException(409, f"the model could not be asked ({last[:200]})")
-        return Answer(answer=json.loads((folder / "out" / "predictions.jsonl").read_text())["responses"][0])
+    if not request.app.state.predicting.acquire(blocking=False):
+        raise HTTPException(503, "another question is being answered: ask again in a moment")
+    try:
+        with store.scratch() as folder:
+            image.save(folder / "picture.png")
+            return Answer(answer=ask(store, job, folder, question))
+    finally:
+        request.app.state.predicting.release()
+
+
+def ask(store: Store, job: Job, folder: pathlib.Path, question: str) -> str:
+    """What the job's model says to `question` about picture.png in `folder`. Raises HTTPException."""
+    row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
+    (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
+    flags = {"model": job.model, "adapter": store.run_of(job.job_id) / "final", "data": folder / "row.jsonl"}
+    flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
+    flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
+    command = [sys.executable, "evaluate.py", *(f"--{name}={value}" for name, value in flags.items())]
+    try:
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise HTTPException(503, f"the model did not answer within {ANSWER_SECONDS:.0f} s") from None
+    if done.returncode:
+        log.error("predict %s: %s", job.job_id, done.stderr[-2000:])
+        last = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
+        raise HTTPException(409, f"the model could not be asked ({last[:200]})")
+    return json.loads((folder / "out" / "predictions.jsonl").read_text())["responses"][0]
 
 
 # --- the service ------------------------------------------------------------------------------------------------------
@@ -481,7 +430,8 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     )
     app.state.cfg, app.state.store, app.state.predicting = cfg, Store(cfg.folder), threading.Lock()
     app.state.store.remove_leftovers()
-    app.state.checker = Workers(1, [LOOK_THROUGH])
+    app.state.checker, app.state.looking = Workers(LOOKERS, [LOOK_THROUGH]), threading.BoundedSemaphore(LOOKERS)
+    app.state.keeping = anyio.CapacityLimiter(16)  # threads of uploads: nobody else waits for one of these
     app.include_router(api)
 
     @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
@@ -495,9 +445,11 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
                 "model": cfg.model,
             }
             return JSONResponse(basics)
-        response = FileResponse(PAGE / "index.html")
-        if token and "token" in request.query_params:  # the page's own calls cannot have headers everywhere
-            response.set_cookie("token", token, httponly=True, samesite="strict")
+        if not (token and "token" in request.query_params):
+            return FileResponse(PAGE / "index.html")
+        response = RedirectResponse("/", 303)  # the address bar need not keep it
+        # the page's own calls cannot have headers everywhere
+        response.set_cookie("token", urllib.parse.quote(token, safe=""), httponly=True, samesite="strict")
         return response
 
     @app.get("/page.js", include_in_schema=False)
@@ -511,6 +463,13 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     @app.exception_handler(Conflict)
     def conflict(_: Request, error: Conflict) -> Response:
         return JSONResponse({"detail": str(error)}, 409)
+
+    @app.exception_handler(Full)
+    @app.exception_handler(OSError)
+    def full(_: Request, error: Exception) -> Response:
+        if not isinstance(error, Full) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return JSONResponse({"detail": "the service's disk is full: make room, then try again"}, 507)
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -536,8 +495,10 @@ def main(cfg: Config) -> None:
     local = cfg.host in LOCAL
     token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if pathlib.Path(cfg.model).exists():  # jobs run in another folder
+        cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
-    hint = f"/?token={token}" if token and token != cfg.token else ""
+    hint = f"/?token={token}" if token and token != cfg.token else "/?token=TOKEN" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
     uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, log_level="warning", timeout_graceful_shutdown=3)
 
