@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+_restarts: list[int] = []  # how often torchrun has started each process again
 _notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
@@ -24,18 +25,19 @@ def start(timeout: float = 30.0) -> torch.device:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives a restart: without a
-            # prefix the new processes would find the addresses of the lost ones there and wait for them
-            server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            store = dist.TCPStore(*server, is_master=False, timeout=patience)
-            store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            _notes.append(dist.PrefixStore("notes", store))
+        if "RANK" in os.environ:
             place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+            ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has made none
+            server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            store = dist.TCPStore(*server, is_master=ours and place["rank"] == 0, timeout=patience)
+            if not ours:  # torchrun's outlives a restart: without a prefix the new processes would find the addresses
+                # of the lost ones there and wait for them
+                store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            _notes.append(dist.PrefixStore("notes", store))
             dist.init_process_group(backend, store=store, timeout=patience, **place)
-        elif "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=patience)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        _restarts[:] = gather_from_all(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
@@ -69,8 +71,9 @@ def last_seen() -> str:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this command again after a process was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    """Whether torchrun has started this command again after a process was lost, on whichever machine: one that came in
+    place of a lost one counts from the beginning."""
+    return any(_restarts)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
