@@ -55,9 +55,21 @@ demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
   show .venv/bin/python report.py --run "$run" --before "$run/before" --after "$run/after"
 }
 
-train() {  # a recipe's grpo.py on every GPU
-  local launch=(.venv/bin/python)
-  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --max_restarts "${RESTARTS:-0}")
+train() {  # a recipe's grpo.py on every GPU of every machine
+  local launch=(.venv/bin/python) restarts=(--max_restarts "${RESTARTS:-0}")
+  if [ "${NNODES:-1}" -gt 1 ]; then
+    if [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
+      echo "error: NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0" >&2
+      exit 2
+    fi
+    # a store for each start: a machine that comes in place of a lost one finds none of the others' old ones
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "${N_GPUS:-1}" "${restarts[@]}" --rdzv_backend c10d
+      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id "${RUN_ID:-grpo}"
+      --rdzv_conf "is_host=$((NODE_RANK == 0))")
+  elif [ "${N_GPUS:-1}" -gt 1 ]; then
+    launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" "${restarts[@]}")
+  fi
   say "Training"
   show "${launch[@]}" grpo.py "$@"
 }
@@ -90,7 +102,7 @@ recipe() {  # name, task, model, training data, test data ('' for none), flags o
   both+=("${shared[@]}")
   [ -n "${ADAPTER:-}" ] && set -- --adapter "$ADAPTER" "$@"
   train --task "$task" --model "$model" --data "$data" --output "$output" "$@" "${smoke[@]}" "${both[@]}" "${given[@]}"
-  [ -n "$test" ] || return 0
+  [ -n "$test" ] && [ "${NODE_RANK:-0}" = 0 ] || return 0  # one machine evaluates
   local when what
   for when in before after; do
     say "Evaluation $when training"

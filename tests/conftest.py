@@ -76,24 +76,31 @@ def run_script(*args: str, processes: int = 0, **kwargs) -> subprocess.Completed
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs)
 
 
-def run_on_machines(*args: str, machines: int = 2, processes: int = 2, **kwargs) -> list[subprocess.CompletedProcess]:
-    """The same script on several «machines», each a torchrun of its own, joined over loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = [
-        f"--nnodes={machines}",
-        f"--nproc_per_node={processes}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={port}",
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", *place]
-    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | kwargs
-    commands = [[*command, f"--node_rank={i}", "--", *map(str, args)] for i in range(machines)]
-    started = [subprocess.Popen(command, **options) for command in commands]
+def on_machine(number: int, port: int, *args: str, machines: int = 2, processes: int = 2, **kwargs) -> subprocess.Popen:
+    """A script on one of several «machines»: a torchrun of its own, as run.sh starts it, joined over loopback."""
+    place = [f"--nnodes={machines}", f"--nproc_per_node={processes}", "--max_restarts=3", "--rdzv_backend=c10d"]
+    place += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"]
+    place += [f"--rdzv_conf=is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "--", *map(str, args)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    options = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) | kwargs
+    return subprocess.Popen(command, **options)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_on_machines(*args: str, machines: int = 2, processes: int = 2) -> None:
+    """A script on all of the «machines», to its end."""
+    port = free_port()
+    started = [on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)]
     try:
-        outputs = [process.communicate(timeout=300) for process in started]
+        for process in started:
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, said[-3000:]
     finally:
         for process in started:
             process.kill()
-    return [subprocess.CompletedProcess(c, p.returncode, *out) for c, p, out in zip(commands, started, outputs)]

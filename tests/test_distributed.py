@@ -4,9 +4,18 @@ Guards against: normalisation by what a process or micro-batch happens to hold, 
 summed, processes that disagree on the number of collectives (a hang), and a vision tower that only some of them run.
 """
 
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
 import pytest
 import torch
-from conftest import ROOT, run_on_machines, run_script
+from conftest import ROOT, free_port, on_machine, run_on_machines, run_script
+from safetensors.torch import load_file
+
+from report import read_rows
 
 WORKER = str(ROOT / "tests" / "gradient_worker.py")
 
@@ -65,8 +74,7 @@ def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, p
 def on_machines(tiny_model, tmp_path_factory) -> dict:
     """The same on two torchruns of two processes each, as on two machines."""
     out = tmp_path_factory.mktemp("machines") / "gradients.pt"
-    for done in run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES)):
-        assert done.returncode == 0, done.stderr[-3000:]
+    run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES))
     return torch.load(out)
 
 
@@ -123,3 +131,46 @@ def test_metrics_are_sums_over_all_processes(results):
         for processes in (2, 4):
             a, b = (results[n]["many micro-batches"][name] for n in (1, processes))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- whole runs on two machines ---------------------------------------------------------------------------------------
+
+
+def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[str]:
+    short = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3}
+    given = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
+    return ["grpo.py", *(f"--{name}={value}" for name, value in given.items())]
+
+
+def test_two_machines_train_what_one_does(tiny_model, shapes, tmp_path):
+    done = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=2), processes=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=2, sharding="hybrid"))
+    one, two = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two"))
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+
+
+def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
+    """Its torchrun and its process are killed and started again: the run goes on from the newest checkpoint."""
+    command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
+    port = free_port()
+    machines = [on_machine(i, port, *command, processes=1, start_new_session=True) for i in range(2)]
+    deadline = time.monotonic() + 100
+    while not list((tmp_path / "run").glob("checkpoint-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    lost = machines.pop()
+    children = subprocess.run(
+        ["pgrep", "-P", str(lost.pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
+    for process in [lost.pid, *map(int, children)]:
+        os.kill(process, signal.SIGKILL)
+    machines.append(on_machine(1, port, *command, processes=1, start_new_session=True))
+    try:
+        for machine in machines:
+            said = machine.communicate(timeout=200)[1]
+            assert machine.returncode == 0, said[-3000:]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
