@@ -30,20 +30,23 @@ function reached(yes) {
   const was = !$("lost").textContent;
   if (was === yes) return;
   $("lost").textContent = yes ? "" : "Connection lost, trying again …";
-  if (yes) showFiles();
+  if (!yes) return;
+  showFiles();
+  if (shown) loadSamples();
+  if (shown && source.readyState !== EventSource.OPEN) listen();
 }
 
-function make(tag, text = "", kind = "") {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  made.className = kind;
+function make(tag, text = "", kind = "", ...inside) {
+  const made = Object.assign(document.createElement(tag), { textContent: text, className: kind });
+  made.append(...inside);
   return made;
 }
 
 const when = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
 function lasting(seconds) {
-  if (seconds < 90) return `${Math.max(1, Math.round(seconds))} seconds`;
+  if (seconds < 2) return "a moment";
+  if (seconds < 90) return `${Math.round(seconds)} seconds`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} minutes`;
   return `${(seconds / 3600).toFixed(1)} hours`;
 }
@@ -54,18 +57,16 @@ function upload(file) {
   const request = new XMLHttpRequest(); // fetch says nothing about how far an upload is
   const form = new FormData();
   form.append("file", file);
-  const say = (text, kind = "soft") => Object.assign($("uploading"), { textContent: text, className: kind });
-  const broken = `${file.name}: it broke off. Is the service running, and the file not too large for it?`;
-  say(`${file.name}: 0 %`);
-  request.upload.onprogress = (e) => say(`${file.name}: ${Math.round((100 * e.loaded) / e.total)} %`);
-  request.upload.onload = () => say(`${file.name} is being looked through …`);
+  const say = (text, kind = "soft") => Object.assign($("uploading"), { textContent: `${file.name} ${text}`, className: kind });
+  request.upload.onprogress = (e) => say(`is on its way: ${Math.round((100 * e.loaded) / e.total)} %`);
+  request.upload.onload = () => say("is being looked through …");
   request.onload = () => {
     const body = request.response ?? {};
-    if (request.status === 200) say(`${file.name} is here`);
-    else say(complaint(body, request.status), "bad");
+    if (request.status === 200) say("is here");
+    else say(`was not taken: ${complaint(body, request.status)}`, "bad");
     showFiles(body.file_id);
   };
-  request.onerror = () => say(broken, "bad");
+  request.onerror = () => say("did not get there. Is the service running, and the file not too large for it?", "bad");
   request.responseType = "json";
   request.open("POST", "/upload-data");
   request.send(form);
@@ -81,17 +82,17 @@ async function showFiles(chosen) {
   const option = (file) => new Option(`${file.filename}, ${when(file.upload_time)}`, file.file_id);
   select.replaceChildren(...files.map(option));
   if (files.some((file) => file.file_id === kept)) select.value = kept;
+  if (select.ariaInvalid === "true") mark(select);
   $("files").replaceChildren(...files.map((file, place) => fileItem(file, place === 0)));
 }
 
 function fileItem(file, open) {
   const item = make("details", "", "fold");
-  const summary = make("summary");
+  const about = `${when(file.upload_time)} · ${file.csv_rows} rows, ${file.valid_images} pictures`;
+  const summary = make("summary", "", "", make("b", file.filename), make("small", about));
   const pictures = make("div", "", "pictures");
   const wrong = make("p", "", "bad");
   const remove = make("button", "Delete these pictures", "quiet");
-  summary.append(make("b", file.filename));
-  summary.append(make("small", `${when(file.upload_time)} · ${file.csv_rows} rows, ${file.valid_images} pictures`));
   if (file.problems.length) summary.append(make("small", "some rows cannot be used", "bad"));
   pictures.tabIndex = 0; // so that the keyboard can scroll it
   remove.onclick = () => deleteFile(file).catch((error) => (wrong.textContent = error.message));
@@ -111,21 +112,21 @@ async function deleteFile(file) {
   await call(`/files/${file.file_id}`, { method: "DELETE" }).catch((error) => {
     throw new Error(jobs.reduce((text, each) => text.replace(each.job_id, `“${each.job_name}”`), error.message));
   });
+  $("uploading").textContent = "";
   await showFiles();
 }
 
 function figure(id, number) {
-  const made = make("figure");
-  const image = make("img");
-  const caption = make("figcaption", "", "soft");
+  const [image, caption] = [make("img"), make("figcaption", "", "soft")];
+  const made = make("figure", "", "", image, caption);
+  const said = (reply, name) => decodeURIComponent(reply.headers.get(name));
   const show = async (reply) => {
-    caption.textContent = `${decodeURIComponent(reply.headers.get("x-question"))} ${decodeURIComponent(reply.headers.get("x-answer"))}`;
+    caption.textContent = `${said(reply, "x-question")} ${said(reply, "x-answer")}`;
     image.src = URL.createObjectURL(await reply.blob());
     image.onload = () => URL.revokeObjectURL(image.src);
   };
   image.alt = "";
   ask(`/files/${id}/picture/${number}`).then(show).catch(() => made.remove());
-  made.append(image, caption);
   return made;
 }
 
@@ -254,7 +255,7 @@ function heard(now) {
   const before = job;
   job = now;
   jobs = jobs.map((each) => (each.job_id === now.job_id ? now : each));
-  if (!active(now)) cancelled = null;
+  if (!active(now) && now.job_id === cancelled) cancelled = null;
   const step = now.current_step;
   if (now.status !== "training" || !step || step < pace?.step) pace = null;
   if (now.status === "training" && step) pace ??= { step, time: Date.now() };
@@ -294,13 +295,9 @@ function listJobs() {
 }
 
 function jobItem(each) {
-  const item = make("a", "", "row");
-  const words = make("span", "", "grow");
-  words.append(make("b", each.job_name), make("small"));
-  item.href = `#${each.job_id}`;
-  item.onclick = () => $("job").scrollIntoView();
-  item.append(words, make("span"));
-  return item;
+  const words = make("span", "", "grow", make("b", each.job_name, "clamp"), make("small"));
+  const onclick = () => $("job").scrollIntoView();
+  return Object.assign(make("a", "", "row", words, make("span")), { href: `#${each.job_id}`, title: each.job_name, onclick });
 }
 
 const stopping = (each) => each.stopping || (each.status === "training" && each.job_id === cancelled);
@@ -317,16 +314,12 @@ function far(each) {
 function paintJob() {
   const number = (value) => (value == null ? "–" : value.toFixed(2).replace(/^-(0\.0+)$/, "$1"));
   const facts = [["Right answers", number(job.reward)], ["How far it is", far(job)], ["Time", time()]];
-  const fact = ([name, text]) => {
-    const made = make("div");
-    made.append(make("dt", name), make("dd", text));
-    return made;
-  };
+  const fact = ([name, text]) => make("div", "", "", make("dt", name), make("dd", text));
   $("name").textContent = job.job_name;
   Object.assign($("status"), { textContent: word(job), className: `status ${job.status}` });
   $("progress").value = job.progress;
   $("facts").replaceChildren(...facts.filter(([, text]) => text).map(fact));
-  $("note").textContent = note();
+  if ($("note").textContent !== note()) $("note").textContent = note(); // else it would be read out again
   $("error").textContent = job.error_message ?? "";
   $("cancel").hidden = !active(job);
   $("cancel").disabled = stopping(job) || job.job_id === cancelled;
@@ -344,13 +337,10 @@ function note() {
 
 function time() {
   const spent = held.reduce((sum, row) => sum + (row.step_time ?? 0), 0);
-  const words = spent ? [lasting(spent)] : [];
-  const steps = pace ? job.current_step - pace.step : 0;
-  if (job.status === "training" && !stopping(job) && steps >= 2) {
-    const left = ((pace.last - pace.time) / 1000 / steps) * (job.total_steps - job.current_step);
-    words.push(`about ${lasting(left)} left`);
-  }
-  return words.join(", ");
+  const sofar = spent && `${lasting(spent)} so far`;
+  const steps = pace && !stopping(job) ? job.current_step - pace.step : 0;
+  const left = ((pace?.last - pace?.time) / 1000 / steps) * (job.total_steps - job.current_step);
+  return [sofar, steps >= 2 && `about ${lasting(left)} left`].filter(Boolean).join(", ");
 }
 
 const act = (method, path) => call(`/jobs/${shown}${path}`, { method });
@@ -369,6 +359,7 @@ $("cancel").onclick = async () => {
 $("resume").onclick = async () => {
   $("wrong").textContent = "";
   $("resume").disabled = true;
+  cancelled = null;
   await act("POST", "/resume").then(() => show(shown), (error) => ($("wrong").textContent = error.message));
   $("resume").disabled = false;
 };
@@ -388,7 +379,8 @@ $("predict").onsubmit = async (event) => {
 // --- what it answers, and what it printed
 
 // The page inside has a heading and a column that say nothing to this one's readers.
-const INSIDE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; } th { font-size: 0; }
+const INSIDE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; }
+  article:first-of-type { border: 0; } figure { flex-basis: 9em; } th { font-size: 0; padding: 4px 9px; }
   th::after { font-size: 14px; content: "answer"; } th:first-child::after { content: "points"; }</style>`;
 let sampled = ""; // the page on show
 let soon = null;
@@ -402,11 +394,11 @@ async function loadSamples(asked = false) {
   clearTimeout(soon);
   soon = null;
   const [frame, about] = [$("completions"), shown];
-  const read = !asked && frame.contentWindow?.scrollY > 0; // whoever reads keeps the place
-  $("newer").hidden = !read;
-  if (read) return;
-  const text = await ask(`/jobs/${about}/completions`).then((reply) => reply.text(), () => sampled);
-  if (about !== shown || text === sampled || !text.includes("<article")) return;
+  const reads = () => !asked && frame.contentWindow?.scrollY > 0; // whoever reads keeps the place
+  const text = reads() ? "" : await ask(`/jobs/${about}/completions`).then((reply) => reply.text(), () => sampled);
+  if (about !== shown) return;
+  $("newer").hidden = !reads();
+  if (reads() || text === sampled || !text.includes("<article")) return;
   sampled = text;
   frame.srcdoc = text + INSIDE; // without scripts: the sandbox has none
   [frame.hidden, $("nothing").hidden] = [false, true];
@@ -436,7 +428,7 @@ function thinned(points, most = 300) {
 }
 
 function smoothed(points) {
-  const reach = Math.floor(points.length / 30);
+  const reach = points.length < 12 ? 0 : Math.ceil(points.length / 30);
   return points.map(([x], i) => [x, mean(points.slice(Math.max(0, i - reach), i + reach + 1).map((p) => p[1]))]);
 }
 
@@ -469,10 +461,10 @@ function curve(svg, label, points, colour, range) {
 
 showFiles();
 refresh();
-call("/", { headers: { Accept: "application/json" } }).then((about) => ($("train").elements.base_model_path.placeholder = about.model), () => {});
+const basics = { headers: { Accept: "application/json" }, cache: "no-store" }; // the page has the same address
+call("/", basics).then((about) => ($("train").elements.base_model_path.placeholder = about.model)).catch(() => {});
 addEventListener("hashchange", () => refresh().then(choose));
 addEventListener("resize", later);
-document.addEventListener("visibilitychange", () => document.hidden || refresh());
 setInterval(() => {
   if (document.hidden) return;
   refresh();
