@@ -337,7 +337,7 @@ function note() {
 
 function time() {
   const spent = held.reduce((sum, row) => sum + (row.step_time ?? 0), 0);
-  const sofar = spent && `${lasting(spent)} so far`;
+  const sofar = spent && lasting(spent) + (active(job) ? " so far" : "");
   const steps = pace && !stopping(job) ? job.current_step - pace.step : 0;
   const left = ((pace?.last - pace?.time) / 1000 / steps) * (job.total_steps - job.current_step);
   return [sofar, steps >= 2 && `about ${lasting(left)} left`].filter(Boolean).join(", ");
