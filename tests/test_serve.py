@@ -1,5 +1,6 @@
 """The counting service: over HTTP as its description says, on its page in a real browser, and through faults."""
 
+import base64
 import contextlib
 import io
 import json
@@ -471,46 +472,151 @@ def browser():
         made.close()
 
 
+LONG = "x" * 58 + ".zip"  # 62 letters and no place to break
+
+
+def drop(page, name: str, content: bytes) -> None:
+    """A file let go over the page's target."""
+    text = base64.b64encode(content).decode()
+    script = """([name, text]) => {
+        const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+        const dropped = new DataTransfer();
+        dropped.items.add(new File([bytes], name, { type: "application/zip" }));
+        const event = new DragEvent("drop", { dataTransfer: dropped, bubbles: true, cancelable: true });
+        document.querySelector("#drop").dispatchEvent(event);
+    }"""
+    page.evaluate(script, [name, text])
+
+
+def look(page, state: str, folder: pathlib.Path) -> None:
+    """The page as a desk and as a phone show it; nothing makes it scroll sideways."""
+    for width, height in ((1280, 900), (380, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.screenshot(path=folder / f"{state}-{width}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (state, width)
+
+
+def refusals(page) -> list[str]:
+    return page.locator("#train label .bad:not(:empty)").all_text_contents()
+
+
 def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     """What a person does: drop a ZIP, start, watch, cancel, resume, download, ask. No request leaves the machine."""
-    (tmp_path / "shapes.zip").write_bytes(archive)
+    shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
     page = browser.new_page(viewport={"width": 900, "height": 1400})
     asked: list[str] = []
     troubles: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(service.url)
-    page.set_input_files("#zip", tmp_path / "shapes.zip")
+    look(page, "empty", shots)
+    page.click("text=Start training")
+    assert refusals(page) == ["upload pictures first"]
+    drop(page, LONG, archive)
     page.wait_for_selector("text=24 rows, 24 pictures")
     page.wait_for_function("document.querySelectorAll('.pictures img[src^=blob]').length == 8")
+    look(page, "uploaded", shots)
+    page.fill("[name=job_name]", "  ")
+    page.fill("[name=num_epochs]", "")
+    page.click("summary:has-text('Expert settings')")
+    page.fill("[name=seed]", "")
+    page.click("summary:has-text('Expert settings')")
+    page.click("text=Start training")
+    assert refusals(page) == ["something is needed here", "a number is needed", "a number is needed"]
+    page.fill("[name=job_name]", "n" * 200)
+    page.fill("[name=seed]", "43")  # its fold was opened again to show what is missing
     page.fill("[name=num_epochs]", "1")
-    page.click("summary:has-text('More settings')")
     for name, value in {"num_generations": "4", "r": "4", "lora_alpha": "8", "learning_rate": "0.001"}.items():
         page.fill(f"[name={name}]", value)
     page.uncheck("[name=use_4bit]")
+    look(page, "settings", shots)
+    assert refusals(page) == []
     page.click("text=Start training")
     page.wait_for_function("Number(document.querySelector('#reward').dataset.points) >= 2", timeout=120_000)
-    shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
-    page.screenshot(path=shots / "training.png", full_page=True)
-    page.click("#cancel")
+    look(page, "training", shots)
+    assert page.evaluate("() => { const b = document.querySelector('#cancel'); b.click(); return b.disabled; }")
     page.wait_for_selector("#status:has-text('cancelled')", timeout=60_000)
     seen = int(page.get_attribute("#reward", "data-points"))
+    page.reload()  # the job on show is the one before
+    page.wait_for_selector("#status:has-text('cancelled')")
     page.click("#resume")
     page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
-    assert int(page.get_attribute("#reward", "data-points")) == 12 > seen
+    page.wait_for_function("document.querySelector('#reward').dataset.points == 12")
+    assert seen < 12
     with page.expect_download() as download:
         page.click("#download")
     assert "adapter_model.safetensors" in zipfile.ZipFile(download.value.path()).namelist()
     (tmp_path / "p.png").write_bytes(zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png"))
     page.set_input_files("#predict [name=picture]", tmp_path / "p.png")
     page.click("#predict button")
-    page.wait_for_function("!['', '…'].includes(document.querySelector('#said').textContent)", timeout=120_000)
-    page.frame_locator("#completions").locator("article").first.wait_for(timeout=20_000)
-    page.screenshot(path=shots / "completed.png", full_page=True)
-    page.set_viewport_size({"width": 380, "height": 800})
-    page.screenshot(path=shots / "phone.png", full_page=True)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
-        "no sideways scrolling on a phone"
-    )
+    page.wait_for_selector("#predict button:not([disabled])", timeout=120_000)
+    assert page.text_content("#said")
+    picture = page.frame_locator("#completions").locator("article img").first
+    picture.wait_for(timeout=20_000)
+    assert picture.evaluate("image => image.naturalWidth")
+    look(page, "completed", shots)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("text=Delete these pictures")
+    page.wait_for_function("!document.querySelector('#files').children.length")
     assert not troubles
-    assert all(url.startswith((service.url, "blob:", "data:")) for url in asked), asked
+    assert all(url.startswith((service.url, "blob:", "data:", "about:srcdoc")) for url in asked), asked
+
+
+def told(name: str, status: str, step: int = 0, **more) -> dict:
+    """A job as the service tells of it."""
+    job = {"job_id": name, "job_name": f"job {name}", "status": status, "current_step": step, "total_steps": 20_000}
+    job |= {"progress": step / 20_000, "loss": -1e-9, "reward": -1e-9, "stopping": False, "error_message": None}
+    return job | {"created_at": "2026-11-21T12:00:00+00:00", "output_dir": ""} | more
+
+
+def tell(page, jobs: list[dict], rows: list[dict]) -> None:
+    """The service's answers about jobs, given by the test: their events end at once."""
+    for job in jobs:
+        lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
+        headers = {"Content-Type": "text/event-stream"}
+        said = {"body": "".join(lines), "headers": headers}
+        page.route(f"**/jobs/{job['job_id']}/events", lambda route, *, said=said: route.fulfill(**said))
+        page.route(f"**/jobs/{job['job_id']}/completions", lambda route: route.fulfill(body="<p>Nothing"))
+    page.route("**/jobs", lambda route: route.fulfill(json=jobs))
+
+
+def test_the_page_shows_a_long_job_at_once(shared, browser):
+    """20,000 steps in under two seconds; steps that come again replace the older ones; no minus before a zero."""
+    page = browser.new_page()
+    rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
+    tell(page, [told("a", "completed", 20_000)], [*rows, *rows[10_000:]])
+    page.goto(shared.url)
+    page.wait_for_function("document.querySelector('#reward').dataset.points == 20000", timeout=2000)
+    assert page.evaluate("document.querySelector('#reward polyline').points.numberOfItems") <= 301
+    assert "#a" in page.url
+    page.click("text=For experts")
+    assert "-0" not in page.inner_text("#facts")
+    assert "5.6 hours" in page.inner_text("#facts")
+
+
+def test_the_page_tells_how_jobs_stand(shared, browser):
+    """The line, a job that stops, a connection that is lost and comes back."""
+    page = browser.new_page()
+    jobs = [told("a", "completed", 20_000), told("b", "training", 5, stopping=True), told("c", "queued")]
+    tell(page, [*jobs, told("d", "queued")], [])
+    page.goto(shared.url)
+    page.wait_for_selector("#note:has-text('saves what it has learned')")
+    assert page.url.endswith("#b"), "the one that trains, when the address names none"
+    assert page.is_disabled("#cancel")
+    assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
+        "2nd in line",
+        "1st in line",
+        "step 5 of 20000",
+        "step 20000 of 20000",
+    ]
+    page.click("text=job d")
+    page.wait_for_selector("#facts:has-text('2nd in line')")
+    page.goto(f"{shared.url}/#a")  # from an address, or by the browser's way back
+    page.wait_for_selector("#status:has-text('completed')")
+    page.wait_for_selector("#lost:empty", state="attached")
+    page.unroute("**/jobs")
+    page.route("**/jobs", lambda route: route.abort())
+    page.wait_for_selector("#lost:has-text('trying again')", timeout=10_000)
+    page.unroute("**/jobs")
+    tell(page, jobs, [])
+    page.wait_for_selector("#lost:empty", state="attached", timeout=10_000)
