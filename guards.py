@@ -25,9 +25,8 @@ def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group],
     bad = set()
     for rollouts, logp in seen:
         for rollout, own in zip(rollouts, logp.split([len(r.ids) for r in rollouts])):
-            if not (
-                own.isfinite().all() and rollout.sampler_logp.isfinite().all() and math.isfinite(rollout.advantage)
-            ):
+            known = [own, rollout.sampler_logp, rollout.old_logp, rollout.ref_logp]
+            if not (all(t.isfinite().all() for t in known if t is not None) and math.isfinite(rollout.advantage)):
                 bad.add(id(rollout))
     odd = [
         group.sample.source if group.sample else f"prompt {group.ordinal}"
@@ -55,6 +54,7 @@ def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | N
 
 
 def is_spike(norms: list[float], times: float = 5.0, known: int = 10) -> bool:
-    """Whether the last of `norms` is many `times` the median of those before, of which some must be `known`."""
+    """Whether the last of `norms`, one for each update made, is many `times` the median of those before, of which some
+    must be `known`."""
     before = norms[:-1]
     return len(before) >= known and norms[-1] > times * statistics.median(before)

@@ -1,5 +1,6 @@
 """Processes: one of them is a world of size 1, so nothing else asks whether the run is distributed."""
 
+import contextlib
 import datetime
 import os
 import time
@@ -58,14 +59,18 @@ def note(what: str) -> None:
 
 
 def last_seen() -> str:
-    """What the other processes were doing when they last left word, for the message about a lost one."""
+    """What the other processes were doing when they last left word, the longest silent first, for the message about a
+    lost one; empty when the store is lost too."""
     seen = []
-    for store in _notes:
-        for other in range(world_size()):
-            if other != rank() and store.check([str(other)]):
-                when, _, what = store.get(str(other)).decode().partition(" ")
-                seen.append(f"rank {other} in «{what}» {time.time() - float(when):.0f} s ago")
-    return ", ".join(sorted(seen)[:16])
+    with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun, which keeps the store, may be gone as well
+        for store in _notes:
+            for other in range(world_size()):
+                if other != rank() and store.check([str(other)]):
+                    when, _, what = store.get(str(other)).decode().partition(" ")
+                    seen.append((time.time() - float(when), other, what))
+    return ", ".join(
+        f"rank {other} in «{what}» {age:.0f} s ago" for age, other, what in sorted(seen, reverse=True)[:16]
+    )
 
 
 def restarted() -> bool:
