@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tyro
 
 import parallel
+from workers import WorkerLost
 
 
 class UserError(Exception):
@@ -77,6 +78,8 @@ def run(main: Callable[[Any], None], config: type) -> None:
             main(args)
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
+        except WorkerLost as error:
+            raise RunStopped(f"{error} twice: is this machine out of memory? The same command goes on", 1) from None
         except (dist.DistError, RuntimeError) as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise
