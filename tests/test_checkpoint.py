@@ -35,7 +35,7 @@ from data import Rollout, Sample
 from guards import not_finite
 from packing import Group
 from report import read_rows
-from workers import Workers, WorkerLost
+from workers import WorkerLost, Workers
 
 
 def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
@@ -309,7 +309,7 @@ def test_rows_are_named_by_whatever_is_not_a_number():
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The longest silent first: it is the lost one, most likely. Without the store nothing is said, and nothing breaks."""
+    """The longest silent first: it is the lost one, most likely. Without the store nothing is said."""
 
     class Store(dict):
         def check(self, keys):
@@ -356,8 +356,8 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
 
 
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
-    """A step that breaks off leaves gradients, with which PyTorch saves no moments; without them it takes an empty step.
-    The vision tower has none before the first picture."""
+    """A step that breaks off leaves gradients, with which PyTorch saves no moments; without them it takes an empty
+    step. The vision tower has none before the first picture."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
     state = run.optimizer.state_dict()["state"]
     assert len(state) == len(list(run.policy.parameters()))
