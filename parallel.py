@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import time
+import uuid
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+_siblings: list[int] = []  # the processes that the same torchrun started
+_launch: list[str] = []  # what torchrun's processes share, restarts included
 _notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
@@ -29,6 +32,7 @@ def start(timeout: float = 30.0) -> torch.device:
             # prefix the new processes would find the addresses of the lost ones there and wait for them
             server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             store = dist.TCPStore(*server, is_master=False, timeout=patience)
+            _launch.append(store.compare_set("launch", "", uuid.uuid4().hex).decode())
             store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             _notes.append(dist.PrefixStore("notes", store))
             place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
@@ -37,7 +41,20 @@ def start(timeout: float = 30.0) -> torch.device:
             dist.init_process_group(backend, timeout=patience)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    place = os.environ.get("GROUP_RANK")  # of torchrun among those of several machines; None without it
+    if place is not None and not _siblings:
+        _siblings.extend(pid for group, pid in gather_from_all((place, os.getpid())) if group == place)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def sibling_gone() -> bool:
+    """Whether a process that the same torchrun started is no more."""
+    for pid in _siblings:
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return True
+    return False
 
 
 def usable_share(gib: float) -> float:
@@ -48,8 +65,9 @@ def usable_share(gib: float) -> float:
 
 
 def launch() -> str | None:
-    """What all processes that torchrun starts for one command share, restarts included."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
+    """What all processes that torchrun starts for one command share, restarts included, with nobody else: its run id
+    would be the same for all commands without --standalone."""
+    return _launch[0] if _launch else None
 
 
 def note(what: str) -> None:
@@ -158,6 +176,11 @@ def gather_from_all(value: T) -> list[T]:
     if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def first_said(value: T | None) -> T | None:
+    """The first process's value that is not None, on every process: what is wrong anywhere."""
+    return next((said for said in gather_from_all(value) if said is not None), None)
 
 
 def gather_shares(mine: list[T]) -> list[T]:
