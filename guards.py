@@ -7,7 +7,7 @@ from torch import Tensor
 
 import parallel
 from data import Rollout
-from packing import Group
+from packing import Group, PackedBatch
 
 NOT_FINITE = "try a lower --learning_rate or --dtype float32"
 
@@ -36,6 +36,16 @@ def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group],
     named = sorted({name for names in parallel.gather_from_all(odd) for name in names})
     rows = f" ({', '.join(named[:5])})" if named else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
+
+
+def how_far_apart(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
+    """Absolute differences between the trainer's log-probabilities (C,) of the batch's tokens and the sampler's, and
+    those of the prompts with pictures: sums over the tokens that count."""
+    counted = batch.column("weight") > 0
+    with_image = batch.column("has_image") & counted
+    difference = (trainer_logp - batch.column("sampler_logp")).abs() * counted
+    apart = {"difference": difference.sum(), "difference_max": difference.max()}
+    return apart | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
 def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | None:

@@ -30,10 +30,6 @@ BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
 MOST_WITHOUT_VERDICT = 0.1  # of a step's completions; above it the run stops
 
 
-class NoRewards(Exception):
-    """A step's rewards cannot be had; the message says why."""
-
-
 @dataclass(kw_only=True)
 class RewardFlags(VerifierFlags):
     """The flags of rewards that training and evaluation share."""
