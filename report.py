@@ -75,7 +75,7 @@ class RunFlags:
     keep_best: bool = False
     """Save after the evaluation with the best reward on `eval_data` too, and keep that one."""
     max_skipped: int = 3
-    """Updates whose loss or gradient is not a number are left out; a step that ends with so many in a row ends the run."""
+    """Updates whose loss or gradient is not a number are left out; a step that ends with so many in a row ends it."""
     hang_timeout: float = 30.0
     """Minutes that a process waits for the others before the run ends with an error."""
     report_every: int = 10

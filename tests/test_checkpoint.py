@@ -5,7 +5,6 @@ an earlier checkpoint with it.
 """
 
 import json
-import math
 import os
 import pathlib
 import random
@@ -26,16 +25,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import checkpoint
 import grpo
-import parallel
-import rewards
-import scoring
 from checkpoint import Checkpoints, problem
 from cli import RunStopped, UserError
-from data import Rollout, Sample
-from guards import not_finite
-from packing import Group
 from report import read_rows
-from workers import WorkerLost, Workers
 
 
 def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
@@ -96,6 +88,9 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     assert again.returncode == 0, again.stderr[-2000:]
     one, two = (weights(tmp_path / name / "final") for name in ("two", "other"))
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+    assert difference(tmp_path / "two" / "checkpoint-4", tmp_path / "other" / "checkpoint-4", tmp_path) < 1e-6, (
+        "moments"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +104,13 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
     shutil.copytree(saved, tmp_path / "run")
     newest, rng = tmp_path / "run" / "checkpoint-4", random.Random(0)
     assert problem(newest) is None
+    sealed = (newest / "manifest.json").read_bytes()
+    for other in (sealed[:-1], sealed + b"\n", sealed.replace(b"\n", b"\r\n", 1)):
+        (newest / "manifest.json").write_bytes(other)
+        assert "manifest.json is damaged" in problem(newest)
+    (newest / "manifest.json").write_bytes(sealed)
+    with pytest.raises(UserError, match=r"is a run: name one of its checkpoints, .*checkpoint-4 is the newest"):
+        Checkpoints(str(tmp_path)).find(str(tmp_path / "run"))
     checkpoints = Checkpoints(str(tmp_path / "run"))
     files = [path for path in newest.iterdir() if path.is_file()]
     assert {"manifest.json", "state.json", "random-0.pt"} < {path.name for path in files}
@@ -218,6 +220,13 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     step = re.search(r"stopped after step (\d); checkpoint-\1 is whole: --resume", said)
     assert step, said[-2000:]
     assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
+    if not processes:  # goes on as if nothing had been
+        again = run_script("grpo.py", *flags, "--resume", env=os.environ | {"OMP_NUM_THREADS": "1"})
+        whole = run_script("grpo.py", *flags, f"--output={tmp_path}/whole", env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert (again.returncode, whole.returncode) == (0, 0), again.stderr[-2000:] + whole.stderr[-2000:]
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+        last = [tmp_path / name / "checkpoint-2" for name in ("run", "whole")]
+        assert difference(*last, tmp_path) == 0.0
 
 
 def begin(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
@@ -292,82 +301,3 @@ def test_any_checkpoint_becomes_a_model(saved, tmp_path):
     again = run_script("checkpoint.py", f"--checkpoint={saved}/nowhere", f"--output={tmp_path}/other")
     assert (again.returncode, "is not a whole checkpoint" in again.stderr) == (2, True)
     assert "Traceback" not in again.stderr
-
-
-# --- small parts ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_named_by_whatever_is_not_a_number():
-    nan, fine, lost = torch.tensor([0.0, float("nan")]), torch.zeros(2), []
-    for field in ("sampler_logp", "old_logp", "ref_logp"):
-        rollout = Rollout(torch.zeros(2), **({"sampler_logp": fine} | {field: nan}), advantage=1.0)
-        group = Group(None, [rollout], 0, Sample("", "", [], f"row with {field}"))
-        found = not_finite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [([rollout], fine)])
-        assert f"(row with {field})" in found
-        lost.append(found)
-    assert len(lost) == 3
-
-
-def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The longest silent first: it is the lost one, most likely. Without the store nothing is said."""
-
-    class Store(dict):
-        def check(self, keys):
-            return keys[0] in self
-
-    store = Store({"9": f"{time.time() - 5} train".encode(), "10": f"{time.time() - 70} rollout".encode()})
-    monkeypatch.setattr(parallel, "_notes", [store])
-    monkeypatch.setattr(parallel, "world_size", lambda: 11)
-    assert re.fullmatch("rank 10 in «rollout» 70 s ago, rank 9 in «train» 5 s ago", parallel.last_seen())
-
-    def gone(*_):
-        raise torch.distributed.DistNetworkError("the store is gone")
-
-    monkeypatch.setattr(Store, "check", gone)
-    assert parallel.last_seen() == ""
-
-
-def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
-    """torchrun sends it to a trainer's whole group. A worker that is killed is replaced and its call made again; when
-    that one is lost too there is no verdict: the answer is not called wrong."""
-    (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
-    pool = Workers(1, [f"{tmp_path}/r.py:fine"])
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
-    process, pipe = pool.idle.get()
-    pool.idle.put((process, pipe))
-    process.send_signal(signal.SIGTERM)
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
-    assert process.poll() is None
-    process.kill()
-    process.wait()
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
-
-    def lost(*_):
-        raise WorkerLost("its worker process died")
-
-    rewards._math_workers.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "call", lost)
-        patch.setattr(scoring, "check_math", lambda: None)
-        scorer = scoring.Scorer("math", scoring.RewardFlags())
-        completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
-        assert scorer([(Sample("?", "1/2", [], "row"), [completion])]) is None
-    assert math.isnan(completion.reward) and "worker process died" in scorer.why_none
-
-
-def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
-    """A step that breaks off leaves gradients, with which PyTorch saves no moments; without them it takes an empty
-    step. The vision tower has none before the first picture."""
-    run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
-    state = run.optimizer.state_dict()["state"]
-    assert len(state) == len(list(run.policy.parameters()))
-    assert all(about["step"] == 0 and not about["exp_avg"].any() for about in state.values())
-    next(run.policy.parameters()).grad = None
-    for parameter in list(run.policy.parameters())[:3]:
-        parameter.grad = torch.ones_like(parameter)
-    grpo.save(run, last=True)
-    assert all(about["step"] == 0 for about in run.optimizer.state_dict()["state"].values())
-    again = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
-    found = again.optimizer.state_dict()["state"]
-    assert all(about["step"] == 0 and not about["exp_avg_sq"].any() for about in found.values())
-    assert len(found) == len(state)
