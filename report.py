@@ -69,7 +69,7 @@ class RunFlags:
     eval_every: int = 0
     """Steps between evaluations on `eval_data`; 0: only before and after."""
     save_every: int = 50
-    """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
+    """Steps between checkpoints; 0: one at the end alone, whatever ends the run."""
     keep_last: int = 2
     """Checkpoints that are kept, the newest ones; 0: all."""
     keep_best: bool = False

@@ -49,7 +49,7 @@ def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float
 
 def metrics(folder: pathlib.Path) -> list[dict]:
     """What does not depend on the clock."""
-    timed = ("time/", "step_time", "tokens_per_second")
+    timed = ("time/", "idle/", "step_time", "tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]
 
 
