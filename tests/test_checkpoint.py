@@ -221,12 +221,15 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     assert step, said[-2000:]
     assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
     if not processes:  # goes on as if nothing had been
-        again = run_script("grpo.py", *flags, "--resume", env=os.environ | {"OMP_NUM_THREADS": "1"})
-        whole = run_script("grpo.py", *flags, f"--output={tmp_path}/whole", env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert (again.returncode, whole.returncode) == (0, 0), again.stderr[-2000:] + whole.stderr[-2000:]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        sizes = dict(prompts_per_step=12, num_generations=24, micro_batch_tokens=60, report_every=10)
+        flags = sizes | dict(learning_rate=1e-6, max_steps=2)
+        grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
+        grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
+        torch.set_num_threads(threads)
         assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-        last = [tmp_path / name / "checkpoint-2" for name in ("run", "whole")]
-        assert difference(*last, tmp_path) == 0.0
+        assert difference(*(tmp_path / name / "checkpoint-2" for name in ("run", "whole")), tmp_path) == 0.0
 
 
 def begin(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
