@@ -9,6 +9,7 @@ on from the copy on the host, flushed to disk and renamed when it is whole: a ki
 that name, and a damaged one is noticed before any of it is used.
 """
 
+import datetime
 import errno
 import hashlib
 import json
@@ -29,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -40,12 +42,17 @@ import parallel
 from cli import RunStopped, UserError
 from lora import adapter_tensors, has_adapter, write_adapter
 from model import Policy, PolicyFlags, full_weights, load_model, load_policy, make_optimizer, saved_dtype
+from report import RunFlags
 
-# What a resumed run must share: it decides which prompts come next.
-SAME_RUN = ("task", "data", "data_weights", "rows", "model", "seed", "prompts_per_step", "num_generations")
-SAME_RUN += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit")  # what is trained
+# What a resumed run must share. Which prompts come next, what is trained, and what is maximised; the schedule counts
+# updates. Not among them: what people change on the way, such as the learning rate, β, temperature or longer answers.
+SAME_RUN = ("task", "data", "data_weights", "rows", "rows_digest", "model", "seed", "prompts_per_step")
+SAME_RUN += ("num_generations", "prompts_per_update", "num_iterations", "loss_type", "reward")
+SAME_RUN += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
+PROGRESS = ("step", "position", "best", "norms", "skipped", "unscored")  # of a run, beside the lengths of its rows
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # the rest lies where the run started from
 MANIFEST = "manifest.json"
+ASIDE = ".before-resume"
 
 
 @dataclass
@@ -61,11 +68,15 @@ class Config:
 class Checkpoints:
     """The checkpoints of a run: saved beside training, thinned out, found again."""
 
-    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False):
+    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False, patience: float = 30.0):
         self.folder, self.keep_last, self.keep_best = pathlib.Path(output), keep_last, keep_best
-        self.group = dist.new_group(backend="gloo")  # the thread's own collectives
+        minutes = datetime.timedelta(minutes=patience)
+        self.group = dist.new_group(backend="gloo", timeout=minutes)  # the thread's own collectives
         self.thread = ThreadPoolExecutor(1)
-        self.pending: tuple[Future[None], pathlib.Path] | None = None  # and the folder being written
+        self.pending: tuple[Future[None], int] | None = None  # and the step that is being written
+        self.newest: int | None = None  # the step that this run can be gone on from, with nothing of it lost
+        self.owed = False  # the last one asked for could not be written
+        self.same_launch = False  # the run in `output` is of this launch, which torchrun has started again
 
     def save(
         self,
@@ -73,51 +84,109 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         progress: dict[str, Any],
-    ) -> str | None:
-        """Begin to write checkpoint-STEP; `progress` holds «step» and what else the caller needs back. All processes.
+        last: bool = False,
+    ) -> None:
+        """Write checkpoint-STEP while training goes on, with `last` before this returns, unless it is there; `progress`
+        holds «step» and what else the caller needs back. All processes. What is wrong is said and leaves it `owed`; an
+        earlier one that went wrong does not keep this one from being written."""
+        self.wait()
+        wrong = None
+        if progress["step"] != self.newest:
+            wrong = self._start(policy, optimizer, scheduler, progress)
+        self.owed = wrong is not None
+        if wrong:
+            self._say(progress["step"], wrong)
+        if last:
+            self.wait()
 
-        Returns what is wrong, with this checkpoint or the one before it, and what to do; None when nothing is.
-        """
-        wrong = self.wait()
+    def _start(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        progress: dict[str, Any],
+    ) -> str | None:
+        """Begin to write; returns what is wrong already, on every process."""
         parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
         tensors = {"policy": parameters, "optimizer": moments}
-        wrong = wrong or self._no_room(tensors)
-        if wrong:
+        if wrong := self._no_room(tensors):
             return wrong
-        folder = self.folder / f"checkpoint-{progress['step']}"
-        partial = folder.with_suffix(".partial")
+        partial = beside(self.folder / f"checkpoint-{progress['step']}")
         state = progress | {"scheduler": scheduler.state_dict(), "world_size": parallel.world_size()}
         begun = self._try(lambda: _begin(partial, state))
         if wrong := begun or self._try(lambda: torch.save(random_states(), partial / f"random-{parallel.rank()}.pt")):
             shutil.rmtree(partial, ignore_errors=True)
             return wrong
-        written = dcp.async_save(tensors, checkpoint_id=partial, process_group=self.group)
-        self.pending = self.thread.submit(self._finish, written, partial, folder), partial
-        return None
+        written: list[Future] = []
+        wrong = self._try(
+            lambda: written.append(dcp.async_save(tensors, checkpoint_id=partial, process_group=self.group))
+        )
+        if written:
+            work = self.thread.submit(self._finish, written[0], partial, progress["step"], progress["best"])
+            self.pending = work, progress["step"]
+        return wrong
 
     def _try(self, write: Callable[[], None]) -> str | None:
         """`write`; returns what went wrong with it on any process, the same on all of them."""
         wrong = None
         try:
             write()
-        except (OSError, RuntimeError) as error:  # torch's writer of archives raises the latter on a full disk
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch's writer raises the second on a full disk
             wrong = self._why(error)
-        return next(filter(None, parallel.gather_from_all(wrong)), None)
+        return parallel.first_said(wrong)
+
+    def _say(self, step: int, wrong: str) -> None:
+        self.owed = True
+        if parallel.is_main():
+            print(f"no checkpoint of step {step}: {wrong}; {self.there()}", file=sys.stderr)
+
+    def there(self) -> str:
+        """What a run that ended now could go on from."""
+        return "there is no checkpoint yet" if self.newest is None else f"checkpoint-{self.newest} is whole"
+
+    def advice(self, then: str = "goes on from it") -> str:
+        """What can be done after the run has ended here."""
+        if self.newest is None:
+            return "there is no checkpoint"
+        if self.owed:
+            return f"checkpoint-{self.newest} is the newest: --resume goes on from it"
+        return f"checkpoint-{self.newest} is whole: --resume {then}"
+
+    def finish(self, policy: Policy, source: str) -> None:
+        """`export` to the folder «final». Raises RunStopped, naming the checkpoint to make it from, when that fails."""
+        try:
+            export(policy, source, f"{self.folder}/final")
+        except RunStopped as error:
+            newest = self.folder / f"checkpoint-{self.newest}"
+            again = f"python checkpoint.py --checkpoint {newest} --output DIR writes it where there is room"
+            why = again if self.newest is not None else "there is no checkpoint to make it from"
+            raise RunStopped(f"{error}; {why}", error.status) from None
+
+    def failed(self) -> bool:
+        """Whether what this process is writing has gone wrong already."""
+        future = self.pending[0] if self.pending else None
+        return future is not None and future.done() and future.exception() is not None
 
     def wait(self) -> str | None:
-        """Until what is being written is on disk; returns what is wrong with it, on every process."""
-        return next(filter(None, parallel.gather_from_all(self.settle())), None)
+        """Until what is being written is on disk; what is wrong with it is said, and returned on every process."""
+        step = self.pending[1] if self.pending else None
+        wrong = parallel.first_said(self.settle())
+        if step is not None and wrong:
+            self._say(step, wrong)
+        elif step is not None:
+            self.newest = step
+        return wrong
 
     def settle(self) -> str | None:
         """As `wait`, for this process alone, when the others may be anywhere."""
         pending, self.pending = self.pending, None
         if pending is None:
             return None
-        future, partial = pending
+        future, step = pending
         try:
             future.result()
-        except Exception as error:  # noqa: BLE001 of the disk, by way of several libraries
-            shutil.rmtree(partial, ignore_errors=True)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 of the disk, by way of several libraries
+            shutil.rmtree(beside(self.folder / f"checkpoint-{step}"), ignore_errors=True)
             return self._why(error)
         return None
 
@@ -138,58 +207,97 @@ class Checkpoints:
         )
 
     def _why(self, error: BaseException) -> str:
-        inner: BaseException | None = error
-        while inner is not None and not isinstance(inner, OSError):
-            inner = inner.__cause__ or inner.__context__
-        full = getattr(inner, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        return f"{str(self.folder)!r} is full" if full else f"{type(error).__name__}: {str(error)[:200]}"
+        found, said = _reasons(error), str(error)
+        full = any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in found)
+        if full or "No space left" in said:
+            return f"{str(self.folder)!r} is full"
+        return f"{type(found[-1]).__name__}: {str(found[-1])[:200]}"
 
-    def _finish(self, written: Future, partial: pathlib.Path, folder: pathlib.Path) -> None:
+    def _finish(self, written: Future, partial: pathlib.Path, step: int, best: dict[str, float] | None) -> None:
         """In the thread: when every process's files are there the first one seals and renames them."""
         written.result()
         dist.barrier(self.group)
         if parallel.is_main():
             write_manifest(partial)
-            shutil.rmtree(folder, ignore_errors=True)
+            folder = self.folder / f"checkpoint-{step}"
+            earlier = folder.with_name(f"{folder.name}.old")  # of the same step: whole until the new one has its place
+            shutil.rmtree(earlier, ignore_errors=True)
+            if folder.exists():
+                folder.rename(earlier)
             partial.rename(folder)
             _flush(folder.parent)
-            self._thin_out()
+            shutil.rmtree(earlier, ignore_errors=True)
+            self._thin_out(step, best)
 
-    def _thin_out(self) -> None:
-        """Remove what is older than the last `keep_last`, but the best one."""
-        steps = _steps(self.folder)
+    def _thin_out(self, written: int, best: dict[str, float] | None) -> None:
+        """Of the steps up to the one just `written`, keep the last `keep_last` and the best one."""
+        steps = {step: folder for step, folder in _steps(self.folder).items() if step <= written}
         newest = sorted(steps)[-self.keep_last :] if self.keep_last else list(steps)
-        best = json.loads((steps[max(steps)] / "state.json").read_text()).get("best") or {}
-        kept = {*newest, best.get("step") if self.keep_best else None}
-        for step, folder in steps.items():
-            if step not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        kept = {*newest, best["step"] if self.keep_best and best else None}
+        aside = _steps(self.folder, ASIDE)
+        gone = [folder for step, folder in steps.items() if step not in kept]
+        for folder in gone + [folder for step, folder in aside.items() if step <= written]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def begin(self, step: int | None) -> None:
+        """Make way for a run that goes on after `step`, or from the start (None): then an earlier run in `output` goes.
+
+        Later checkpoints, which this run makes anew or which are damaged, are renamed to checkpoint-STEP.before-resume
+        until it has come as far itself. All processes, when everything else is in order.
+        """
+        steps = _steps(self.folder)
+        self.newest = step if step in steps else None
+        if not parallel.is_main():
+            return
+        leftovers = ["checkpoint-*.partial"] if step is not None else ["checkpoint-*", "final"]
+        for leftover in [path for pattern in leftovers for path in self.folder.glob(pattern)]:
+            shutil.rmtree(leftover, ignore_errors=True)
+        for later, folder in steps.items():
+            if step is not None and later > step:
+                aside = folder.with_name(folder.name + ASIDE)
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+
+    def owns(self, folder: pathlib.Path | None) -> bool:
+        """Whether the checkpoint in `folder` is of the run in `output`."""
+        return folder is not None and folder.resolve().parent == self.folder.resolve()
 
     def find(self, wanted: str | None) -> pathlib.Path | None:
         """The checkpoint to go on from: «newest», the folder `wanted`, or None for none. The same on every process.
 
-        Raises UserError when there is none, or the folder named is not whole. A newest one that is not whole is named
-        and the one before is taken.
+        When torchrun has started this launch again it is the newest, whatever is `wanted`. Raises UserError when there
+        is none, or the folder named is not whole. A newest one that is not whole is named and the one before is taken.
         """
-        if not wanted and parallel.restarted() and _steps(self.folder) and self._of_this_launch():
-            wanted = "newest"
-        if not wanted:
-            return None
-        found: tuple[pathlib.Path | None, str] = (None, "")
+        found: tuple[bool, pathlib.Path | None, str] = (False, None, "")
         if parallel.is_main():
-            found = (
-                self._newest() if wanted == "newest" else (pathlib.Path(wanted), problem(pathlib.Path(wanted)) or "")
-            )
-        path, wrong = parallel.gather_from_all(found)[0]
-        if wrong or path is None:
-            raise UserError(
-                wrong or f"--resume: no checkpoint in {str(self.folder)!r}; leave the flag out to start anew"
-            )
+            for step, folder in _steps(self.folder, ".old").items():  # killed while a new one took its place
+                if step not in _steps(self.folder):
+                    folder.rename(folder.with_suffix(""))
+            again = parallel.restarted() and self._of_this_launch()
+            found = (again, *self._find("newest" if again and _steps(self.folder) else wanted))
+        self.same_launch, path, wrong = parallel.gather_from_all(found)[0]
+        if wrong:
+            raise UserError(wrong)
         return path
+
+    def _find(self, wanted: str | None) -> tuple[pathlib.Path | None, str]:
+        """The checkpoint `wanted` and what is wrong."""
+        if not wanted:
+            return None, ""
+        if wanted == "newest":
+            return self._newest()
+        folder = pathlib.Path(wanted)
+        if (steps := _steps(folder)) and not (folder / MANIFEST).exists():
+            return (
+                None,
+                f"--resume: {wanted!r} is a run: name one of its checkpoints, {steps[max(steps)]} is the newest",
+            )
+        return folder, problem(folder) or ""
 
     def _of_this_launch(self) -> bool:
         about = self.folder / "config.json"
-        return about.is_file() and json.loads(about.read_text()).get("launch") == parallel.launch()
+        launch = parallel.launch()
+        return launch is not None and about.is_file() and json.loads(about.read_text()).get("launch") == launch
 
     def _newest(self) -> tuple[pathlib.Path | None, str]:
         steps = _steps(self.folder)
@@ -199,8 +307,27 @@ class Checkpoints:
                 return steps[step], ""
             others = "; taking the one before" if step > min(steps) else ""
             print(f"{wrong}{others}", file=sys.stderr)
-        damaged = f"--resume: no whole checkpoint in {str(self.folder)!r}; leave the flag out to start anew"
-        return None, damaged if steps else ""
+        what = "no whole checkpoint" if steps else "no checkpoint"
+        holds_a_run = steps or (self.folder / "metrics.jsonl").exists()
+        anew = "--overwrite in its place starts anew" if holds_a_run else "leave the flag out to start anew"
+        return None, f"--resume: {what} in {str(self.folder)!r}; {anew}"
+
+
+def _reasons(error: BaseException) -> list[BaseException]:
+    """What led to `error`, the first cause last; of one process of those that torch's checkpoints tell of."""
+    found = [error]
+    while error := (
+        next(iter(error.failures.values()))[0]
+        if isinstance(error, CheckpointException) and error.failures
+        else error.__cause__ or error.__context__
+    ):
+        found.append(error)
+    return found
+
+
+def beside(path: pathlib.Path) -> pathlib.Path:
+    """Where `path` is written until it is whole; a name may have dots."""
+    return path.with_name(path.name + ".partial")
 
 
 def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
@@ -211,8 +338,9 @@ def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
         (partial / "state.json").write_text(json.dumps(state, indent=1))
 
 
-def _steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
+def _steps(folder: pathlib.Path, ending: str = "") -> dict[int, pathlib.Path]:
+    form = rf"checkpoint-(\d+){re.escape(ending)}"
+    found = [(re.fullmatch(form, path.name), path) for path in folder.glob("checkpoint-*")]
     return {int(match[1]): path for match, path in found if match}
 
 
@@ -225,17 +353,21 @@ def write_manifest(folder: pathlib.Path) -> None:
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(_hash, paths))
     files = {path.name: {"size": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, hashes)}
-    text = json.dumps({"files": files}, indent=1)
-    (folder / MANIFEST).write_text(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
+    (folder / MANIFEST).write_bytes(_sealed(json.dumps({"files": files}, indent=1).encode()))
     for path in [*paths, folder / MANIFEST, folder]:
         _flush(path)
+
+
+def _sealed(text: bytes) -> bytes:
+    return text + f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
 
 
 def problem(folder: pathlib.Path) -> str | None:
     """What is wrong with the checkpoint in `folder`; None when every byte is as it was written."""
     try:
-        text, _, digest = (folder / MANIFEST).read_text().rstrip("\n").rpartition("\n")
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
+        found = (folder / MANIFEST).read_bytes()
+        text = found[:-66]  # the rest is a hash between two line breaks
+        if found != _sealed(text):
             return f"{folder}: its {MANIFEST} is damaged"
         files = json.loads(text)["files"]
         for name, about in files.items():
@@ -297,14 +429,18 @@ def load_checkpoint(
     """Put the tensors of `folder` into `policy`, `optimizer` and `scheduler`; returns the saved progress. On any number
     of processes; those that were not there before keep the random states they started with.
 
-    Learning rate and weight decay are those of the new command. Raises UserError when `config` differs in what decides
-    which prompts come next.
+    Learning rate and weight decay are those of the new command, as whatever else it changes and is said. Raises
+    UserError when `config` differs in what makes it the same run (SAME_RUN).
     """
     saved = json.loads((folder / "state.json").read_text())
     config = json.loads(json.dumps(config))
-    changed = [f"{name} was {saved['config'][name]}" for name in SAME_RUN if saved["config"][name] != config[name]]
-    if changed:
-        raise UserError(f"--resume: {folder} is of another run ({', '.join(changed)}): use the same or a new --output")
+    was, elsewhere = saved["config"], {field.name for field in fields(RunFlags)}
+    other = [name for name in config if name in was and was[name] != config[name]]  # an older one may lack some
+    changed = {name: f"{name} was {was[name]}, is {config[name]}" for name in other if name not in elsewhere}
+    if refused := [said for name, said in changed.items() if name in SAME_RUN]:
+        raise UserError(f"--resume: {folder} is of another run ({', '.join(refused)}): use the same or a new --output")
+    if changed and parallel.is_main():
+        print(f"going on with other settings than before: {', '.join(changed.values())}", file=sys.stderr)
     decay = [group["weight_decay"] for group in optimizer.param_groups]
     _load_tensors(folder, policy, optimizer)
     rates = list(scheduler.base_lrs)
@@ -319,7 +455,11 @@ def load_checkpoint(
 
 def _load_tensors(folder: pathlib.Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
-    dcp.load({"policy": parameters, "optimizer": moments}, checkpoint_id=folder)
+    try:
+        dcp.load({"policy": parameters, "optimizer": moments}, checkpoint_id=folder)
+    except CheckpointException as error:
+        why = str(_reasons(error)[-1]).splitlines()[0][:160]
+        raise UserError(f"{folder} cannot be loaded into this model ({why}): use the flags it was made with") from None
     set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
 
 
@@ -330,16 +470,12 @@ def export(policy: Policy, source: str, folder: str) -> None:
     Written beside its place and renamed. All processes. Raises RunStopped when it could not be written.
     """
     target = pathlib.Path(folder)
-    partial = target.with_suffix(".partial")
+    partial = beside(target)
     try:
         _export(policy, source, target, partial)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunStopped(
-            f"{folder!r} could not be written ({str(error)[:200]}); checkpoints are whole: "
-            "python checkpoint.py --checkpoint DIR --output DIR writes it from one of them",
-            1,
-        ) from None
+        raise RunStopped(f"{folder!r} could not be written ({str(error)[:200]})", 1) from None
 
 
 def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.Path) -> None:

@@ -6,7 +6,10 @@ raises `UserError` and ends with its message and exit status 2, without a traceb
 
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +18,14 @@ import torch.distributed as dist
 import tyro
 
 import parallel
+from workers import WorkerLost
 
 
 class UserError(Exception):
     """A mistake in the input. The message is one line: what is wrong, where, and what to do about it."""
 
 
+ALONE = 10.0  # seconds after SIGTERM that a process goes on without one of its siblings
 SHRINK = "What helps: --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, more GPUs"
 
 
@@ -30,6 +35,10 @@ class RunStopped(Exception):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
+
+
+class StepFailed(Exception):
+    """A step cannot be taken, as every process knows, and nothing of it has been learned; the message says why."""
 
 
 class Interrupted(Exception):
@@ -55,9 +64,26 @@ def note_interrupts() -> list[int]:
                 "\nstopping as soon as nothing is lost, with a checkpoint; again: at once", file=sys.stderr, flush=True
             )
 
+    if "GROUP_RANK" in os.environ:  # of torchrun
+        told, tell = socket.socketpair()
+        tell.setblocking(False)
+        signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)  # heard even while the sampler is busy
+        threading.Thread(target=_end_with_siblings, args=(told, tell), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     return noted
+
+
+def _end_with_siblings(told: socket.socket, _: socket.socket) -> None:
+    """In a thread: torchrun says SIGTERM when a process is lost too, and kills the others 30 seconds later. No rollout
+    has to be waited for then, since nothing more can be saved; but a process that knows by itself has its say first."""
+    while signal.SIGTERM not in told.recv(1):
+        pass
+    while not parallel.sibling_gone():
+        time.sleep(0.5)
+    time.sleep(ALONE)
+    print(f"[rank {parallel.rank()}] another process is gone: nothing more can be saved", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def run(main: Callable[[Any], None], config: type) -> None:
@@ -77,6 +103,8 @@ def run(main: Callable[[Any], None], config: type) -> None:
             main(args)
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
+        except WorkerLost as error:
+            raise RunStopped(f"{error} twice: is this machine out of memory? The same command goes on", 1) from None
         except (dist.DistError, RuntimeError) as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise

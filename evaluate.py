@@ -128,7 +128,8 @@ def sample_rows(
 ) -> list[dict]:
     """{responses, lengths, truncated} of every sample, in order, on every process; the rows are shared out over all.
 
-    What `part` holds already is not sampled again, and what is sampled goes there.
+    What `part` holds already is not sampled again, and what is sampled goes there. Raises UserError, on every process,
+    naming a row whose pictures can no longer be read.
     """
     done = part.done if part else {}
     todo = [place for place in range(len(samples)) if place not in done]
@@ -137,7 +138,13 @@ def sample_rows(
     longest = int(parallel.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
     for i in tqdm(range(0, longest, CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
         places = mine[i : i + CHUNK]
-        prompts = encode_prompts([samples[place] for place in places], processor)
+        prompts, wrong = [], None
+        try:
+            prompts = encode_prompts([samples[place] for place in places], processor)
+        except UserError as error:
+            wrong = str(error)
+        if wrong := parallel.first_said(wrong):
+            raise UserError(wrong)
         seeds = [prompt_seed(seed, place) for place in places]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
         answered = [

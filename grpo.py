@@ -23,12 +23,12 @@ from tqdm import tqdm
 import cli
 import parallel
 from balance import even_out
-from checkpoint import Checkpoints, export, load_checkpoint
-from cli import Interrupted, RunStopped
+from checkpoint import PROGRESS, Checkpoints, load_checkpoint
+from cli import Interrupted, RunStopped, StepFailed, UserError
 from config import Config
 from data import Rollout, Sample, most_images
 from evaluate import score_policy
-from guards import NOT_FINITE, Seen, is_spike, not_finite, too_far_apart
+from guards import NOT_FINITE, Seen, how_far_apart, is_spike, not_finite, too_far_apart
 from lora import reference_weights
 from memory import check_room, choose_sharding, fit, retried
 from model import (
@@ -45,7 +45,7 @@ from model import (
 from packing import Group, PackedBatch
 from report import Clock, RunLog, refuse_to_mix_runs, step_metrics
 from rollout import Engine, make_engine
-from scoring import MOST_WITHOUT_VERDICT, NoRewards, Scorer
+from scoring import MOST_WITHOUT_VERDICT, Scorer
 from stream import PromptStream, prompt_seed
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
@@ -168,9 +168,10 @@ class Run:
     budget: int = 0  # tokens of a micro-batch
     best: dict[str, float] | None = None  # step and score of the best evaluation
     skipped: int = 0  # updates left out one after another
+    why_skipped: str = ""  # the last of them
+    unscored: bool = False  # an evaluation is due
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
-    owed: bool = False  # a checkpoint could not be written
-    norms: list[float] = field(default_factory=list)  # gradient norms of the last steps
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last updates
     seen: Seen = field(default_factory=list)  # what the current update's micro-batches gave
     features: dict[bytes, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
 
@@ -226,7 +227,7 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     lengths = [[len(r.ids) for r in g.rollouts] for g in groups]
     found = parallel.gather_from_all((error, list(zip(mine, places, lengths, rewards))))
     if error := next((error for error, _ in found if error), None):
-        raise NoRewards(error)
+        raise StepFailed(error)
     everyone = sorted(row for _, rows in found for row in rows)
     for _, place, of_row, _ in everyone:
         run.stream.note(place, of_row)
@@ -239,7 +240,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
 
     Dynamic sampling keeps only groups whose rewards differ before the overlong penalty and draws on until there are P
     of them or the rounds are over; then the step trains on those there are. The order is that of the data, on any
-    number of processes. Raises NoRewards when too many completions have no verdict.
+    number of processes. Raises StepFailed when too many completions have no verdict.
     """
     cfg, groups, kept, drawn = run.cfg, [], [], []
     for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
@@ -249,7 +250,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
         without = torch.cat(drawn)[..., 0].isnan().double().mean().item()
         if without > MOST_WITHOUT_VERDICT:
             why = next(filter(None, parallel.gather_from_all(run.scorer.why_none)), "unknown")
-            raise NoRewards(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
+            raise StepFailed(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
         varied = group_advantages(rewards[..., 1], "none").any(1).tolist()
         wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
         place = {i: len(kept) + k for k, i in enumerate(wanted[: cfg.prompts_per_step - len(kept)])}
@@ -303,28 +304,22 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
         stats = parallel.total(sums)
     grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    if why := not_finite(stats, grad_norm, groups, run.seen):
-        return stats | {"grad_norm": grad_norm, "skipped": skip(run, why)}
-    if why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
-        raise RunStopped(f"step {run.step + 1}: {why}; stopped before the update, checkpoints are whole", status=1)
-    run.skipped = 0
+    wrong = not_finite(stats, grad_norm, groups, run.seen)
+    if wrong:
+        run.skipped, run.why_skipped = run.skipped + 1, wrong
+        if parallel.is_main():
+            print(f"step {run.step + 1}: {wrong}; this update is left out", file=sys.stderr)
+    elif why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
+        raise StepFailed(why)
+    else:
+        run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
     with run.clock("optimizer"):
-        run.optimizer.step()
-        run.scheduler.step()
+        if not wrong:
+            run.optimizer.step()
+        run.scheduler.step()  # with an update left out too
         run.optimizer.zero_grad()
-    return stats | {"grad_norm": grad_norm, "skipped": torch.tensor(0.0)}
-
-
-def skip(run: Run, why: str) -> Tensor:
-    """Leave an update out, saying why; raises RunStopped when `max_skipped` follow one another."""
-    run.optimizer.zero_grad()
-    run.scheduler.step()
-    run.skipped += 1
-    if parallel.is_main():
-        print(f"step {run.step + 1}: {why}; this update is left out", file=sys.stderr)
-    if run.skipped >= run.cfg.max_skipped:
-        raise RunStopped(f"step {run.step + 1}: {run.skipped} updates in a row left out ({why}); {NOT_FINITE}", 1)
-    return torch.tensor(1.0)
+    signs = {"skipped": torch.tensor(float(bool(wrong))), "spike": torch.tensor(not wrong and is_spike(run.norms))}
+    return stats | {"grad_norm": grad_norm} | signs
 
 
 def stop_if_asked(run: Run) -> None:
@@ -369,11 +364,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         importance=importance,
     )
     trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
-    counted = batch.column("weight") > 0
-    with_image = batch.column("has_image") & counted
-    difference = (trainer_logp - sampler_logp).abs() * counted
-    stats |= {"loss": loss.detach(), "difference": difference.sum(), "difference_max": difference.max()}
-    stats |= {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
+    stats |= {"loss": loss.detach()} | how_far_apart(batch, trainer_logp)
     return loss, stats | {"flop": torch.tensor(batch.flop, device=loss.device)}
 
 
@@ -383,84 +374,92 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 def train(run: Run) -> None:
     """Steps until the last one, with evaluation, checkpoints and reports; a signal saves and ends with status 130."""
     cfg, run.interrupted = run.cfg, cli.note_interrupts()
-    if run.step == 0:
-        run.log.metrics(0, evaluate_policy(run))
+    if run.unscored:
+        conclude(run, {})
     bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
     with bar:
         while run.step < run.total_steps:
-            begun = run.position, dict(run.stream.lengths)
-            try:
-                metrics = train_step(run)
-            except RunStopped:
-                run.checkpoints.settle()  # the one being written counts
-                raise
-            except (NoRewards, Interrupted) as error:  # raised by every process before the first update
-                run.position, run.stream.lengths = begun
-                save(run, last=True)
-                if isinstance(error, Interrupted):
-                    stopped(run)
-                raise RunStopped(f"step {run.step + 1}: {error}; --resume takes the step again", status=1) from None
+            metrics = attempt(run)
             run.step += 1
-            run.norms = [*run.norms[-49:], metrics["grad_norm"]]
-            metrics["grad_norm_spike"] = float(is_spike(run.norms))
-            if run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0):
-                metrics |= evaluate_policy(run)
-            run.log.metrics(run.step, metrics)
+            due = run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0)
+            run.unscored = bool(due and run.eval_samples)
+            conclude(run, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
             bar.update()
-            stop = bool(parallel.all_max(torch.tensor(len(run.interrupted))))
-            score = metrics.get("eval/reward", -math.inf)
-            if best := score > (run.best["score"] if run.best else -math.inf):
-                run.best = {"step": run.step, "score": score}
-            due = cfg.save_every and run.step % cfg.save_every == 0
-            if stop or due or run.owed or (best and cfg.keep_best):
-                save(run, last=stop or run.step == run.total_steps)
-            if stop:
-                stopped(run)
-    finish(run)
-
-
-def finish(run: Run) -> None:
-    """Nothing more is learned: the last checkpoint on disk, the trained model or adapter in `final`."""
-    if (wrong := run.checkpoints.wait()) and parallel.is_main():
-        print(f"after step {run.step}: no checkpoint: {wrong}", file=sys.stderr)
-    export(run.policy, run.cfg.model, f"{run.cfg.output}/final")
+    save(run, last=True)  # an export that fails loses nothing
+    run.checkpoints.finish(run.policy, cfg.model)
     run.log.refresh()
+
+
+def attempt(run: Run) -> dict[str, float]:
+    """A step's metrics. One that breaks off before its first update is as if it had never begun, and saved."""
+    begun = run.position, dict(run.stream.lengths)
+    try:
+        return train_step(run)
+    except RunStopped:
+        run.checkpoints.settle()  # the one being written counts
+        raise
+    except (StepFailed, Interrupted) as error:  # raised by every process
+        run.position, run.stream.lengths = begun
+        save(run, last=True)
+        if isinstance(error, Interrupted):
+            stop(run)
+        raise RunStopped(f"step {run.step + 1}: {error}; {run.checkpoints.advice('takes the step again')}", 1) from None
+
+
+def conclude(run: Run, metrics: dict[str, float]) -> None:
+    """What follows the step just taken: the evaluation that is due, its row of metrics, a checkpoint, or the end. When
+    the run ends here the checkpoint comes first, and the evaluation when it is resumed."""
+    cfg, wrong, best = run.cfg, None, False
+    asked, failed = parallel.all_max(torch.tensor([len(run.interrupted), run.checkpoints.failed()])).tolist()
+    if run.skipped >= cfg.max_skipped:
+        wrong = f"step {run.step}: {run.skipped} updates in a row left out ({run.why_skipped}); {NOT_FINITE}"
+        run.checkpoints.keep_last = 0  # an earlier one may be the last good one
+    elif run.unscored and not asked:
+        try:
+            metrics |= evaluate_policy(run)
+            run.unscored = False
+        except UserError as error:
+            wrong = f"evaluation after step {run.step}: {error}"
+    run.log.metrics(run.step, metrics)
+    score = metrics.get("eval/reward", -math.inf)
+    if run.step and score > (run.best["score"] if run.best else -math.inf):
+        run.best, best = {"step": run.step, "score": score}, cfg.keep_best
+    due = run.step and cfg.save_every and run.step % cfg.save_every == 0
+    if asked or failed or wrong or due or best or run.checkpoints.owed:
+        save(run, last=bool(asked or wrong))
+    if wrong:
+        raise RunStopped(f"{wrong}; {run.checkpoints.advice()}", status=1)
+    if asked:
+        stop(run)
 
 
 def save(run: Run, last: bool = False) -> None:
-    """A checkpoint, written while training goes on; with `last` it is on disk when this returns. One that could not be
-    written is said to be missing and tried again after the next step."""
-    progress = {"step": run.step, "position": run.position, "best": run.best, "norms": run.norms}
-    progress["lengths"] = run.stream.lengths
-    progress["config"] = asdict(run.cfg) | {"rows": run.stream.sizes}
-    wrong = run.checkpoints.save(run.policy, run.optimizer, run.scheduler, progress)
-    wrong = wrong or (run.checkpoints.wait() if last else None)
-    run.owed = wrong is not None
-    if wrong and parallel.is_main():
-        print(f"after step {run.step}: no checkpoint: {wrong}; earlier ones are whole", file=sys.stderr)
+    """A checkpoint, written while training goes on; with `last` it is on disk when this returns."""
+    progress = {name: getattr(run, name) for name in PROGRESS} | {"lengths": run.stream.lengths}
+    progress["config"] = asdict(run.cfg) | run.stream.rows_seen
+    run.checkpoints.save(run.policy, run.optimizer, run.scheduler, progress, last)
 
 
-def stopped(run: Run) -> None:
-    """End a run that was asked to stop."""
+def stop(run: Run) -> None:
+    """End a run that was asked to stop and has saved."""
     run.log.refresh()
-    if run.owed:
-        raise RunStopped(f"stopped after step {run.step} without a checkpoint of it", status=1)
-    raise RunStopped(f"stopped after step {run.step}; go on with --resume", status=130)
+    raise RunStopped(f"stopped after step {run.step}; {run.checkpoints.advice()}", 1 if run.checkpoints.owed else 130)
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
-    """Scores of the current policy on the held-out rows; nothing without `eval_data`."""
+    """Scores of the current policy on the held-out rows."""
     held_out = (run.stream.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
-    return score_policy(run.policy, run.engine, *held_out) if run.eval_samples else {}
+    return score_policy(run.policy, run.engine, *held_out)
 
 
 def set_up(cfg: Config) -> Run:
     """Check everything that can be checked, then load: data before models, so that a bad row costs seconds."""
     device = parallel.start(cfg.hang_timeout)
-    checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best)
+    checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
     resume_from = checkpoints.find(cfg.resume)
-    refuse_to_mix_runs(cfg.output, cfg.overwrite or parallel.restarted(), resume_from)
+    goes_on = checkpoints.owns(resume_from)
+    refuse_to_mix_runs(cfg.output, cfg.overwrite or checkpoints.same_launch, goes_on)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor)
@@ -478,14 +477,18 @@ def set_up(cfg: Config) -> Run:
     budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory, sharding)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
-    start = {"step": 0, "position": 0, "best": None, "norms": [], "lengths": {}}
+    start = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(eval_samples)}
     if resume_from:
-        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | {"rows": stream.sizes})
-    log = RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, start["step"])
-    models = (policy, reference, engine, scorer, optimizer, scheduler)
-    parts = (cfg, stream, eval_samples, *models, log, checkpoints, total_steps)
+        start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | stream.rows_seen)
     stream.lengths = start.get("lengths", {})
-    return Run(*parts, start["step"], start["position"], budget=budget, best=start["best"], norms=start["norms"])
+    checkpoints.begin(start["step"] if goes_on else None)
+    log = RunLog(
+        cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, start["step"] if goes_on else None
+    )
+    models = (policy, reference, engine, scorer, optimizer, scheduler)
+    run = Run(cfg, stream, eval_samples, *models, log, checkpoints, total_steps, budget=budget)
+    vars(run).update({name: start[name] for name in PROGRESS if name in start})
+    return run
 
 
 def main(cfg: Config) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import parallel
 from data import Rollout
-from packing import Group
+from packing import Group, PackedBatch
 
 NOT_FINITE = "try a lower --learning_rate or --dtype float32"
 
@@ -25,9 +25,8 @@ def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group],
     bad = set()
     for rollouts, logp in seen:
         for rollout, own in zip(rollouts, logp.split([len(r.ids) for r in rollouts])):
-            if not (
-                own.isfinite().all() and rollout.sampler_logp.isfinite().all() and math.isfinite(rollout.advantage)
-            ):
+            known = [own, rollout.sampler_logp, rollout.old_logp, rollout.ref_logp]
+            if not (all(t.isfinite().all() for t in known if t is not None) and math.isfinite(rollout.advantage)):
                 bad.add(id(rollout))
     odd = [
         group.sample.source if group.sample else f"prompt {group.ordinal}"
@@ -37,6 +36,16 @@ def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group],
     named = sorted({name for names in parallel.gather_from_all(odd) for name in names})
     rows = f" ({', '.join(named[:5])})" if named else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
+
+
+def how_far_apart(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
+    """Absolute differences between the trainer's log-probabilities (C,) of the batch's tokens and the sampler's, and
+    those of the prompts with pictures: sums over the tokens that count."""
+    counted = batch.column("weight") > 0
+    with_image = batch.column("has_image") & counted
+    difference = (trainer_logp - batch.column("sampler_logp")).abs() * counted
+    apart = {"difference": difference.sum(), "difference_max": difference.max()}
+    return apart | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
 def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | None:
@@ -55,6 +64,7 @@ def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | N
 
 
 def is_spike(norms: list[float], times: float = 5.0, known: int = 10) -> bool:
-    """Whether the last of `norms` is many `times` the median of those before, of which some must be `known`."""
+    """Whether the last of `norms`, one for each update made, is many `times` the median of those before, of which some
+    must be `known`."""
     before = norms[:-1]
     return len(before) >= known and norms[-1] > times * statistics.median(before)

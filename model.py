@@ -264,9 +264,13 @@ class HostAdamW(torch.optim.AdamW):
                     self.param_groups = [group | {"params": [parameter]}]
                     self._move(parameter, parameter.device)
                     super().step()
-                    self._move(parameter, torch.device("cpu"))
+                    self.rest(parameter)
         finally:
             self.param_groups = groups
+
+    def rest(self, parameter: Tensor) -> None:
+        """The moments of `parameter` go to host memory."""
+        self._move(parameter, torch.device("cpu"))
 
     def _move(self, parameter: Tensor, device: torch.device) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -289,8 +293,22 @@ def make_optimizer(
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
     kind = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
     optimizer = kind([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
+    begin_moments(optimizer)
     shape = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+
+
+def begin_moments(optimizer: torch.optim.AdamW) -> None:
+    """The state that AdamW would make for a parameter at its first gradient, for all of them now: a checkpoint has it
+    whenever it is written, and whoever loads one has where to put it. PyTorch itself would take an empty step for it,
+    which counts."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            where = parameter.device if group["fused"] else torch.device("cpu")
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=where)} | moments
+            if isinstance(optimizer, HostAdamW):
+                optimizer.rest(parameter)
 
 
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:

@@ -1,8 +1,10 @@
 """Processes: one of them is a world of size 1, so nothing else asks whether the run is distributed."""
 
+import contextlib
 import datetime
 import os
 import time
+import uuid
 from typing import TypeVar
 
 import torch
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 _restarts: list[int] = []  # how often torchrun has started each process again
+_siblings: list[int] = []  # the processes that the same torchrun started
+_launch: list[str] = []  # what torchrun's processes share, restarts included
 _notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
@@ -30,15 +34,32 @@ def start(timeout: float = 30.0) -> torch.device:
             ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has made none
             server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             store = dist.TCPStore(*server, is_master=ours and place["rank"] == 0, timeout=patience)
-            if not ours:  # torchrun's outlives a restart: without a prefix the new processes would find the addresses
-                # of the lost ones there and wait for them
+            if ours:  # on several machines: nothing but the id outlives a restart
+                _launch.append(os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+            else:
+                _launch.append(store.compare_set("launch", "", uuid.uuid4().hex).decode())
+                # torchrun's store outlives a restart: without a prefix the new processes would find the addresses of
+                # the lost ones there and wait for them
                 store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             _notes.append(dist.PrefixStore("notes", store))
             dist.init_process_group(backend, store=store, timeout=patience, **place)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         _restarts[:] = gather_from_all(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    place = os.environ.get("GROUP_RANK")  # of torchrun among those of several machines; None without it
+    if place is not None and not _siblings:
+        _siblings.extend(pid for group, pid in gather_from_all((place, os.getpid())) if group == place)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def sibling_gone() -> bool:
+    """Whether a process that the same torchrun started is no more."""
+    for pid in _siblings:
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return True
+    return False
 
 
 def usable_share(gib: float) -> float:
@@ -49,8 +70,9 @@ def usable_share(gib: float) -> float:
 
 
 def launch() -> str | None:
-    """What all processes that torchrun starts for one command share, restarts included."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
+    """What all processes that torchrun starts for one command share, restarts included, with nobody else: its run id
+    would be the same for all commands without --standalone."""
+    return _launch[0] if _launch else None
 
 
 def note(what: str) -> None:
@@ -60,14 +82,18 @@ def note(what: str) -> None:
 
 
 def last_seen() -> str:
-    """What the other processes were doing when they last left word, for the message about a lost one."""
+    """What the other processes were doing when they last left word, the longest silent first, for the message about a
+    lost one; empty when the store is lost too."""
     seen = []
-    for store in _notes:
-        for other in range(world_size()):
-            if other != rank() and store.check([str(other)]):
-                when, _, what = store.get(str(other)).decode().partition(" ")
-                seen.append(f"rank {other} in «{what}» {time.time() - float(when):.0f} s ago")
-    return ", ".join(sorted(seen)[:16])
+    with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun, which keeps the store, may be gone as well
+        for store in _notes:
+            for other in range(world_size()):
+                if other != rank() and store.check([str(other)]):
+                    when, _, what = store.get(str(other)).decode().partition(" ")
+                    seen.append((time.time() - float(when), other, what))
+    return ", ".join(
+        f"rank {other} in «{what}» {age:.0f} s ago" for age, other, what in sorted(seen, reverse=True)[:16]
+    )
 
 
 def restarted() -> bool:
@@ -156,6 +182,11 @@ def gather_from_all(value: T) -> list[T]:
     if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def first_said(value: T | None) -> T | None:
+    """The first process's value that is not None, on every process: what is wrong anywhere."""
+    return next((said for said in gather_from_all(value) if said is not None), None)
 
 
 def gather_shares(mine: list[T]) -> list[T]:

@@ -69,13 +69,13 @@ class RunFlags:
     eval_every: int = 0
     """Steps between evaluations on `eval_data`; 0: only before and after."""
     save_every: int = 50
-    """Steps between checkpoints; 0: only the final model, and one on Ctrl-C."""
+    """Steps between checkpoints; 0: one at the end alone, whatever ends the run."""
     keep_last: int = 2
     """Checkpoints that are kept, the newest ones; 0: all."""
     keep_best: bool = False
     """Save after the evaluation with the best reward on `eval_data` too, and keep that one."""
     max_skipped: int = 3
-    """Updates with a loss or gradient that is not a number are left out; so many in a row stop the run."""
+    """Updates whose loss or gradient is not a number are left out; a step that ends with so many in a row ends it."""
     hang_timeout: float = 30.0
     """Minutes that a process waits for the others before the run ends with an error."""
     report_every: int = 10
@@ -159,6 +159,7 @@ def step_metrics(
         "tokens_per_second": sums[0].item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
+        "grad_norm_spike": float(any(u["spike"] for u in updates)),
         "updates_skipped": sum(u["skipped"] for u in updates).item(),
         "clip_ratio": mean("clip_ratio"),
         "kl": mean("kl"),
@@ -187,31 +188,62 @@ def peak_flops() -> float:
 class RunLog:
     """Writes a run's files from the first process; on the others it does nothing."""
 
-    def __init__(self, folder: str, config: dict[str, Any], every: int, first_step: int = 0):
-        self.folder, self.every = pathlib.Path(folder), every
+    def __init__(self, folder: str, config: dict[str, Any], every: int, resumed: int | None = None):
+        """`resumed`: the step after which an earlier run goes on here; None for a new one. Raises UserError when the
+        folder cannot be written to."""
+        self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
+        self.waiting: dict[str, str] = {}  # lines of each file that the disk had no room for
+        self.full = False  # and it has been said
         if not parallel.is_main():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not first_step:  # only now, when everything is checked and loaded, is an older run replaced
-            for path in [*self.folder.glob("checkpoint-*"), self.folder / "final"]:
-                shutil.rmtree(path, ignore_errors=True)
         about = {
             "launch": parallel.launch(),
             "command": shlex.join(sys.argv),
             "git_commit": git_commit(),
             "world_size": parallel.world_size(),
         }
-        (self.folder / "config.json").write_text(json.dumps(config | about, indent=1) + "\n")
-        for name in ("metrics.jsonl", "completions.jsonl"):  # a resumed run writes the steps after its checkpoint again
-            kept = [row for row in read_rows(self.folder / name) if row["step"] <= first_step and first_step]
-            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "completions.jsonl"):  # the steps after the checkpoint are taken again
+                rows = read_rows(self.folder / name) if resumed is not None else []
+                self._replace(name, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= resumed))
+            self._replace("config.json", json.dumps(config | about, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write into {folder!r} ({error.strerror}): make room or choose another --output"
+            ) from None
+
+    def _replace(self, name: str, text: str) -> None:
+        """Written beside its place and renamed: what was there is whole until then."""
+        partial = self.folder / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(self.folder / name)
+
+    def _append(self, name: str, line: str) -> None:
+        """A line to a file; when there is no room, which is said once, it waits in memory for the next one."""
+        lines, path = self.waiting.pop(name, "") + line, self.folder / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # half a line may have found room
+            if not self.full:
+                print(f"{path} cannot be written ({error.strerror}): its rows wait in memory", file=sys.stderr)
+            self.full, self.waiting[name] = True, lines
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl; every `every` steps the curves and the page are drawn again."""
+        """One line of metrics.jsonl; every `every` steps the curves and the page are drawn again. What a resumed run
+        adds to the step it goes on from, the scores that were still owed, joins that step's line."""
         if not parallel.is_main() or not metrics:
             return
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
+        row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        rows = read_rows(self.folder / "metrics.jsonl") if step == self.resumed else []
+        if rows and rows[-1]["step"] == step:
+            self._replace("metrics.jsonl", "".join(json.dumps(r) + "\n" for r in [*rows[:-1], rows[-1] | row]))
+        else:
+            self._append("metrics.jsonl", json.dumps(row) + "\n")
         if step % self.every == 0 and step:
             self.refresh()
 
@@ -219,29 +251,27 @@ class RunLog:
         """A few of this process's groups, at the first step and every `every` steps."""
         if not parallel.is_main() or (step % self.every and step != 1):
             return
-        with (self.folder / "completions.jsonl").open("a", encoding="utf-8") as file:
-            for group in groups[:GROUPS_A_REPORT]:
-                row = {
-                    "step": step,
-                    "source": group.sample.source,
-                    "question": group.sample.prompt.replace(TAG, "").strip(),
-                    "answer": group.sample.answer,
-                    "images": [thumbnail(image) for image in group.prompt.images],
-                    "completions": [
-                        {
-                            "text": r.text,
-                            "reward": _finite(r.reward),
-                            "advantage": r.advantage,
-                            "truncated": r.truncated,
-                        }
-                        for r in group.rollouts
-                    ],
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for group in groups[:GROUPS_A_REPORT]:
+            row = {
+                "step": step,
+                "source": group.sample.source,
+                "question": group.sample.prompt.replace(TAG, "").strip(),
+                "answer": group.sample.answer,
+                "images": [thumbnail(image) for image in group.prompt.images],
+                "completions": [
+                    {"text": r.text, "reward": _finite(r.reward), "advantage": r.advantage, "truncated": r.truncated}
+                    for r in group.rollouts
+                ],
+            }
+            self._append("completions.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
 
     def refresh(self) -> None:
-        """Draw curves.png and completions.html again."""
-        if parallel.is_main():
+        """Draw curves.png and completions.html again, and write what waits for room."""
+        if not parallel.is_main():
+            return
+        for name in list(self.waiting):
+            self._append(name, "")
+        with contextlib.suppress(OSError):  # they are drawn again
             draw_curves(self.folder)
             write_page(self.folder)
 
@@ -251,14 +281,17 @@ def _finite(value: float) -> float | None:
 
 
 def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
-    """Raise UserError when `folder` cannot be written to, or holds a run that this one neither replaces nor resumes."""
+    """Raise UserError when `folder` cannot be written to, or holds a run that this one neither replaces nor has
+    `resumed`."""
     path = pathlib.Path(folder)
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write into {str(existing)!r}: choose another --output")
-    holds_a_run = any(path.glob("checkpoint-*")) or (path / "metrics.jsonl").exists() or (path / "final").exists()
+    saved = any(path.glob("checkpoint-*[0-9]"))
+    holds_a_run = saved or (path / "metrics.jsonl").exists() or (path / "final").exists()
     if holds_a_run and not (overwrite or resumed):
-        raise UserError(f"{folder!r} holds a run: --resume goes on with it, --overwrite replaces it")
+        what = "holds a run: --resume goes on with it," if saved else "holds a run without a checkpoint:"
+        raise UserError(f"{folder!r} {what} --overwrite replaces it")
 
 
 def git_commit() -> str | None:
@@ -326,8 +359,10 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 def save_figure(figure, path: pathlib.Path) -> None:
     """Written beside its place and renamed: a viewer never sees half a picture."""
-    figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
-    plt.close(figure)
+    try:
+        figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
+    finally:
+        plt.close(figure)
     path.with_suffix(".partial").rename(path)
 
 

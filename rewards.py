@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from cli import UserError
 from verifier import parse_verdict, without_thinking
-from workers import CallFailed, Workers
+from workers import CallFailed, WorkerLost, Workers
 
 Reward = Callable[..., float | None]
 
@@ -228,7 +228,8 @@ def balanced(text: str) -> bool:
 
 
 def same_answer(candidate: str, gold: str) -> bool:
-    """Whether math-verify finds two answers the same, within `RULE_SECONDS`; False when it cannot tell."""
+    """Whether math-verify finds two answers the same, within `RULE_SECONDS`; False when it cannot tell. Raises
+    WorkerLost when its process was ended from outside: no verdict."""
     candidate, gold = candidate.strip(), gold.strip()
     if candidate == gold:
         return True
@@ -238,6 +239,8 @@ def same_answer(candidate: str, gold: str) -> bool:
         workers = _math_workers()
     try:
         return workers.call(MATH_EQUAL, RULE_SECONDS, {"candidate": candidate, "gold": gold})
+    except WorkerLost:
+        raise
     except CallFailed:
         return False
 

@@ -65,7 +65,7 @@ train() {  # a recipe's grpo.py on every GPU of every machine
     # a store for each start: a machine that comes in place of a lost one finds none of the others' old ones
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "${N_GPUS:-1}" "${restarts[@]}" --rdzv_backend c10d
-      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id "${RUN_ID:-grpo}"
+      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id "${RUN_ID:-${SLURM_JOB_ID:-grpo}}"
       --rdzv_conf "is_host=$((NODE_RANK == 0))")
   elif [ "${N_GPUS:-1}" -gt 1 ]; then
     launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" "${restarts[@]}")

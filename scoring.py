@@ -24,14 +24,10 @@ from data import Rollout
 from formats import TAG, Sample
 from rewards import REWARDS, Reward, check_math, format_reward, overlong_penalty
 from verifier import Verifier, VerifierFlags, make_verifier
-from workers import CallFailed, CallLost, Workers, load_function
+from workers import CallFailed, CallLost, WorkerLost, Workers, load_function
 
 BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
 MOST_WITHOUT_VERDICT = 0.1  # of a step's completions; above it the run stops
-
-
-class NoRewards(Exception):
-    """A step's rewards cannot be had; the message says why."""
 
 
 @dataclass(kw_only=True)
@@ -128,7 +124,11 @@ class Scorer:
         fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | given
         if name not in self.calls:
             fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
-            value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
+            try:
+                value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
+            except WorkerLost as error:
+                self.why_none = f"{name}: {error}"
+                return math.nan, None
             if value is None:
                 self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
             return math.nan if value is None else value, None

@@ -5,6 +5,8 @@ any place on any number of processes.
 """
 
 import functools
+import hashlib
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ import numpy as np
 
 import parallel
 from balance import spread
-from cli import UserError
+from cli import StepFailed, UserError
 from data import Processor, Prompt, Sample, encode_prompts
 
 
@@ -23,6 +25,8 @@ class PromptStream:
         self.samples, self.processor, self.seed, self.weights = samples, processor, seed, weights
         self.sizes = part_sizes(samples, weights)
         self.thread = ThreadPoolExecutor(1)
+        texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
+        self.rows_seen = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.ahead: tuple[list[int], Future[list[Prompt]]] | None = None
         self.lengths: dict[str, float] = {}  # mean completion tokens of each row when it was last drawn
 
@@ -53,11 +57,18 @@ class PromptStream:
         self.ahead = list(places), self.thread.submit(encode_prompts, self.rows(places), self.processor)
 
     def take(self, places: Sequence[int]) -> list[Prompt]:
-        """The prompts at `places`, prepared or not. Raises UserError naming a row that can no longer be read."""
+        """The prompts at `places`, prepared or not. All processes; raises StepFailed on every one, naming a row that
+        can no longer be read."""
         if self.ahead is None or self.ahead[0] != list(places):
             self.prepare(places)
         (_, future), self.ahead = self.ahead, None
-        prompts = future.result()
+        prompts, wrong = [], None
+        try:
+            prompts = future.result()
+        except UserError as error:
+            wrong = str(error)
+        if wrong := parallel.first_said(wrong):
+            raise StepFailed(wrong)
         for place, prompt in zip(places, prompts):
             prompt.expected = self.lengths.get(str(self.row(place)), 0.0)
         return prompts

@@ -31,6 +31,10 @@ class CallLost(CallFailed):
     """The call ran too long or took its process with it; the message says which."""
 
 
+class WorkerLost(CallLost):
+    """The worker was ended from outside, again when the call was made once more: that says nothing about the call."""
+
+
 class Workers:
     """`count` processes that call functions named «file.py:function»."""
 
@@ -52,20 +56,22 @@ class Workers:
 
         Raises CallFailed when the function raised, CallLost when it gave no result. Safe in many threads.
         """
-        process, pipe = self.idle.get()
-        try:
-            pipe.send((name, seconds, arguments))
-            outcome, result = pipe.recv()
-        except (EOFError, OSError):  # the worker itself is gone; killed from outside or out of memory
-            process.kill()
-            process.wait()
-            process, pipe = self._start()
-            outcome, result = "lost", "its worker process died"
-        finally:
-            self.idle.put((process, pipe))
-        if outcome == "done":
-            return result
-        raise (CallLost if outcome == "lost" else CallFailed)(result)
+        for _ in range(2):  # once more when the worker itself is gone; killed from outside or out of memory
+            process, pipe = self.idle.get()
+            try:
+                pipe.send((name, seconds, arguments))
+                outcome, result = pipe.recv()
+            except (EOFError, OSError):
+                process.kill()
+                process.wait()
+                process, pipe = self._start()
+                continue
+            finally:
+                self.idle.put((process, pipe))
+            if outcome == "done":
+                return result
+            raise (CallLost if outcome == "lost" else CallFailed)(result)
+        raise WorkerLost("its worker process died")
 
 
 def load_function(name: str) -> Callable:
@@ -180,5 +186,6 @@ def _killed(caller: tuple[int, connection.Connection] | None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which finishes its step
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the trainer, which ends its step; torchrun sends them to all
+        signal.signal(number, signal.SIG_IGN)
     _serve(connection.Connection(int(sys.argv[1])), sys.argv[2:])

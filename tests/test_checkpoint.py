@@ -49,7 +49,7 @@ def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float
 
 def metrics(folder: pathlib.Path) -> list[dict]:
     """What does not depend on the clock."""
-    timed = ("time/", "step_time", "tokens_per_second")
+    timed = ("time/", "idle/", "step_time", "tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]
 
 
@@ -88,6 +88,9 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     assert again.returncode == 0, again.stderr[-2000:]
     one, two = (weights(tmp_path / name / "final") for name in ("two", "other"))
     assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+    assert difference(tmp_path / "two" / "checkpoint-4", tmp_path / "other" / "checkpoint-4", tmp_path) < 1e-6, (
+        "moments"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +104,13 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
     shutil.copytree(saved, tmp_path / "run")
     newest, rng = tmp_path / "run" / "checkpoint-4", random.Random(0)
     assert problem(newest) is None
+    sealed = (newest / "manifest.json").read_bytes()
+    for other in (sealed[:-1], sealed + b"\n", sealed.replace(b"\n", b"\r\n", 1)):
+        (newest / "manifest.json").write_bytes(other)
+        assert "manifest.json is damaged" in problem(newest)
+    (newest / "manifest.json").write_bytes(sealed)
+    with pytest.raises(UserError, match=r"is a run: name one of its checkpoints, .*checkpoint-4 is the newest"):
+        Checkpoints(str(tmp_path)).find(str(tmp_path / "run"))
     checkpoints = Checkpoints(str(tmp_path / "run"))
     files = [path for path in newest.iterdir() if path.is_file()]
     assert {"manifest.json", "state.json", "random-0.pt"} < {path.name for path in files}
@@ -161,8 +171,8 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
     try:
         grpo.main(config(tiny_model, shapes, disk / "run", max_steps=4, save_every=1))
         said = capsys.readouterr().err
-        assert "no checkpoint: a checkpoint takes 0.0" in said
-        assert "GB are missing; earlier ones are whole" in said
+        assert "a checkpoint takes 0.0" in said
+        assert re.search(r"no checkpoint of step \d: .* GB are missing; checkpoint-\d is whole", said)
         left = sorted(path.name for path in (disk / "run").glob("checkpoint-*"))
         assert left and "checkpoint-4" not in left
         assert all(problem(disk / "run" / name) is None for name in left)
@@ -181,7 +191,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, save_every=1))
     monkeypatch.setattr(checkpoint, "write_manifest", full)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=1, resume="newest"))
-    assert "is full; earlier ones are whole" in capsys.readouterr().err
+    assert "is full; checkpoint-1 is whole" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
@@ -207,9 +217,19 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     said = process.communicate(timeout=60)[1]
     assert process.returncode != 0, "it came through before the signal"
     assert time.monotonic() - begun < 15
-    step = re.search(r"stopped after step (\d); go on with --resume", said)
+    step = re.search(r"stopped after step (\d); checkpoint-\1 is whole: --resume", said)
     assert step, said[-2000:]
     assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
+    if not processes:  # goes on as if nothing had been
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        sizes = dict(prompts_per_step=12, num_generations=24, micro_batch_tokens=60, report_every=10)
+        flags = sizes | dict(learning_rate=1e-6, max_steps=2)
+        grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
+        grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
+        torch.set_num_threads(threads)
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+        assert difference(*(tmp_path / name / "checkpoint-2" for name in ("run", "whole")), tmp_path) == 0.0
 
 
 def begin(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:

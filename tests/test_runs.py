@@ -113,7 +113,7 @@ def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
 
 def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_model, shapes, tmp_path):
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
-    with pytest.raises(UserError, match=r"is of another run \(seed was 0\)"):
+    with pytest.raises(UserError, match=r"is of another run \(seed was 0, is 1\)"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", seed=1))
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume="newest", learning_rate=1e-5))
     assert read_rows(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
@@ -284,7 +284,7 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
     state = tmp_path / "moved" / "checkpoint-1" / "state.json"
     state.write_text(state.read_text().replace(json.dumps(shapes), json.dumps(str(fewer))))
     write_manifest(state.parent)
-    with pytest.raises(UserError, match=r"is of another run .rows was \[12\]"):
+    with pytest.raises(UserError, match=r"is of another run .rows was \[12\], is \[11\]"):
         grpo.main(config(tiny_model, str(fewer), tmp_path / "moved", max_steps=2, resume="newest"))
 
 
@@ -408,7 +408,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
     checkpoints = list(tmp_path.glob("checkpoint-*"))
     assert len(checkpoints) == 1, err[-3000:]
     assert (checkpoints[0] / "state.json").is_file()
-    assert "go on with --resume" in err
+    assert "is whole: --resume goes on from it" in err
     if not processes:
         assert process.returncode == 130
         assert "Traceback" not in err

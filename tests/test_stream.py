@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from cli import UserError
+from cli import StepFailed
 from data import encode_prompts, load_processor, load_samples
 from stream import PromptStream
 
@@ -39,5 +39,5 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
     for file in (tmp_path / "shapes" / "images").iterdir():
         file.unlink()
     stream.prepare([lost])
-    with pytest.raises(UserError, match=r"row 4: image .*it was readable at the start"):
+    with pytest.raises(StepFailed, match=r"row 4: image .*it was readable at the start"):
         stream.take([lost])
