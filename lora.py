@@ -197,7 +197,7 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         layer = layers.get(owner.removesuffix(".base_layer"))
         if layer is not None and leaf == "weight":
             a, b = (parallel.whole(part[POLICY].weight) for part in (layer.lora_A, layer.lora_B))
-            weight = torch.addmm(weight.float(), b, a, alpha=layer.scaling[POLICY]).to(weight.dtype)
+            weight = torch.addmm(weight.float(), b.float(), a.float(), alpha=layer.scaling[POLICY]).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -208,13 +208,15 @@ def dequantised(parameter: Tensor) -> Tensor:
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The policy's adapter by the names PEFT saves it under, what of it is frozen included."""
+    found = {name: parameter for name, parameter in model.named_parameters() if f".{POLICY}." in name}
+    return {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": parameter for name, parameter in found.items()}
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained adapter as PEFT names it, on the CPU; every process calls it together."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if f".{POLICY}." in name:
-            tensors[f"base_model.model.{name.replace(f'.{POLICY}.', '.')}"] = parallel.whole(parameter.detach()).cpu()
-    return tensors
+    """The policy's adapter as PEFT names it, on the CPU; every process calls it together."""
+    return {name: parallel.whole(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
 
 
 def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:

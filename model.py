@@ -27,7 +27,7 @@ from transformers import (
 import parallel
 from cli import UserError
 from data import Prompt, Rollout, prompt_positions
-from lora import adapted_weights, continue_adapter, has_adapter, new_adapter
+from lora import adapted_weights, adapter_parameters, continue_adapter, has_adapter, new_adapter
 from packing import (
     Group,
     PackedBatch,
@@ -231,8 +231,12 @@ def apply_fsdp(
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
+    # An adapter's part in a frozen tower is exported as it came; the reference's copy is cast, as the trained one is
+    # for its forward, or the KL term would not start at zero.
+    exported = set(adapter_parameters(policy.model).values())
     for parameter in frozen:
-        dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+        keep = parameter in exported or not parameter.is_floating_point()
+        dtype = parameter.dtype if keep else compute_dtype
         parameter.data = parameter.data.to(device, dtype)
     if offload:
         for buffer in policy.buffers():

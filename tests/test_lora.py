@@ -244,6 +244,31 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     assert not torch.equal(plain(trained, prompt), peft_logits(tiny_model, sft, prompt))
 
 
+def saved_by_peft(base: str, folder: pathlib.Path, **settings) -> str:
+    """An adapter over `base` with no value at rest, saved by PEFT."""
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_model, shapes, tmp_path, four_bit):
+    adapter = saved_by_peft(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE}|{lora.VISION}")
+    more = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **more))
+    before, after = (
+        load_file(pathlib.Path(d) / "adapter_model.safetensors") for d in (adapter, tmp_path / "run/final")
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == ("visual" in name), name
+    assert read_rows(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == 0
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
