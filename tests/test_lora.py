@@ -290,9 +290,73 @@ def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_pat
     assert torch.equal(plain(model, prompt), peft_logits(tiny_model, sft, prompt))
 
 
+def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, tmp_path):
+    """And the result, whose settings name today's modules, is loaded by PEFT; a regex of older names selects none."""
+    names = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
+    alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
+    saved_by_peft(
+        tiny_model,
+        tmp_path / "new",
+        target_modules=r"model.language_model.*(q|v)_proj",
+        rank_pattern=names,
+        alpha_pattern=alphas,
+    )
+    want = peft_logits(tiny_model, tmp_path / "new", prompt)
+
+    def older(names):
+        return {name.replace("model.language_model", "^model"): value for name, value in names.items()}
+
+    settings = {
+        "rank_pattern": older(names),
+        "alpha_pattern": older(alphas),
+        "target_modules": r"model\.layers.*(q|v)_proj",
+    }
+    old = changed(
+        tmp_path / "new", tmp_path / "old", settings, lambda k, t: (k.replace("model.language_model.", "model."), t)
+    )
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, old)
+    assert torch.equal(plain(model, prompt), want)
+    (tmp_path / "again").mkdir()
+    lora.write_adapter(model, lora.adapter_tensors(model), tiny_model, tmp_path / "again")
+    assert torch.equal(peft_logits(tiny_model, tmp_path / "again", prompt), want)
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["q_proj", "v_proj"]
+    assert written["alpha_pattern"] == {
+        "model.language_model.layers.0.self_attn.q_proj": 32,
+        "model.language_model.layers.1.self_attn.v_proj": 1,
+    }
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "mica"])
+def test_kinds_of_a_and_b_at_the_start_do_not_matter_later(tiny_model, prompt, tmp_path, init):
+    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE, init_lora_weights=init)
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, adapter)
+    assert torch.equal(plain(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
+
+
+def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
+    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
+    with pytest.raises(UserError, match=r"patch_embed.proj has a lora_A.weight of 5 dimensions, .*: merge it into its"):
+        continue_adapter(load_model(tiny_model, torch.float32), adapter)
+
+
 @pytest.mark.parametrize(
     ("settings", "rename", "message"),
     [
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            None,
+            r"initialised with 'pissa_niter_4', which rewrote the base: have",
+        ),
+        ({"init_lora_weights": "olora"}, None, r"'olora', .*path_initial_model_for_weight_conversion"),
+        (
+            {"trainable_token_indices": [3]},
+            None,
+            r"with trainable_token_indices, which is not supported: merge it with",
+        ),
+        ({"lora_bias": True}, None, r"with lora_bias, which is not supported"),
         ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
         ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
         ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; LoRA is what is supported"),
@@ -308,6 +372,17 @@ def test_adapters_that_cannot_be_continued_say_why(tiny_model, sft, tmp_path, se
     folder = changed(sft, tmp_path / "adapter", settings, *([rename] if rename else []))
     with pytest.raises(UserError, match=message):
         continue_adapter(load_model(tiny_model, torch.float32), folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_damaged_weights_are_named(tiny_model, sft, tmp_path, name):
+    shutil.copytree(sft, tmp_path / "a")
+    whole = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    for content in (whole[:1000], whole[:-10], b"\x80nonsense", b""):
+        (tmp_path / "a" / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"cannot read an adapter from .*/a' \(.+\)"):
+            continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path / "a"))
 
 
 def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
