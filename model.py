@@ -1,5 +1,6 @@
 """Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -145,12 +146,31 @@ def load_model(name: str, dtype: torch.dtype, quantised_on: torch.device | None 
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
     if quantised_on is not None:
         options |= {"quantization_config": four_bit(dtype), "device_map": {"": quantised_on}}
-    try:
-        return auto_class(AutoConfig.from_pretrained(name)).from_pretrained(name, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    with _named(name):
+        return auto_class(load_config(name)).from_pretrained(name, **options)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of the model at `name`. Raises UserError when it cannot be read and when the weights were saved
+    quantised, which can neither be trained nor be added to."""
+    with _named(name):
+        config = AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
-            "Hugging Face layout or a hub name within reach"
+            f"{name!r} was saved quantised: name the model it was made from (--load_in_4bit quantises it on the way)"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What goes wrong with the files of the model at `name`, in one line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): a folder in Hugging Face layout "
+            "or a hub name within reach is needed"
         ) from None
 
 
