@@ -11,6 +11,7 @@ from, or, where it started from none, off. There is no second copy of the base.
 import contextlib
 import copy
 import pathlib
+import re
 import warnings
 from collections.abc import Iterator
 from pickle import UnpicklingError
@@ -50,6 +51,11 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
     """Put an adapter that changes nothing yet beside every linear layer of the decoder stack, and of the vision tower
     with `vision`; the rest of `model` is frozen. The same random A on every process."""
     targets = f"{LANGUAGE}|{VISION}" if vision else LANGUAGE
+    if not any(re.fullmatch(targets, name) for name, _ in model.named_modules()):
+        raise UserError(
+            f"--lora_rank: {type(model).__name__} has no layers named as those of Qwen's and Llama's decoder stacks, "
+            "beside which an adapter is put: train it whole, without --lora_rank"
+        )
     alpha = alpha or 2 * rank
     config = load_peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():

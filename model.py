@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -97,6 +98,10 @@ class PolicyFlags:
             raise ValueError("micro_batch_tokens, lora_rank and lora_alpha must not be negative")
         if self.adapter and (self.lora_rank or self.lora_alpha):
             raise ValueError("adapter has a rank and an α of its own: leave lora_rank and lora_alpha out")
+        if self.lora_alpha and not self.lora_rank:
+            raise ValueError("lora_alpha is of a new adapter: give lora_rank, or leave it out")
+        if self.offload_reference and self.has_adapter:
+            raise ValueError("offload_reference: beside an adapter there is no reference model; leave it out")
         if self.load_in_4bit and not self.has_adapter:
             raise ValueError("load_in_4bit freezes the model: give lora_rank or adapter, which are trained beside it")
 
@@ -209,6 +214,18 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
+
+
+def check_trained(policy: Policy, flags: PolicyFlags) -> None:
+    """Raise UserError when `flags` leave nothing of an adapter to train, and say it when they ask for what it lacks."""
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError(
+            f"--adapter {flags.adapter}: it adapts the vision tower alone, nothing to train: give --train_vision"
+        )
+    blind = has_adapter(policy.model) and not any(".visual." in name for name in trained)
+    if flags.train_vision and blind and parallel.is_main():
+        print("--train_vision: the adapter has no part in a vision tower, which stays as it is", file=sys.stderr)
 
 
 def load_reference(

@@ -16,13 +16,15 @@ from conftest import run_script
 from models import FAMILIES, build, make_group, plain_logprobs
 from safetensors.torch import load_file, save_file
 from test_runs import SMALL, config, weights
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import grpo
 import lora
+import parallel
 from cli import UserError
 from data import encode_prompts, load_processor, load_samples
 from lora import adapted_weights, continue_adapter, new_adapter, reference_weights
-from model import PolicyFlags, load_model, load_policy
+from model import PolicyFlags, apply_fsdp, check_trained, load_model, load_policy
 from packing import pack, take_packed_batches, token_logprobs
 from report import read_rows
 from rollout import HFEngine
@@ -35,7 +37,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     g = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=g)
+            values = 0.1 * torch.randn(parameter.shape, generator=g)
+            parallel.whole(parameter.data).copy_(values)  # of a single process
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +155,14 @@ def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("four_bit", [False, True])
-def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit):
-    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first."""
+def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit, sharded):
+    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first, as training has the policy."""
     policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=four_bit, dtype="bfloat16"), CPU)
+    if sharded:
+        parallel.start()
+        policy = apply_fsdp(policy, CPU, torch.bfloat16)
     engine = HFEngine(load_model(tiny_model, torch.bfloat16), load_processor(tiny_model, "count"))
     before = {name: p.clone() for name, p in policy.model.named_parameters() if ".lora_" not in name}
     for seed in range(50):
@@ -166,12 +173,14 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     for name, parameter in policy.model.named_parameters():
         if ".lora_" in name:
             continue
-        assert torch.equal(parameter, before[name]), name
+        parameter = parallel.whole(parameter)
+        assert torch.equal(parameter, parallel.whole(before[name])), name
         module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
         want = lora.dequantised(parameter) if hasattr(parameter, "quant_state") else parameter
         if module in layers and leaf == "weight":
             adapted += 1
-            want = (want.float() + layers[module].get_delta_weight("policy")).bfloat16()
+            a, b = (parallel.whole(part["policy"].weight) for part in (layers[module].lora_A, layers[module].lora_B))
+            want = (want.float() + 2 * b @ a).bfloat16()  # α is twice the rank
         got = held[f"{module}.{leaf}"]
         assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # a last bit, where float32 sums in another order
         assert (got == want).float().mean() > 0.99, name
@@ -212,6 +221,29 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
         grpo.main(config(tiny_model, shapes, tmp_path / name, max_steps=3, offload_optimizer=flag, weight_decay=0.1))
     one, two = (weights(tmp_path / name / "final") for name in ("here", "host"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
+    more = dict(max_steps=4, save_every=2, offload_optimizer=True, weight_decay=0.1)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **more))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    grpo.main(config(tiny_model, shapes, tmp_path / "again", resume="newest", **more))
+    one, two = (weights(tmp_path / name / "final") for name in ("run", "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shapes, tmp_path):
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", "--load_in_4bit", "--dtype=bfloat16"]
+    flags += [f"--{key}={value}" for key, value in SMALL.items()]
+    flags += ["--learning_rate=1e-3", "--beta=0.01", "--max_steps=2"]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    for name in ("reward", "grad_norm", "entropy", "kl"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=0.05, abs=1e-3), name
+    one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
+    assert one.keys() == two.keys() and any(two[name].any() for name in two if "lora_B" in name)
 
 
 def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
@@ -392,3 +424,35 @@ def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
         grpo.Config(data="x", adapter="y", lora_rank=4)
     with pytest.raises(ValueError, match="load_in_4bit freezes the model: give lora_rank or adapter"):
         grpo.Config(data="x", load_in_4bit=True)
+    with pytest.raises(ValueError, match="lora_alpha is of a new adapter: give lora_rank"):
+        grpo.Config(data="x", lora_alpha=4.0)
+    for adapter in (dict(lora_rank=4), dict(adapter="y")):
+        with pytest.raises(ValueError, match="offload_reference: beside an adapter there is no reference model"):
+            grpo.Config(data="x", offload_reference=True, **adapter)
+
+
+def test_what_there_is_to_train_is_said(tiny_model, sft, shapes, tmp_path, capsys):
+    seeing = saved_by_peft(tiny_model, tmp_path / "seeing", target_modules=lora.VISION)
+    with pytest.raises(UserError, match=r"adapts the vision tower alone, nothing to train: give --train_vision"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=seeing))
+    assert not (tmp_path / "a").exists()
+    said = "--train_vision: the adapter has no part in a vision tower, which stays as it is\n"
+    for adapter, heard in ((seeing, ""), (str(sft), said)):
+        policy = load_policy(tiny_model, PolicyFlags(adapter=adapter, train_vision=True), CPU)
+        capsys.readouterr()  # the loading bar
+        check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
+        assert capsys.readouterr().err == heard
+
+
+def test_models_without_places_for_an_adapter_are_named():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    with pytest.raises(UserError, match=r"--lora_rank: GPT2LMHeadModel has no layers named as those of Qwen's"):
+        new_adapter(model, 4, 0, vision=True)
+
+
+def test_a_base_saved_in_4_bits_is_named(tiny_model, tmp_path):
+    policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16"), CPU)
+    folder = shutil.copytree(tiny_model, tmp_path / "quantised")
+    policy.model.config.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"quantised' was saved quantised: name the model it was made from"):
+        load_policy(str(folder), PolicyFlags(lora_rank=4), CPU)
