@@ -34,6 +34,7 @@ from memory import check_room, choose_sharding, fit, retried
 from model import (
     Policy,
     apply_fsdp,
+    check_trained,
     load_policy,
     load_reference,
     look,
@@ -468,6 +469,7 @@ def set_up(cfg: Config) -> Run:
     dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     policy = load_policy(cfg.model, cfg, device)
+    check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, bool(cfg.beta), device, cfg.gpu_memory)
     check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)

@@ -1,9 +1,11 @@
 """Policies: load one, freeze or train its vision tower, shard it with FSDP2, hand out its whole weights."""
 
+import contextlib
 import functools
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +29,7 @@ from transformers import (
 import parallel
 from cli import UserError
 from data import Prompt, Rollout, prompt_positions
-from lora import adapted_weights, continue_adapter, has_adapter, new_adapter
+from lora import adapted_weights, adapter_parameters, continue_adapter, has_adapter, new_adapter
 from packing import (
     Group,
     PackedBatch,
@@ -96,6 +98,10 @@ class PolicyFlags:
             raise ValueError("micro_batch_tokens, lora_rank and lora_alpha must not be negative")
         if self.adapter and (self.lora_rank or self.lora_alpha):
             raise ValueError("adapter has a rank and an α of its own: leave lora_rank and lora_alpha out")
+        if self.lora_alpha and not self.lora_rank:
+            raise ValueError("lora_alpha is of a new adapter: give lora_rank, or leave it out")
+        if self.offload_reference and self.has_adapter:
+            raise ValueError("offload_reference: beside an adapter there is no reference model; leave it out")
         if self.load_in_4bit and not self.has_adapter:
             raise ValueError("load_in_4bit freezes the model: give lora_rank or adapter, which are trained beside it")
 
@@ -145,12 +151,31 @@ def load_model(name: str, dtype: torch.dtype, quantised_on: torch.device | None 
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
     if quantised_on is not None:
         options |= {"quantization_config": four_bit(dtype), "device_map": {"": quantised_on}}
-    try:
-        return auto_class(AutoConfig.from_pretrained(name)).from_pretrained(name, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    with _named(name):
+        return auto_class(load_config(name)).from_pretrained(name, **options)
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The configuration of the model at `name`. Raises UserError when it cannot be read and when the weights were saved
+    quantised, which can neither be trained nor be added to."""
+    with _named(name):
+        config = AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give --model a folder in "
-            "Hugging Face layout or a hub name within reach"
+            f"{name!r} was saved quantised: name the model it was made from (--load_in_4bit quantises it on the way)"
+        )
+    return config
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What goes wrong with the files of the model at `name`, in one line."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+        raise UserError(
+            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): a folder in Hugging Face layout "
+            "or a hub name within reach is needed"
         ) from None
 
 
@@ -189,6 +214,18 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
+
+
+def check_trained(policy: Policy, flags: PolicyFlags) -> None:
+    """Raise UserError when `flags` leave nothing of an adapter to train, and say it when they ask for what it lacks."""
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError(
+            f"--adapter {flags.adapter}: it adapts the vision tower alone, nothing to train: give --train_vision"
+        )
+    blind = has_adapter(policy.model) and not any(".visual." in name for name in trained)
+    if flags.train_vision and blind and parallel.is_main():
+        print("--train_vision: the adapter has no part in a vision tower, which stays as it is", file=sys.stderr)
 
 
 def load_reference(
@@ -231,8 +268,12 @@ def apply_fsdp(
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
+    # An adapter's part in a frozen tower is exported as it came; the reference's copy is cast, as the trained one is
+    # for its forward, or the KL term would not start at zero.
+    exported = set(adapter_parameters(policy.model).values())
     for parameter in frozen:
-        dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+        keep = parameter in exported or not parameter.is_floating_point()
+        dtype = parameter.dtype if keep else compute_dtype
         parameter.data = parameter.data.to(device, dtype)
     if offload:
         for buffer in policy.buffers():

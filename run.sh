@@ -147,9 +147,11 @@ math() {
 }
 
 count() {
+  local adapter=(--lora_rank 16)
+  [ -n "${ADAPTER:-}" ] && adapter=()  # which has a rank of its own
   recipe count count Qwen/Qwen2.5-VL-3B-Instruct "" "" --max_side 512 -- --max_tokens 256 -- \
     --max_completion_length 256 --prompts_per_step 8 --num_generations 8 --learning_rate 5e-5 --epochs 50 --seed 43 \
-    --lora_rank 16 --load_in_4bit --vllm_memory 0.55 --save_every 50
+    "${adapter[@]}" --load_in_4bit --vllm_memory 0.55 --save_every 50
 }
 
 run_flags() {  # what a run was trained on and with, as flags of evaluate.py, one a line

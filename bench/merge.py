@@ -1,6 +1,7 @@
 """How much memory merging an adapter takes: a base with random weights, a random adapter, merge_lora.py, its peak.
 
-python bench/merge.py --shape 7b     # 17 GB for the base on disk, as much again for the merged model
+python bench/merge.py --shape 7b                        # 17 GB for the base on disk, as much again for the merged model
+python bench/merge.py --shape 7b --layers 4 --whole     # 5 GB, with embedding and lm_head of the 7B in the adapter
 """
 
 import json
@@ -30,14 +31,19 @@ class Config:
 
     shape: Literal["3b", "7b", "tiny"] = "7b"
     """The model's shape."""
+    layers: int = 0
+    """Decoder layers of a smaller model of that width; 0: as many as the shape has."""
     rank: int = 16
     """The adapter's rank."""
+    whole: bool = False
+    """Embedding and lm_head in the adapter too (`modules_to_save`), in float32, the most it can hold."""
     folder: str = "runs/bench"
     """Where model, adapter and merged model are written."""
 
 
-def make_adapter(base: pathlib.Path, folder: pathlib.Path, rank: int) -> None:
-    """An adapter over every linear layer of the decoder stack, with random A and B."""
+def make_adapter(base: pathlib.Path, folder: pathlib.Path, rank: int, whole: bool) -> None:
+    """An adapter over every linear layer of the decoder stack, with random A and B; and, `whole`, what is saved as it
+    is."""
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(base)
         model = auto_class(config).from_config(config)
@@ -47,6 +53,10 @@ def make_adapter(base: pathlib.Path, folder: pathlib.Path, rank: int) -> None:
         f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": 0.02 * torch.randn(parameter.shape)
         for name, parameter in trained.items()
     }
+    if whole:
+        model.peft_config[POLICY].modules_to_save = ["embed_tokens", "lm_head"]
+        for name in ("lm_head", "model.language_model.embed_tokens"):
+            tensors[f"base_model.model.{name}.weight"] = 0.02 * torch.randn(model.get_submodule(name).weight.shape)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_adapter(model, tensors, str(base), folder)
@@ -54,12 +64,14 @@ def make_adapter(base: pathlib.Path, folder: pathlib.Path, rank: int) -> None:
 
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
-    base, adapter, merged = folder / cfg.shape, folder / f"{cfg.shape}-adapter", folder / f"{cfg.shape}-merged"
+    name = cfg.shape + (f"-{cfg.layers}" if cfg.layers else "")
+    base, adapter, merged = folder / name, folder / f"{name}-adapter", folder / f"{name}-merged"
     if not (base / "config.json").is_file():  # in a process of its own: what it takes is not what is measured
         code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import pathlib, speed; "
+        code += f"speed.SHAPES[{cfg.shape!r}]['layers'] = {cfg.layers} or speed.SHAPES[{cfg.shape!r}]['layers']; "
         code += f"speed.make_model(pathlib.Path({str(base)!r}), {cfg.shape!r})"
         subprocess.run([sys.executable, "-c", code], check=True)
-    make_adapter(base, adapter, cfg.rank)
+    make_adapter(base, adapter, cfg.rank, cfg.whole)
     shutil.rmtree(merged, ignore_errors=True)
     started = time.perf_counter()
     flags = [f"--base_model={base}", f"--lora_model={adapter}", f"--output_path={merged}"]
@@ -72,7 +84,7 @@ def main(cfg: Config) -> None:
     *said, peak = done.stdout.splitlines()
     print("\n".join(said))
     size = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-    found = {"shape": cfg.shape, "weights_gb": size / 1e9, "peak_gb": int(peak) * 1024 / 1e9}
+    found = {"shape": name, "weights_gb": size / 1e9, "peak_gb": int(peak) * 1024 / 1e9}
     print(json.dumps(found | {"seconds": time.perf_counter() - started}))
 
 

@@ -16,13 +16,15 @@ from conftest import run_script
 from models import FAMILIES, build, make_group, plain_logprobs
 from safetensors.torch import load_file, save_file
 from test_runs import SMALL, config, weights
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import grpo
 import lora
+import parallel
 from cli import UserError
 from data import encode_prompts, load_processor, load_samples
 from lora import adapted_weights, continue_adapter, new_adapter, reference_weights
-from model import PolicyFlags, load_model, load_policy
+from model import PolicyFlags, apply_fsdp, check_trained, load_model, load_policy
 from packing import pack, take_packed_batches, token_logprobs
 from report import read_rows
 from rollout import HFEngine
@@ -35,7 +37,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     g = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=g)
+            values = 0.1 * torch.randn(parameter.shape, generator=g)
+            parallel.whole(parameter.data).copy_(values)  # of a single process
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +155,14 @@ def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("four_bit", [False, True])
-def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit):
-    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first."""
+def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit, sharded):
+    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first, as training has the policy."""
     policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=four_bit, dtype="bfloat16"), CPU)
+    if sharded:
+        parallel.start()
+        policy = apply_fsdp(policy, CPU, torch.bfloat16)
     engine = HFEngine(load_model(tiny_model, torch.bfloat16), load_processor(tiny_model, "count"))
     before = {name: p.clone() for name, p in policy.model.named_parameters() if ".lora_" not in name}
     for seed in range(50):
@@ -166,12 +173,14 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     for name, parameter in policy.model.named_parameters():
         if ".lora_" in name:
             continue
-        assert torch.equal(parameter, before[name]), name
+        parameter = parallel.whole(parameter)
+        assert torch.equal(parameter, parallel.whole(before[name])), name
         module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
         want = lora.dequantised(parameter) if hasattr(parameter, "quant_state") else parameter
         if module in layers and leaf == "weight":
             adapted += 1
-            want = (want.float() + layers[module].get_delta_weight("policy")).bfloat16()
+            a, b = (parallel.whole(part["policy"].weight) for part in (layers[module].lora_A, layers[module].lora_B))
+            want = (want.float() + 2 * b @ a).bfloat16()  # α is twice the rank
         got = held[f"{module}.{leaf}"]
         assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # a last bit, where float32 sums in another order
         assert (got == want).float().mean() > 0.99, name
@@ -214,6 +223,29 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
+    more = dict(max_steps=4, save_every=2, offload_optimizer=True, weight_decay=0.1)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **more))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    grpo.main(config(tiny_model, shapes, tmp_path / "again", resume="newest", **more))
+    one, two = (weights(tmp_path / name / "final") for name in ("run", "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shapes, tmp_path):
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", "--load_in_4bit", "--dtype=bfloat16"]
+    flags += [f"--{key}={value}" for key, value in SMALL.items()]
+    flags += ["--learning_rate=1e-3", "--beta=0.01", "--max_steps=2"]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    for name in ("reward", "grad_norm", "entropy", "kl"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=0.05, abs=1e-3), name
+    one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
+    assert one.keys() == two.keys() and any(two[name].any() for name in two if "lora_B" in name)
+
+
 def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
     """Two processes make the run of one; a resumed run is the same; the result is one adapter over the same base."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
@@ -244,6 +276,31 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     assert not torch.equal(plain(trained, prompt), peft_logits(tiny_model, sft, prompt))
 
 
+def saved_by_peft(base: str, folder: pathlib.Path, **settings) -> str:
+    """An adapter over `base` with no value at rest, saved by PEFT."""
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_model, shapes, tmp_path, four_bit):
+    adapter = saved_by_peft(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE}|{lora.VISION}")
+    more = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **more))
+    before, after = (
+        load_file(pathlib.Path(d) / "adapter_model.safetensors") for d in (adapter, tmp_path / "run/final")
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == ("visual" in name), name
+    assert read_rows(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == 0
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,9 +322,73 @@ def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_pat
     assert torch.equal(plain(model, prompt), peft_logits(tiny_model, sft, prompt))
 
 
+def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, tmp_path):
+    """And the result, whose settings name today's modules, is loaded by PEFT; a regex of older names selects none."""
+    names = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
+    alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
+    saved_by_peft(
+        tiny_model,
+        tmp_path / "new",
+        target_modules=r"model.language_model.*(q|v)_proj",
+        rank_pattern=names,
+        alpha_pattern=alphas,
+    )
+    want = peft_logits(tiny_model, tmp_path / "new", prompt)
+
+    def older(names):
+        return {name.replace("model.language_model", "^model"): value for name, value in names.items()}
+
+    settings = {
+        "rank_pattern": older(names),
+        "alpha_pattern": older(alphas),
+        "target_modules": r"model\.layers.*(q|v)_proj",
+    }
+    old = changed(
+        tmp_path / "new", tmp_path / "old", settings, lambda k, t: (k.replace("model.language_model.", "model."), t)
+    )
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, old)
+    assert torch.equal(plain(model, prompt), want)
+    (tmp_path / "again").mkdir()
+    lora.write_adapter(model, lora.adapter_tensors(model), tiny_model, tmp_path / "again")
+    assert torch.equal(peft_logits(tiny_model, tmp_path / "again", prompt), want)
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["q_proj", "v_proj"]
+    assert written["alpha_pattern"] == {
+        "model.language_model.layers.0.self_attn.q_proj": 32,
+        "model.language_model.layers.1.self_attn.v_proj": 1,
+    }
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "mica"])
+def test_kinds_of_a_and_b_at_the_start_do_not_matter_later(tiny_model, prompt, tmp_path, init):
+    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE, init_lora_weights=init)
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, adapter)
+    assert torch.equal(plain(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
+
+
+def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
+    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
+    with pytest.raises(UserError, match=r"patch_embed.proj has a lora_A.weight of 5 dimensions, .*: merge it into its"):
+        continue_adapter(load_model(tiny_model, torch.float32), adapter)
+
+
 @pytest.mark.parametrize(
     ("settings", "rename", "message"),
     [
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            None,
+            r"initialised with 'pissa_niter_4', which rewrote the base: have",
+        ),
+        ({"init_lora_weights": "olora"}, None, r"'olora', .*path_initial_model_for_weight_conversion"),
+        (
+            {"trainable_token_indices": [3]},
+            None,
+            r"with trainable_token_indices, which is not supported: merge it with",
+        ),
+        ({"lora_bias": True}, None, r"with lora_bias, which is not supported"),
         ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
         ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
         ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; LoRA is what is supported"),
@@ -285,6 +406,17 @@ def test_adapters_that_cannot_be_continued_say_why(tiny_model, sft, tmp_path, se
         continue_adapter(load_model(tiny_model, torch.float32), folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_damaged_weights_are_named(tiny_model, sft, tmp_path, name):
+    shutil.copytree(sft, tmp_path / "a")
+    whole = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    for content in (whole[:1000], whole[:-10], b"\x80nonsense", b""):
+        (tmp_path / "a" / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"cannot read an adapter from .*/a' \(.+\)"):
+            continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path / "a"))
+
+
 def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
     with pytest.raises(UserError, match=r"has no adapter_config.json: an adapter in PEFT layout is needed"):
         continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path))
@@ -292,3 +424,35 @@ def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
         grpo.Config(data="x", adapter="y", lora_rank=4)
     with pytest.raises(ValueError, match="load_in_4bit freezes the model: give lora_rank or adapter"):
         grpo.Config(data="x", load_in_4bit=True)
+    with pytest.raises(ValueError, match="lora_alpha is of a new adapter: give lora_rank"):
+        grpo.Config(data="x", lora_alpha=4.0)
+    for adapter in (dict(lora_rank=4), dict(adapter="y")):
+        with pytest.raises(ValueError, match="offload_reference: beside an adapter there is no reference model"):
+            grpo.Config(data="x", offload_reference=True, **adapter)
+
+
+def test_what_there_is_to_train_is_said(tiny_model, sft, shapes, tmp_path, capsys):
+    seeing = saved_by_peft(tiny_model, tmp_path / "seeing", target_modules=lora.VISION)
+    with pytest.raises(UserError, match=r"adapts the vision tower alone, nothing to train: give --train_vision"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=seeing))
+    assert not (tmp_path / "a").exists()
+    said = "--train_vision: the adapter has no part in a vision tower, which stays as it is\n"
+    for adapter, heard in ((seeing, ""), (str(sft), said)):
+        policy = load_policy(tiny_model, PolicyFlags(adapter=adapter, train_vision=True), CPU)
+        capsys.readouterr()  # the loading bar
+        check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
+        assert capsys.readouterr().err == heard
+
+
+def test_models_without_places_for_an_adapter_are_named():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    with pytest.raises(UserError, match=r"--lora_rank: GPT2LMHeadModel has no layers named as those of Qwen's"):
+        new_adapter(model, 4, 0, vision=True)
+
+
+def test_a_base_saved_in_4_bits_is_named(tiny_model, tmp_path):
+    policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16"), CPU)
+    folder = shutil.copytree(tiny_model, tmp_path / "quantised")
+    policy.model.config.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"quantised' was saved quantised: name the model it was made from"):
+        load_policy(str(folder), PolicyFlags(lora_rank=4), CPU)

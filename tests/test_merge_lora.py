@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import run_script
 from safetensors.torch import load_file, save_file
-from test_lora import plain, prompt, sft  # noqa: F401 (fixtures)
+from test_lora import changed, plain, prompt, sft  # noqa: F401 (fixtures)
 
-from cli import UserError
+import merge_lora as merge_lora_module
+from cli import RunStopped, UserError
 from lora import LANGUAGE
 from merge_lora import merge_lora
 from model import load_model
@@ -25,6 +26,9 @@ KINDS = {
         target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1}
     ),
     "embedding": dict(target_modules=["embed_tokens", "q_proj"]),
+    "trained biases": dict(target_modules=["q_proj", "v_proj"], bias="all"),
+    "trained biases of adapted layers": dict(target_modules=["q_proj", "v_proj"], bias="lora_only"),
+    "patch embedding": dict(target_modules=["patch_embed.proj", "q_proj"]),
     "lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "embedding and lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
 }
@@ -99,6 +103,85 @@ def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_p
     assert (plain(model.float().eval(), prompt) - want).abs().max() < 0.1 * want.std()
     again = run_script("merge_lora.py", *flags)
     assert (again.returncode, "is there already" in again.stderr, "Traceback" in again.stderr) == (2, True, False)
+
+
+def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):  # noqa: F811
+    own = "model.language_model.layers.0.self_attn.q_proj"
+    want = plain(make(tiny_model, tmp_path / "new", target_modules=LANGUAGE, alpha_pattern={own: 64}), prompt)
+    older = {own.replace("model.language_model", "^model"): 64}
+    old = changed(
+        tmp_path / "new",
+        tmp_path / "old",
+        {"alpha_pattern": older, "target_modules": r"model\.layers.*proj"},
+        lambda k, t: (k.replace("model.language_model.", "model."), t),
+    )
+    merge_lora(tiny_model, old, str(tmp_path / "merged"))
+    assert (plain(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt) - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("left_out", ["", "layers.0", "mlp"])
+def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkeypatch, dtype, left_out, capsys):
+    """Also where it changes the logits by less than what is allowed in all."""
+    make(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE)
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 2}))
+    merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "whole"), dtype=dtype)
+    merge = merge_lora_module._Merger.__call__
+
+    def forgetful(self, module, leaf, weight):
+        merged = merge(self, module, leaf, weight)
+        return weight if left_out in module else merged
+
+    monkeypatch.setattr(merge_lora_module._Merger, "__call__", forgetful)
+    with pytest.raises(RunStopped, match=r"merged.partial does not give the adapter's logits: they are off by .* left"):
+        merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "merged"), dtype=dtype)
+
+
+def test_other_files_beside_the_base_are_left_alone(tiny_model, untied, sft, tmp_path):  # noqa: F811
+    for number, base in enumerate((tiny_model, untied)):
+        folder = tmp_path / f"base-{number}"
+        shutil.copytree(base, folder)
+        save_file({"model.stray": torch.zeros(2), "lm_head.weight": torch.zeros(512, 128)}, folder / "a.safetensors")
+        merge_lora(str(folder), str(sft), str(tmp_path / f"merged-{number}"))
+        merged = {}
+        for file in (tmp_path / f"merged-{number}").glob("*.safetensors"):
+            merged |= load_file(file)
+        assert "model.stray" not in merged
+
+
+def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft, tmp_path):  # noqa: F811
+    def copy(name: str, base: str = tiny_model) -> pathlib.Path:
+        return pathlib.Path(shutil.copytree(base, tmp_path / name))
+
+    def settings(name: str, **changes) -> None:
+        path = copy(name) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    weights = copy("cut") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    settings("unknown", model_type="nothing_known")
+    settings("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    sorted(copy("shard", untied).glob("model-*.safetensors"))[0].unlink()
+    (copy("index", untied) / "model.safetensors.index.json").write_text("{")
+    cases = {
+        "cut": r"cut/model.safetensors is damaged \(.*\): fetch it anew",
+        "unknown": r"cannot load a model from .*/unknown' \(.*nothing_known",
+        "quantised": r"quantised' was saved quantised: name the model it was made from",
+        "shard": r"model.safetensors.index.json and every file it names",
+        "index": r"index.json is damaged",
+    }
+    for name, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            merge_lora(str(tmp_path / name), str(sft), str(tmp_path / "merged"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--output_path .*file/merged' cannot be made \(Not a directory\)"):
+        merge_lora(tiny_model, str(sft), str(tmp_path / "file" / "merged"))
+    with pytest.raises(UserError, match=r"initialised with 'pissa', which rewrote the base"):
+        merge_lora(
+            tiny_model, changed(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
+        )
+    assert not list(tmp_path.glob("merged*"))
 
 
 def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):  # noqa: F811

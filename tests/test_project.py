@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,7 +80,7 @@ def test_every_setting_is_explained():
 RECIPES = ["vqa", "math text", "math image", "math mixed", "count"]
 
 
-def test_every_recipe_runs_offline_with_smoke():
+def test_every_recipe_runs_offline_with_smoke(tmp_path):
     """Two at a time, as a newcomer tries them; each prints the command it runs, whole."""
     if not (ROOT / ".venv" / "installed").is_file():
         pytest.skip("no .venv made by run.sh: the recipes would install one")
@@ -104,6 +105,12 @@ def test_every_recipe_runs_offline_with_smoke():
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--adapter=runs/smoke/count/final" in done.stdout
     assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
+    adapter = shutil.copytree(ROOT / "runs/smoke/count/final", tmp_path / "adapter")
+    command = ["./run.sh", "count", "--smoke"]
+    environment |= {"ADAPTER": str(adapter)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((ROOT / "runs/smoke/count/before/scores.json").read_text())["adapter"] == str(adapter)
 
 
 @pytest.mark.parametrize(
