@@ -484,9 +484,8 @@ def set_up(cfg: Config) -> Run:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | stream.rows_seen)
     stream.lengths = start.get("lengths", {})
     checkpoints.begin(start["step"] if goes_on else None)
-    log = RunLog(
-        cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, start["step"] if goes_on else None
-    )
+    about = asdict(cfg) | {"total_steps": total_steps}
+    log = RunLog(cfg.output, about, cfg.report_every, start["step"] if goes_on else None)
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     run = Run(cfg, stream, eval_samples, *models, log, checkpoints, total_steps, budget=budget)
     vars(run).update({name: start[name] for name in PROGRESS if name in start})

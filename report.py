@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -292,6 +293,28 @@ def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
     if holds_a_run and not (overwrite or resumed):
         what = "holds a run: --resume goes on with it," if saved else "holds a run without a checkpoint:"
         raise UserError(f"{folder!r} {what} --overwrite replaces it")
+    if parallel.local_world_size() < parallel.world_size():
+        _refuse_folders_apart(path)
+
+
+def _refuse_folders_apart(path: pathlib.Path, patience: float = 10.0) -> None:
+    """Raise UserError, on every process, when not all machines of the run see the same folder `path`."""
+    mark = path / f".seen-{parallel.gather_from_all(uuid.uuid4().hex)[0]}"
+    if parallel.is_main():
+        path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    parallel.wait_for_all()
+    deadline = time.monotonic() + patience  # a shared file system may show it a little later
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = [rank for rank, saw in enumerate(parallel.gather_from_all(seen)) if not saw]
+    if parallel.is_main():
+        mark.unlink()
+    if blind:
+        raise UserError(
+            f"--output {str(path)!r} is another folder for rank {blind[0]}: checkpoints are written by every process, so "
+            "it has to be on a file system that all machines share"
+        )
 
 
 def git_commit() -> str | None:

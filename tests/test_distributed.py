@@ -15,7 +15,9 @@ import torch
 from conftest import ROOT, free_port, on_machine, run_on_machines, run_script
 from safetensors.torch import load_file
 
-from report import read_rows
+import parallel
+from cli import UserError
+from report import read_rows, refuse_to_mix_runs
 
 WORKER = str(ROOT / "tests" / "gradient_worker.py")
 
@@ -174,3 +176,16 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
         for machine in machines:
             machine.kill()
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_machines_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
+    """The other machine's process looks for what this one has left, and does not find it."""
+    monkeypatch.setattr(parallel, "world_size", lambda: 2)
+    monkeypatch.setattr(parallel, "local_world_size", lambda: 1)
+    monkeypatch.setattr(parallel, "wait_for_all", lambda: None)
+    monkeypatch.setattr(parallel, "gather_from_all", lambda value: [value, value if isinstance(value, str) else False])
+    with pytest.raises(UserError, match="another folder for rank 1"):
+        refuse_to_mix_runs(str(tmp_path / "run"), False, False)
+    assert not list((tmp_path / "run").iterdir())
+    monkeypatch.setattr(parallel, "gather_from_all", lambda value: [value, value])
+    refuse_to_mix_runs(str(tmp_path / "run"), False, False)
