@@ -312,8 +312,8 @@ def _refuse_folders_apart(path: pathlib.Path, patience: float = 10.0) -> None:
         mark.unlink()
     if blind:
         raise UserError(
-            f"--output {str(path)!r} is another folder for rank {blind[0]}: every process writes its part of a checkpoint "
-            "there, so it has to be on a file system that all machines share"
+            f"--output {str(path)!r} is another folder for rank {blind[0]}: every process writes its part of a "
+            "checkpoint there, so all machines have to share it"
         )
 
 
