@@ -81,6 +81,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         seen=[],
         interrupted=[],
         skipped=0,
+        norms=[],
         budget=cfg.micro_batch_tokens or 16384,
     )
     held = parallel.my_share(groups)
