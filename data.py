@@ -22,10 +22,16 @@ from typing import Literal
 
 import jinja2
 import torch
+import transformers.utils
 import tyro
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
+
+# isort: split
+# Else transformers imports scikit-learn, and with it pandas and SciPy, for a way of decoding that nobody here uses: a
+# second of every process's start.
+transformers.utils.is_sklearn_available = lambda: False
 from transformers import (
     AutoConfig,
     AutoModel,

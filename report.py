@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 import torch
 from PIL import Image
 
@@ -34,9 +33,7 @@ from cli import UserError, need, run
 from data import TAG
 from packing import Group
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+os.environ.setdefault("MPLBACKEND", "Agg")  # pictures go to files, whatever screens there are
 GROUPS_A_REPORT = 3  # groups kept of a reported step
 GROUPS_ON_PAGE = 60  # most groups on the page, the newest
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -348,6 +345,8 @@ def draw_curves(folder: pathlib.Path) -> None:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
+    import matplotlib.pyplot as plt  # here, since most processes draw nothing
+
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     (reward, match), (length, difference) = axes
     _draw(reward, *series("reward"), "mean reward of a step", "reward", smooth=True)
@@ -382,6 +381,8 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 def save_figure(figure, path: pathlib.Path) -> None:
     """Written beside its place and renamed: a viewer never sees half a picture."""
+    import matplotlib.pyplot as plt
+
     try:
         figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
     finally:

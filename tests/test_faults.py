@@ -78,7 +78,7 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     """A restart by torchrun replaces what its own launch has written and nothing else; a checkpoint of elsewhere does
     not go on in a folder with a run; without a checkpoint --resume is no advice."""
     shutil.copytree(saved, tmp_path / "run")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(parallel, "restarted", lambda: True)
     monkeypatch.setattr(parallel, "launch", lambda: "this one")
     with pytest.raises(UserError, match="holds a run: --resume goes on with it, --overwrite replaces it"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
