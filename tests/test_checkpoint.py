@@ -247,7 +247,7 @@ def begin(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> 
     return process, int(children.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
     """A dead one within 30 seconds; one that hangs after --hang_timeout and the 30 seconds that torchrun waits."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]

@@ -90,9 +90,8 @@ def test_completions_go_where_less_is_to_be_done(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
             assert results[1][variant]["stats/share"] == 1
-            assert (
-                results[processes][variant]["stats/share"] < 1.4 / processes
-            )  # the rest are prompts, which a split group has twice
+            # of completion tokens; prompts, longer than they are here, count in the plan too
+            assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
 @pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
