@@ -42,7 +42,12 @@ def choose_sharding(
     policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
 ) -> str:
     """What «auto» of `PolicyFlags.sharding` is here; without a GPU «full». A copy on each process saves the gathering
-    of weights, a share of one leaves memory for larger micro-batches and for the sampler."""
+    of weights, a share of one leaves memory for larger micro-batches and for the sampler. Raises UserError for hybrid
+    over machines with different numbers of processes."""
+    if flags.sharding == "hybrid" and parallel.world_size() % parallel.local_world_size():
+        raise UserError(
+            "--sharding hybrid needs as many processes on every machine: give all the same --nproc_per_node"
+        )
     if flags.sharding != "auto" or parallel.world_size() == 1 or device.type != "cuda":
         return flags.sharding if flags.sharding != "auto" else "full"
     state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)

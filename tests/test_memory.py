@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import memory
+import parallel
 from cli import UserError
 from model import PolicyFlags, load_policy
 from packing import language_model
@@ -86,6 +87,35 @@ def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch
     with pytest.raises(UserError, match=message):
         memory.check_room(policy, flags, True, GPU, sampler)
     memory.check_room(policy, flags, True, torch.device("cpu"), sampler)
+
+
+@pytest.mark.parametrize(
+    ("processes", "here", "share", "want"),
+    [
+        (1, 1, 9.0, "full"),  # one process: the same as a whole copy
+        (4, 4, 0.3, "none"),
+        (4, 4, 0.4, "full"),
+        (16, 8, 0.3, "none"),
+        (16, 8, 5.0, "hybrid"),  # of eight GPUs two thirds hold it
+        (16, 8, 6.0, "full"),
+    ],
+)
+def test_weights_are_sharded_where_they_take_much_of_a_gpu(policy, monkeypatch, processes, here, share, want):
+    """`share`: what weights, gradients and optimizer take of a GPU."""
+    state = sum(memory.state_bytes(policy, PolicyFlags(), True))
+    assert state > 18 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / share)
+    monkeypatch.setattr(parallel, "world_size", lambda: processes)
+    monkeypatch.setattr(parallel, "local_world_size", lambda: here)
+    assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == want
+    assert memory.choose_sharding(policy, PolicyFlags(sharding="none"), True, GPU) == "none"
+
+
+def test_hybrid_over_unequal_machines_is_refused(policy, monkeypatch):
+    monkeypatch.setattr(parallel, "world_size", lambda: 6)
+    monkeypatch.setattr(parallel, "local_world_size", lambda: 4)
+    with pytest.raises(UserError, match="as many processes on every machine"):
+        memory.choose_sharding(policy, PolicyFlags(sharding="hybrid"), True, GPU)
 
 
 def test_a_part_of_a_gpu_is_filled_as_a_whole_smaller_one(policy, monkeypatch):
