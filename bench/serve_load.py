@@ -2,11 +2,12 @@
 
     python bench/serve_load.py --model runs/tiny/count-0/model
 
-Starts a service of its own, a training job in it, then for a minute 50 clients that ask for the jobs every second and
-10 that upload a data set, delete it and begin again. Prints errors and the times of GET /jobs.
+Starts a service of its own, with finished jobs and one that trains, then for a minute 50 clients that ask for the jobs
+every second and 10 that upload a data set, delete it and begin again. Prints errors and the times of GET /jobs.
 """
 
 import io
+import json
 import pathlib
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import requests
 
 import cli
 import tiny
+from jobs import Store
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Config:
     """Clients that upload."""
     seconds: float = 60.0
     """How long."""
+    finished: int = 100
+    """Jobs that are there from before, of 200 steps each."""
 
 
 def archive() -> bytes:
@@ -48,6 +52,22 @@ def archive() -> bytes:
             for path in pathlib.Path(folder, "data").rglob("*.*"):
                 target.write(path, str(path.relative_to(pathlib.Path(folder) / "data")))
         return data.getvalue()
+
+
+def add_finished(folder: str, count: int) -> None:
+    """Jobs as a service leaves them that has trained them."""
+    store = Store(folder)
+    store.add_file("old", "old.zip", {"rows": 100, "images": 100, "usable": 100, "problems": []})
+    for i in range(count):
+        job = store.add_job(f"job {i}", "old", "model", {}, 200)
+        store.run_of(job.job_id).mkdir()
+        row = {"reward": 0.5, "loss": 0.1, "step_time": 1.0, **{f"time/part {k}": 0.1 for k in range(30)}}
+        lines = (json.dumps({"step": step} | row) for step in range(1, 201))
+        (store.run_of(job.job_id) / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        (store.run_of(job.job_id) / "final").mkdir()
+        store.table.execute("UPDATE jobs SET status = 'completed' WHERE job_id = ?", (job.job_id,))
+    store.table.close()
+    store.held.close()
 
 
 class Load:
@@ -102,6 +122,7 @@ def main(cfg: Config) -> None:
         port = probe.getsockname()[1]
     url, data = f"http://127.0.0.1:{port}", archive()
     with tempfile.TemporaryDirectory() as folder:
+        add_finished(folder, cfg.finished)
         command = [sys.executable, str(HERE.parent / "serve.py"), f"--folder={folder}", f"--model={cfg.model}"]
         service = subprocess.Popen([*command, f"--port={port}"], stderr=subprocess.DEVNULL)
         try:
