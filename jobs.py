@@ -99,6 +99,7 @@ class Store:
         self.table.row_factory = sqlite3.Row
         self.table.execute("PRAGMA journal_mode = WAL")
         self.table.executescript(SCHEMA)
+        self.changes = 0  # of the table of jobs, since the service began
         self.known: dict[str, tuple[int, dict[str, Any]]] = {}  # by job: when its metrics were written, what they say
 
     def _all(self, query: str, *values: object) -> list[sqlite3.Row]:
@@ -159,6 +160,7 @@ class Store:
             self.folder_of(job_id).mkdir()
             values = (job_id, name, file_id, model, json.dumps(settings), "queued", total_steps, now(), time.time())
             columns = "job_id, job_name, file_id, model, settings, status, total_steps, created_at, queued_at"
+            self.changes += 1
             self._all(f"INSERT INTO jobs ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", *values)
             return self.job(job_id)
 
@@ -174,6 +176,7 @@ class Store:
 
     def _update(self, job: Job, **changes: object) -> Job:
         changed = dataclasses.replace(job, **changes)
+        self.changes += 1
         names = ", ".join(f"{name} = ?" for name in changes)
         self._all(f"UPDATE jobs SET {names} WHERE job_id = ?", *changes.values(), job.job_id)
         return changed

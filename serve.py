@@ -48,6 +48,7 @@ from fastapi.responses import (
     StreamingResponse,
 )
 from fastapi_offline import FastAPIOffline  # /docs without a request to anybody
+from pydantic import TypeAdapter
 from starlette.background import BackgroundTask
 
 import cli
@@ -66,6 +67,8 @@ LOOKERS = 2  # ZIPs that are looked through at once
 LOOK_PATIENCE = 60.0  # that an upload waits for those before it
 ANSWER_SECONDS = 600.0  # that a question to a trained model may take
 ROWS_AN_EVENT = 1000  # of metrics
+LISTING_SECONDS = 0.25  # that all who ask for the jobs get the same list, unless one of them changes
+LISTING = TypeAdapter(list[JobInfo])
 log = logging.getLogger("serve")
 
 
@@ -248,11 +251,16 @@ def allowed_model(name: str | None, cfg: Config) -> str:
     raise HTTPException(400, "base_model_path is neither a model below an allowed folder nor a name on the hub")
 
 
-@api.get("/jobs")
-async def jobs(request: Request) -> list[JobInfo]:
+@api.get("/jobs", response_model=list[JobInfo])
+async def jobs(request: Request) -> Response:
     """Every job, in the order they were queued."""
-    store = store_of(request)
-    return [info(store, job) for job in store.jobs()]
+    store, state = store_of(request), request.app.state
+    made, changes, text = state.listing
+    if changes != store.changes or time.monotonic() > made + LISTING_SECONDS:
+        made, changes = time.monotonic(), store.changes
+        text = LISTING.dump_json([info(store, job) for job in store.jobs()])
+        state.listing = made, changes, text
+    return Response(text, media_type="application/json")
 
 
 @api.get("/jobs/{job_id}")
@@ -430,6 +438,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     )
     app.state.cfg, app.state.store, app.state.predicting = cfg, Store(cfg.folder), threading.Lock()
     app.state.store.remove_leftovers()
+    app.state.listing = 0.0, -1, b""
     app.state.checker, app.state.looking = Workers(LOOKERS, [LOOK_THROUGH]), threading.BoundedSemaphore(LOOKERS)
     app.state.keeping = anyio.CapacityLimiter(16)  # threads of uploads: nobody else waits for one of these
     app.include_router(api)
