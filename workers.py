@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 TOO_LONG = "took longer than {:g} s"
-PATIENCE = 10  # times as long for a call that waits for a processor
+PATIENCE = 60  # times as long for a call that waits for a processor: it is not the call that is to blame
 
 
 class CallFailed(Exception):

@@ -407,15 +407,21 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_text_makes_a_reward_fail_or_wait(name, texts):
     """As the completion, as the answer in a well-formed one, and as the gold: a value in range within two seconds."""
-    slowest = 0.0
+    slow = []
     for text in TEXTS[texts]:
         inside = think(text.replace("<", "‹"))
         for completion, gold in ((text, "3"), (inside, "3"), (inside, "yes"), (think("3"), text)):
-            began = time.perf_counter()
-            value = FUNCTIONS[name](completion, gold)
-            slowest = max(slowest, time.perf_counter() - began)
+            value, seconds = timed(name, completion, gold)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-    assert slowest < 6, "two seconds on an idle machine; the other tests run beside this one"
+            if seconds > 4:  # two on an idle machine; the other tests run beside this one
+                slow.append((completion, gold))
+    for completion, gold in slow:  # a machine that stood still does not do so twice
+        assert timed(name, completion, gold)[1] < 4, (completion[:80], gold[:80])
+
+
+def timed(name, completion, gold):
+    began = time.perf_counter()
+    return FUNCTIONS[name](completion, gold), time.perf_counter() - began
 
 
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
