@@ -296,8 +296,8 @@ class Checkpoints:
 
     def _of_this_launch(self) -> bool:
         about = self.folder / "config.json"
-        launch = parallel.launch()
-        return launch is not None and about.is_file() and json.loads(about.read_text()).get("launch") == launch
+        known = json.loads(about.read_text()).get("launch") if about.is_file() else None
+        return bool(set(known or []).intersection(parallel.launch()))
 
     def _newest(self) -> tuple[pathlib.Path | None, str]:
         steps = _steps(self.folder)

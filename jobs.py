@@ -200,16 +200,11 @@ class Store:
             job = self.job(job_id)
             if job.status not in ("cancelled", "failed"):
                 raise Conflict(f"the job is {job.status}: only a cancelled or failed one can be resumed")
-            with self._kept_data(job):
+            try:
                 self.file(job.file_id)
+            except Missing:
+                raise Conflict("the job's pictures were deleted: upload them again and start a new job") from None
             return self._update(job, status="queued", cancelled_at=None, error_message=None, queued_at=time.time())
-
-    @contextlib.contextmanager
-    def _kept_data(self, job: Job) -> Iterator[None]:
-        try:
-            yield
-        except Missing:
-            raise Conflict("the job's pictures were deleted: upload them again and start a new job") from None
 
     # --- processes
 

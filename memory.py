@@ -48,8 +48,10 @@ def choose_sharding(
         raise UserError(
             "--sharding hybrid needs as many processes on every machine: give all the same --nproc_per_node"
         )
-    if flags.sharding != "auto" or parallel.world_size() == 1 or device.type != "cuda":
-        return flags.sharding if flags.sharding != "auto" else "full"
+    if flags.sharding != "auto":
+        return flags.sharding
+    if parallel.world_size() == 1 or device.type != "cuda":
+        return "full"
     state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)
     several_machines = parallel.local_world_size() < parallel.world_size()
     fits_machine = state / parallel.local_world_size() < 2 * total / 3

@@ -287,9 +287,8 @@ def apply_fsdp(
     for layer in layers:
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
-    for layer, following in itertools.pairwise(
-        layers
-    ):  # gathered beside this layer's compute; backward does so unasked
+    # the next layer is gathered beside this one's compute; in the backward pass that is so unasked
+    for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     return policy
 

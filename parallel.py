@@ -3,8 +3,9 @@
 import contextlib
 import datetime
 import os
+import pathlib
+import socket
 import time
-import uuid
 from typing import TypeVar
 
 import torch
@@ -14,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
-_restarts: list[int] = []  # how often torchrun has started each process again
-_siblings: list[int] = []  # the processes that the same torchrun started
-_launch: list[str] = []  # what torchrun's processes share, restarts included
+_processes: list[tuple[str, int, int]] = []  # of each rank: its torchrun, its number, how often it was started again
 _notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
@@ -34,29 +33,34 @@ def start(timeout: float = 30.0) -> torch.device:
             ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has made none
             server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             store = dist.TCPStore(*server, is_master=ours and place["rank"] == 0, timeout=patience)
-            if ours:  # on several machines: nothing but the id outlives a restart
-                _launch.append(os.environ.get("TORCHELASTIC_RUN_ID", "none"))
-            else:
-                _launch.append(store.compare_set("launch", "", uuid.uuid4().hex).decode())
-                # torchrun's store outlives a restart: without a prefix the new processes would find the addresses of
-                # the lost ones there and wait for them
+            if not ours:  # torchrun's outlives a restart: without a prefix the new processes would find the addresses
+                # of the lost ones there and wait for them
                 store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             _notes.append(dist.PrefixStore("notes", store))
             dist.init_process_group(backend, store=store, timeout=patience, **place)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        _restarts[:] = gather_from_all(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
-    place = os.environ.get("GROUP_RANK")  # of torchrun among those of several machines; None without it
-    if place is not None and not _siblings:
-        _siblings.extend(pid for group, pid in gather_from_all((place, os.getpid())) if group == place)
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        _processes[:] = gather_from_all((_torchrun(), os.getpid(), again))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _torchrun() -> str:
+    """The torchrun that started this process, told apart from any other on any machine; empty without one."""
+    if "GROUP_RANK" not in os.environ:
+        return ""
+    began = ""
+    with contextlib.suppress(OSError):  # another system than Linux
+        began = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()} {os.getppid()} {began}"
 
 
 def sibling_gone() -> bool:
     """Whether a process that the same torchrun started is no more."""
-    for pid in _siblings:
+    for torchrun, pid, _ in _processes:
         try:
-            os.kill(pid, 0)
+            if torchrun and torchrun == _processes[rank()][0]:
+                os.kill(pid, 0)
         except OSError:
             return True
     return False
@@ -69,10 +73,9 @@ def usable_share(gib: float) -> float:
     return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def launch() -> str | None:
-    """What all processes that torchrun starts for one command share, restarts included, with nobody else: its run id
-    would be the same for all commands without --standalone."""
-    return _launch[0] if _launch else None
+def launch() -> list[str]:
+    """The torchruns of this run, which outlive a restart; one of them at least, when a machine was lost."""
+    return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
 def note(what: str) -> None:
@@ -99,7 +102,7 @@ def last_seen() -> str:
 def restarted() -> bool:
     """Whether torchrun has started this command again after a process was lost, on whichever machine: one that came in
     place of a lost one counts from the beginning."""
-    return any(_restarts)
+    return any(again for _, _, again in _processes)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

@@ -58,14 +58,10 @@ demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
 train() {  # a recipe's grpo.py on every GPU of every machine
   local launch=(.venv/bin/python) restarts=(--max_restarts "${RESTARTS:-0}")
   if [ "${NNODES:-1}" -gt 1 ]; then
-    if [ -z "${MASTER_ADDR:-}" ] || [ -z "${NODE_RANK:-}" ]; then
-      echo "error: NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0" >&2
-      exit 2
-    fi
     # a store for each start: a machine that comes in place of a lost one finds none of the others' old ones
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "${N_GPUS:-1}" "${restarts[@]}" --rdzv_backend c10d
-      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id "${RUN_ID:-${SLURM_JOB_ID:-grpo}}"
+      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id grpo
       --rdzv_conf "is_host=$((NODE_RANK == 0))")
   elif [ "${N_GPUS:-1}" -gt 1 ]; then
     launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" "${restarts[@]}")
@@ -236,6 +232,14 @@ done
 if [ "$recipe" = count ] && [ -z "$tiny" ] && [ -z "${DATA:-}" ]; then
   echo "error: ./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)" >&2
   exit 2
+fi
+if [ "${NNODES:-1}" -gt 1 ]; then
+  case "${MASTER_ADDR:+there},${NODE_RANK:-}" in
+    there,[0-9] | there,[0-9][0-9] | there,[0-9][0-9][0-9]) ;;
+    *)
+      echo "error: NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0" >&2
+      exit 2 ;;
+  esac
 fi
 case $recipe in
   demo)

@@ -32,7 +32,7 @@ import cli
 import parallel
 from cli import UserError
 from lora import adapter_tensors, write_adapter
-from model import Policy, PolicyFlags, apply_fsdp, full_weights, load_policy
+from model import Policy, PolicyFlags, apply_fsdp, load_policy, sampler_weights
 
 
 @dataclass
@@ -93,7 +93,7 @@ def time_weights(cfg: Config, llm, policy: Policy, sample: Callable[..., object]
 
     def push() -> None:
         llm.wake_up(tags=["weights"])
-        stream = ((key, weight.to(torch.bfloat16)) for key, weight in full_weights(policy))
+        stream = ((key, weight.to(torch.bfloat16)) for key, weight in sampler_weights(policy))
         llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
         llm.wake_up(tags=["kv_cache"])
 

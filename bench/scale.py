@@ -186,7 +186,7 @@ def main(cfg: Config) -> None:
             about["peer"]["ratio"] = sum(seconds[1:]) / len(seconds[1:]) / ours
         print(about["peer"])
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
-    name = f"scale-{cfg.shape}-{max(about['gpus'].values(), key=lambda one: one['date'])['date']}.json"
+    name = f"scale-{cfg.shape}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     (pathlib.Path(cfg.results) / name).write_text(json.dumps(about, indent=1) + "\n")
 
 

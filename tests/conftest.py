@@ -106,7 +106,11 @@ def free_port() -> int:
 def run_on_machines(*args: str, machines: int = 2, processes: int = 2) -> None:
     """A script on all of the «machines», to its end."""
     port = free_port()
-    started = [on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)]
+    end_well([on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)])
+
+
+def end_well(started: list[subprocess.Popen]) -> None:
+    """Wait for what `on_machine` started; all of it has to end with status 0."""
     try:
         for process in started:
             said = process.communicate(timeout=300)[1]

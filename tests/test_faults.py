@@ -79,19 +79,19 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     not go on in a folder with a run; without a checkpoint --resume is no advice."""
     shutil.copytree(saved, tmp_path / "run")
     monkeypatch.setattr(parallel, "restarted", lambda: True)
-    monkeypatch.setattr(parallel, "launch", lambda: "this one")
+    monkeypatch.setattr(parallel, "launch", lambda: ["this one", "one in place of a lost one"])
     with pytest.raises(UserError, match="holds a run: --resume goes on with it, --overwrite replaces it"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     assert (tmp_path / "run" / "checkpoint-4").is_dir() and (tmp_path / "run" / "final").is_dir()
     with pytest.raises(UserError, match="holds a run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=4, resume=str(saved / "checkpoint-2")))
-    (tmp_path / "run" / "config.json").write_text('{"launch": "this one"}')
+    (tmp_path / "run" / "config.json").write_text('{"launch": ["a lost one", "this one"]}')
     checkpoints = Checkpoints(str(tmp_path / "run"))
     assert checkpoints.find(str(saved / "checkpoint-2")) == tmp_path / "run" / "checkpoint-4", "the newest, always"
     assert checkpoints.same_launch
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
-    monkeypatch.setattr(parallel, "launch", lambda: None)
+    monkeypatch.setattr(parallel, "launch", lambda: [])
     with pytest.raises(UserError, match=r"without a checkpoint: --overwrite replaces it"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match=r"no checkpoint in .*--overwrite in its place starts anew"):
@@ -283,7 +283,7 @@ ALONE = """
 import os, signal, sys, time
 import cli, parallel
 cli.ALONE = 0.5
-parallel._siblings[:] = [os.getpid(), int(sys.argv[1])]
+parallel._processes[:] = [("torchrun", os.getpid(), 0), ("torchrun", int(sys.argv[1]), 0), ("another", 1, 0)]
 noted = cli.note_interrupts()
 os.kill(os.getpid(), signal.SIGTERM)
 for _ in range(40):

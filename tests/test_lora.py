@@ -155,6 +155,17 @@ def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
 
 
+def saved_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
+    """An adapter over `base` with no value at rest, saved by PEFT in `folder`; returns the adapted model."""
+    torch.manual_seed(2)
+    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit, sharded):
@@ -276,20 +287,10 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     assert not torch.equal(plain(trained, prompt), peft_logits(tiny_model, sft, prompt))
 
 
-def saved_by_peft(base: str, folder: pathlib.Path, **settings) -> str:
-    """An adapter over `base` with no value at rest, saved by PEFT."""
-    torch.manual_seed(3)
-    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    adapted.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_model, shapes, tmp_path, four_bit):
-    adapter = saved_by_peft(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE}|{lora.VISION}")
+    saved_adapter(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE}|{lora.VISION}")
+    adapter = str(tmp_path / "both")
     more = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **more))
     before, after = (
@@ -326,7 +327,7 @@ def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, t
     """And the result, whose settings name today's modules, is loaded by PEFT; a regex of older names selects none."""
     names = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
     alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
-    saved_by_peft(
+    saved_adapter(
         tiny_model,
         tmp_path / "new",
         target_modules=r"model.language_model.*(q|v)_proj",
@@ -362,14 +363,16 @@ def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, t
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "mica"])
 def test_kinds_of_a_and_b_at_the_start_do_not_matter_later(tiny_model, prompt, tmp_path, init):
-    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE, init_lora_weights=init)
+    saved_adapter(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE, init_lora_weights=init)
+    adapter = str(tmp_path / "a")
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, adapter)
     assert torch.equal(plain(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
 
 
 def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
-    adapter = saved_by_peft(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
+    saved_adapter(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
+    adapter = str(tmp_path / "a")
     with pytest.raises(UserError, match=r"patch_embed.proj has a lora_A.weight of 5 dimensions, .*: merge it into its"):
         continue_adapter(load_model(tiny_model, torch.float32), adapter)
 
@@ -432,7 +435,8 @@ def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
 
 
 def test_what_there_is_to_train_is_said(tiny_model, sft, shapes, tmp_path, capsys):
-    seeing = saved_by_peft(tiny_model, tmp_path / "seeing", target_modules=lora.VISION)
+    saved_adapter(tiny_model, tmp_path / "seeing", target_modules=lora.VISION)
+    seeing = str(tmp_path / "seeing")
     with pytest.raises(UserError, match=r"adapts the vision tower alone, nothing to train: give --train_vision"):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=seeing))
     assert not (tmp_path / "a").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import run_script
 from safetensors.torch import load_file, save_file
-from test_lora import changed, plain, prompt, sft  # noqa: F401 (fixtures)
+from test_lora import changed, plain, prompt, saved_adapter, sft  # noqa: F401 (fixtures)
 
 import merge_lora as merge_lora_module
 from cli import RunStopped, UserError
@@ -34,17 +34,6 @@ KINDS = {
 }
 
 
-def make(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
-    """An adapter over `base` with no value at rest, saved by PEFT; returns the adapted model."""
-    torch.manual_seed(2)
-    adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn_like(parameter)
-    adapted.save_pretrained(folder)
-    return adapted.eval()
-
-
 @pytest.fixture(scope="module")
 def untied(tiny_model, tmp_path_factory) -> str:
     """A model whose lm_head has weights of its own, as the 7B's, in several shards; the tiny one's is its embedding."""
@@ -67,7 +56,7 @@ def untied(tiny_model, tmp_path_factory) -> str:
 def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setattr("merge_lora.SHARD", 300_000 if base == "untied" else 1e9)
     base = request.getfixturevalue(base)
-    want = plain(make(base, tmp_path / "adapter", **KINDS[kind]), prompt)
+    want = plain(saved_adapter(base, tmp_path / "adapter", **KINDS[kind]), prompt)
     difference = merge_lora(base, str(tmp_path / "adapter"), str(tmp_path / "merged"))
     got = plain(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt)
     start = plain(load_model(base, torch.float32).eval(), prompt)
@@ -107,7 +96,7 @@ def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_p
 
 def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):  # noqa: F811
     own = "model.language_model.layers.0.self_attn.q_proj"
-    want = plain(make(tiny_model, tmp_path / "new", target_modules=LANGUAGE, alpha_pattern={own: 64}), prompt)
+    want = plain(saved_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE, alpha_pattern={own: 64}), prompt)
     older = {own.replace("model.language_model", "^model"): 64}
     old = changed(
         tmp_path / "new",
@@ -123,7 +112,7 @@ def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):  # n
 @pytest.mark.parametrize("left_out", ["", "layers.0", "mlp"])
 def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkeypatch, dtype, left_out, capsys):
     """Also where it changes the logits by less than what is allowed in all."""
-    make(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE)
+    saved_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE)
     settings = tmp_path / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 2}))
     merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "whole"), dtype=dtype)

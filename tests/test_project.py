@@ -132,6 +132,13 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
     assert message in done.stderr
 
 
+def test_a_machine_without_its_place_is_told():
+    environment = os.environ | {"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "first"}
+    done = subprocess.run(["./run.sh", "vqa"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: NNODES=2 needs MASTER_ADDR"), done.stderr
+
+
 def test_flags_in_the_readme_and_run_sh_exist():
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
     for path in (ROOT / "bench").glob("*.py"):
