@@ -468,11 +468,11 @@ def set_up(cfg: Config) -> Run:
     eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     dtype = cfg.compute_dtype(device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
-    policy = load_policy(cfg.model, cfg, device)
+    policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, bool(cfg.beta), device, cfg.gpu_memory)
     check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
-    engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits)
+    engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits, with_weights=False)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if cfg.beta else None

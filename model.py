@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -145,14 +146,21 @@ class Policy(nn.Module):
         return out.pooler_output.sum() + sum(feature.sum() for feature in deepstack)
 
 
-def load_model(name: str, dtype: torch.dtype, quantised_on: torch.device | None = None) -> PreTrainedModel:
+def load_model(
+    name: str, dtype: torch.dtype, quantised_on: torch.device | None = None, to_shard: bool = False
+) -> PreTrainedModel:
     """The causal or image-text model saved at `name`, on the CPU; or on `quantised_on`, the linear layers of its
-    decoder stack in 4 bits. Raises UserError when it cannot be loaded."""
+    decoder stack in 4 bits. `to_shard`: the main process alone reads it, the others' is empty (meta) until
+    `apply_fsdp`. Raises UserError when it cannot be loaded."""
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    config = load_config(name)
+    if to_shard and not parallel.is_main():
+        with _named(name), torch.device("meta"):
+            return auto_class(config).from_config(config, **options)
     if quantised_on is not None:
         options |= {"quantization_config": four_bit(dtype), "device_map": {"": quantised_on}}
     with _named(name):
-        return auto_class(load_config(name)).from_pretrained(name, **options)
+        return auto_class(config).from_pretrained(name, **options)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -197,13 +205,17 @@ def four_bit(dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def load_policy(name: str, flags: PolicyFlags, device: torch.device) -> Policy:
+def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: bool = False) -> Policy:
     """The model at `name` as a policy with float32 master weights; its vision tower is frozen unless `train_vision`.
 
-    With an adapter that alone is trained and float32, and the model is in the compute type or in 4 bits.
+    With an adapter that alone is trained and float32, and the model is in the compute type or in 4 bits. `to_shard`:
+    see `load_model`; a 4-bit model is whole everywhere.
     """
     dtype = flags.compute_dtype(device) if flags.has_adapter else torch.float32
-    model = load_model(name, dtype, device if flags.load_in_4bit else None)
+    if flags.load_in_4bit:
+        model = load_model(name, dtype, quantised_on=device)
+    else:
+        model = load_model(name, dtype, to_shard=to_shard)
     if flags.has_adapter:
         if flags.adapter:
             continue_adapter(model, flags.adapter)
@@ -237,7 +249,7 @@ def load_reference(
     if has_adapter(policy.model):
         return policy
     dtype = flags.compute_dtype(device)
-    model = load_model(name, dtype)
+    model = load_model(name, dtype, to_shard=True)
     if vision_parameters(model) and not flags.train_vision:
         model.model.visual = policy.model.model.visual
     take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
@@ -259,8 +271,12 @@ def apply_fsdp(
 
     Master weights stay float32, compute runs in `compute_dtype`, gradients are averaged in float32. A frozen vision
     tower stays whole on every process, so a batch of text alone touches no collective of it; so does a 4-bit model.
-    `offload`: shards lie in host memory until a layer is run.
+    `offload`: shards lie in host memory until a layer is run. Where processes but the main one have empty weights
+    (`load_model`), they get their shares of its.
     """
+    tensors = [*policy.named_parameters(), *policy.named_buffers()]
+    empty = bool(parallel.all_max(torch.tensor(int(any(tensor.is_meta for _, tensor in tensors)))))
+    whole = {name: tensor.detach() for name, tensor in tensors if empty}
     # inputs are left as they come: the residual stream stays float32
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
@@ -274,12 +290,9 @@ def apply_fsdp(
     for parameter in frozen:
         keep = parameter in exported or not parameter.is_floating_point()
         dtype = parameter.dtype if keep else compute_dtype
-        parameter.data = parameter.data.to(device, dtype)
-    if offload:
-        for buffer in policy.buffers():
-            buffer.data = buffer.data.to(device)
-    else:
-        policy.to(device)
+        parameter.data = parameter.data.to("meta" if parameter.is_meta else device, dtype)
+    for buffer in policy.buffers():
+        buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
     if vision and not frozen.intersection(vision):
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
@@ -287,10 +300,34 @@ def apply_fsdp(
     for layer in layers:
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
+    if empty:
+        _hand_out(policy, whole, device, torch.device("cpu") if offload else device)
     # the next layer is gathered beside this one's compute; in the backward pass that is so unasked
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     return policy
+
+
+@torch.no_grad()
+def _hand_out(policy: Policy, whole: dict[str, Tensor], device: torch.device, shards: torch.device) -> None:
+    """Fill the sharded `policy`, one tensor after another, with the main process's `whole` parameters and buffers;
+    empty shards come to lie on `shards`."""
+
+    def there(tensor: Tensor) -> Tensor:
+        where = shards if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+
+    policy._apply(there)
+    for name, own in [*policy.named_parameters(), *policy.named_buffers()]:
+        tensor = torch.empty(own.shape, dtype=own.dtype, device=device)
+        if parallel.is_main():
+            tensor.copy_(whole.pop(name))
+        dist.broadcast(tensor, 0)
+        if isinstance(own, DTensor):
+            tensor = distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None).to_local()
+            own.to_local().copy_(tensor)
+        else:
+            own.copy_(tensor)
 
 
 class HostAdamW(torch.optim.AdamW):

@@ -97,11 +97,13 @@ def make_engine(
     dtype: torch.dtype,
     max_length: int,
     max_images: int,
+    with_weights: bool = True,
 ) -> Engine:
     """The sampler of the flags, with the weights saved at `model`; says which one «auto» chose.
 
-    `max_length`: most tokens of a prompt and its completion; `max_images`: most pictures of a prompt. Raises UserError
-    when the sampler cannot be had.
+    `max_length`: most tokens of a prompt and its completion; `max_images`: most pictures of a prompt; `with_weights`:
+    False where `sync_weights` comes first, so that vLLM need not read any. Raises UserError when the sampler cannot be
+    had.
     """
     name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
     if name == "auto":
@@ -115,7 +117,7 @@ def make_engine(
     if not installed or device.type != "cuda":
         missing = "vLLM is not installed" if not installed else "there is no GPU"
         raise UserError(f"--engine vllm: {missing}; pip install -r requirements-gpu.txt, or --engine hf")
-    return VLLMEngine(flags, model, processor, dtype, max_length, max_images)
+    return VLLMEngine(flags, model, processor, dtype, max_length, max_images, with_weights)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -136,6 +138,7 @@ class VLLMEngine:
         dtype: torch.dtype,
         max_length: int,
         max_images: int,
+        with_weights: bool = True,
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights are a pointer away
@@ -160,6 +163,7 @@ class VLLMEngine:
             self.llm = vllm.LLM(
                 model,
                 dtype=dtype,
+                load_format="auto" if with_weights else "dummy",
                 seed=0,
                 max_model_len=max_length,
                 max_num_seqs=flags.vllm_sequences,

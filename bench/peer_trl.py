@@ -82,7 +82,8 @@ def main(cfg: Config) -> None:
     model = AutoConfig.from_pretrained(cfg.model)
     unwanted = {model.image_token_id: -100.0, model.video_token_id: -100.0}
     layers = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
-    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+    about = {"transformer_layer_cls_to_wrap": layers, "activation_checkpointing": True}
+    sharded = {"fsdp": True, "fsdp_config": about, "gradient_checkpointing": False}
     args = GRPOConfig(
         output_dir=f"{cfg.model}-trl",
         per_device_train_batch_size=cfg.micro_batch,
@@ -94,7 +95,6 @@ def main(cfg: Config) -> None:
         learning_rate=1e-6,
         bf16=True,
         model_init_kwargs={"dtype": "float32"},
-        gradient_checkpointing=True,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_enable_sleep_mode=True,
@@ -104,7 +104,7 @@ def main(cfg: Config) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        **(sharded if PROCESSES > 1 else {}),
+        **(sharded if PROCESSES > 1 else {"gradient_checkpointing": True}),
     )
     if cfg.freeze_vision:
         args.model_init_kwargs = None

@@ -77,13 +77,18 @@ class Config:
             raise ValueError("gpus, prompts and steps must be at least 1")
 
 
-def launch(gpus: int, script: str, *arguments: object) -> subprocess.CompletedProcess:
-    """`script` on `gpus` processes, its standard output kept."""
+def launch(gpus: int, script: str, *arguments: object) -> tuple[int, str]:
+    """The exit status and the standard output, which is printed too, of `script` on `gpus` processes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
     command = [*torchrun, str(HERE / script), *map(str, arguments)]
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
+    said = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    ) as started:
+        for line in started.stdout:
+            print(line, end="", flush=True)
+            said.append(line)
+    return started.returncode, "".join(said)
 
 
 def measure(cfg: Config, gpus: int) -> dict:
@@ -100,9 +105,9 @@ def measure(cfg: Config, gpus: int) -> dict:
         cfg.prompts * gpus,
     ]
     arguments += ["--folder", cfg.folder, "--results", part, *(["--flags", *cfg.flags] if cfg.flags else [])]
-    done = launch(gpus, "speed.py", *arguments)
-    if done.returncode:
-        raise cli.RunStopped(f"bench/speed.py on {gpus} GPUs ended with status {done.returncode}", 1)
+    status, _ = launch(gpus, "speed.py", *arguments)
+    if status:
+        raise cli.RunStopped(f"bench/speed.py on {gpus} GPUs ended with status {status}", 1)
     return json.loads(max(part.glob("*.json"), key=os.path.getmtime).read_text())
 
 
@@ -166,7 +171,7 @@ def main(cfg: Config) -> None:
     if cfg.links and "RANK" in os.environ:
         return links()
     if cfg.links:
-        print(launch(cfg.gpus[-1], "scale.py", "--links").stdout, end="")
+        launch(cfg.gpus[-1], "scale.py", "--links")
         return
     folder = pathlib.Path(cfg.folder)
     speed.make_model(folder / cfg.shape, cfg.shape)
@@ -178,9 +183,9 @@ def main(cfg: Config) -> None:
     if cfg.peer:
         gpus = cfg.gpus[-1]
         arguments = [folder / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
-        done = launch(gpus, "peer_trl.py", *arguments, "--side", work["side"], "--tokens", work["tokens"])
-        seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
-        about["peer"] = {"name": cfg.peer, "gpus": gpus, "steps": seconds, "exit_status": done.returncode}
+        status, said = launch(gpus, "peer_trl.py", *arguments, "--side", work["side"], "--tokens", work["tokens"])
+        seconds = [float(line.split()[1]) for line in said.splitlines() if line.startswith("STEP")]
+        about["peer"] = {"name": cfg.peer, "gpus": gpus, "steps": seconds, "exit_status": status}
         if len(seconds) > 1:
             ours = found[gpus]["workloads"][cfg.workload]["step_time"]
             about["peer"]["ratio"] = sum(seconds[1:]) / len(seconds[1:]) / ours

@@ -64,7 +64,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
     )
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
-    policy = apply_fsdp(load_policy(model, cfg, cpu), cpu, torch.float32, sharding)
+    policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):
