@@ -123,6 +123,21 @@ def make_engine(
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def compiler_as_before() -> Iterator[None]:
+    """vLLM points torch.compile at one processor and at a cache that belongs to vLLM's own settings, for the whole
+    process; afterwards the trainer's layers are compiled as without it, and found again by a later run."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 class VLLMEngine:
     """vLLM inside the training process: one request for each prompt, weights pushed in before every step.
 
@@ -158,22 +173,23 @@ class VLLMEngine:
         else:
             options = {}
         try:
-            import vllm
+            with compiler_as_before():
+                import vllm
 
-            self.llm = vllm.LLM(
-                model,
-                dtype=dtype,
-                load_format="auto" if with_weights else "dummy",
-                seed=0,
-                max_model_len=max_length,
-                max_num_seqs=flags.vllm_sequences,
-                gpu_memory_utilization=flags.vllm_memory * parallel.usable_share(flags.gpu_memory),
-                tensor_parallel_size=flags.tensor_parallel,
-                distributed_executor_backend="external_launcher",
-                enable_sleep_mode=True,
-                logprobs_mode="processed_logprobs",  # of the tempered distribution: what was sampled from
-                **options,
-            )
+                self.llm = vllm.LLM(
+                    model,
+                    dtype=dtype,
+                    load_format="auto" if with_weights else "dummy",
+                    seed=0,
+                    max_model_len=max_length,
+                    max_num_seqs=flags.vllm_sequences,
+                    gpu_memory_utilization=flags.vllm_memory * parallel.usable_share(flags.gpu_memory),
+                    tensor_parallel_size=flags.tensor_parallel,
+                    distributed_executor_backend="external_launcher",
+                    enable_sleep_mode=True,
+                    logprobs_mode="processed_logprobs",  # of the tempered distribution: what was sampled from
+                    **options,
+                )
         except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
             first = str(error).strip().splitlines() or ["no message"]
             raise UserError(

@@ -94,7 +94,7 @@ def main(cfg: Config) -> None:
         beta=cfg.beta,
         learning_rate=1e-6,
         bf16=True,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "float32", "device_map": None if PROCESSES > 1 else "auto"},
         use_vllm=True,
         vllm_mode="colocate",
         vllm_enable_sleep_mode=True,
