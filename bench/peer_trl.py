@@ -7,7 +7,7 @@
 vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient checkpointing,
 micro-batches of 16 completions. The model, the pictures' size, the lengths and the coin tosses are W1's. As TRL does by
 itself, the vision tower is trained; `--freeze_vision` leaves it as it is. Prints «STEP seconds GiB» for every step, the
-first included.
+first included: from the end of the one before, so that reading its rows counts as it does for ours.
 """
 
 import os
@@ -55,16 +55,16 @@ class Config:
 class Stopwatch(TrainerCallback):
     """Prints what each step took."""
 
-    def on_step_begin(self, *_, **__) -> None:
+    def on_train_begin(self, *_, **__) -> None:
         torch.cuda.synchronize()
         self.begun = time.perf_counter()
 
     def on_step_end(self, *_, **__) -> None:
         torch.cuda.synchronize()
+        begun, self.begun = self.begun, time.perf_counter()
         free, total = torch.cuda.mem_get_info()
-        if os.environ.get("RANK", "0") != "0":
-            return
-        print(f"STEP {time.perf_counter() - self.begun:.2f} {(total - free) / 2**30:.1f}", flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"STEP {self.begun - begun:.2f} {(total - free) / 2**30:.1f}", flush=True)
 
 
 def noise(rng: np.random.Generator, side: int) -> Image.Image:
@@ -106,12 +106,12 @@ def main(cfg: Config) -> None:
         report_to=[],
         **(sharded if PROCESSES > 1 else {"gradient_checkpointing": True}),
     )
+    policy = cfg.model
     if cfg.freeze_vision:
-        args.model_init_kwargs = None
         policy = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
         policy.model.visual.requires_grad_(False)
     trainer = GRPOTrainer(
-        model=policy if cfg.freeze_vision else cfg.model,
+        model=policy,
         reward_funcs=lambda completions, **_: [float(rng.random() < 0.5) for _ in completions],
         args=args,
         train_dataset=Dataset.from_list(rows),

@@ -60,7 +60,7 @@ class Config:
     steps: int = 2
     """Measured steps, after one that warms up."""
     peer: Literal["trl"] | None = None
-    """Another trainer on the largest number of GPUs afterwards."""
+    """Another trainer on the largest number of GPUs afterwards, with a frozen vision tower as ours has."""
     flags: tuple[str, ...] = ()
     """Further flags of grpo.py, as NAME=VALUE."""
     folder: str = "runs/bench"
@@ -183,7 +183,8 @@ def main(cfg: Config) -> None:
     if cfg.peer:
         gpus = cfg.gpus[-1]
         arguments = [folder / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
-        status, said = launch(gpus, "peer_trl.py", *arguments, "--side", work["side"], "--tokens", work["tokens"])
+        arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
+        status, said = launch(gpus, "peer_trl.py", *arguments)
         seconds = [float(line.split()[1]) for line in said.splitlines() if line.startswith("STEP")]
         about["peer"] = {"name": cfg.peer, "gpus": gpus, "steps": seconds, "exit_status": status}
         if len(seconds) > 1:
