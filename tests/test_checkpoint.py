@@ -53,11 +53,14 @@ def metrics(folder: pathlib.Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_twenty_kills_change_not_a_bit(processes, tiny_model, shapes, tmp_path):
-    """Each life ends by kill -9 wherever it is; parameters, moments and metrics are those of the run never killed.
-    Twenty times, with one process and with two."""
-    kills = int(os.environ.get("KILLS", "20"))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("processes", "kills"), [(1, 8), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
+)
+def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
+    """Each life ends by kill -9 wherever it is; parameters, moments and metrics are those of the run never killed."""
     arguments = [tiny_model, shapes, str(tmp_path), str(processes), str(kills), "7"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tests/kill_worker.py", *arguments]
@@ -74,7 +77,7 @@ def test_twenty_kills_change_not_a_bit(processes, tiny_model, shapes, tmp_path):
     assert metrics(tmp_path / "plain") == metrics(tmp_path / "killed")
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [0, pytest.param(4, marks=SLOW)])
 def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--save_every=2", "--beta=0.01", "--learning_rate=1e-3"]
     flags += [f"--{name}={value}" for name, value in SMALL.items()]

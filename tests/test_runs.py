@@ -322,8 +322,8 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
         if len(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
 
-    def overflowing(*args):
-        policy = load(*args)
+    def overflowing(*args, **kwargs):
+        policy = load(*args, **kwargs)
         layer = policy.model.model.language_model.layers[2]
         if where != "backward":
             layer.register_forward_pre_hook(overflow)
@@ -350,8 +350,8 @@ def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monke
     def overflow(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
 
-    def overflowing(*args):
-        policy = load(*args)
+    def overflowing(*args, **kwargs):
+        policy = load(*args, **kwargs)
         policy.model.model.language_model.layers[1].register_forward_pre_hook(overflow)
         return policy
 
