@@ -39,6 +39,7 @@ from transformers.utils import cached_file
 
 import cli
 import parallel
+from balance import spread
 from cli import RunStopped, UserError
 from lora import adapter_tensors, has_adapter, write_adapter
 from model import Policy, PolicyFlags, full_weights, load_model, load_policy, make_optimizer, saved_dtype
@@ -76,7 +77,7 @@ class Checkpoints:
         self.pending: tuple[Future[None], int] | None = None  # and the step that is being written
         self.newest: int | None = None  # the step that this run can be gone on from, with nothing of it lost
         self.owed = False  # the last one asked for could not be written
-        self.same_launch = False  # the run in `output` is of this launch, which torchrun has started again
+        self.replaces = False  # the run in `output` goes: this launch's own, started again, or nothing to go on from
 
     def save(
         self,
@@ -107,8 +108,7 @@ class Checkpoints:
         progress: dict[str, Any],
     ) -> str | None:
         """Begin to write; returns what is wrong already, on every process."""
-        parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
-        tensors = {"policy": parameters, "optimizer": moments}
+        tensors = _own_share(*get_state_dict(policy, optimizer, options=TRAINED))
         if wrong := self._no_room(tensors):
             return wrong
         partial = beside(self.folder / f"checkpoint-{progress['step']}")
@@ -263,7 +263,8 @@ class Checkpoints:
         return folder is not None and folder.resolve().parent == self.folder.resolve()
 
     def find(self, wanted: str | None) -> pathlib.Path | None:
-        """The checkpoint to go on from: «newest», the folder `wanted`, or None for none. The same on every process.
+        """The checkpoint to go on from: «newest», «auto» (where there is one), the folder `wanted`, or None for none.
+        The same on every process.
 
         When torchrun has started this launch again it is the newest, whatever is `wanted`. Raises UserError when there
         is none, or the folder named is not whole. A newest one that is not whole is named and the one before is taken.
@@ -273,9 +274,12 @@ class Checkpoints:
             for step, folder in _steps(self.folder, ".old").items():  # killed while a new one took its place
                 if step not in _steps(self.folder):
                     folder.rename(folder.with_suffix(""))
-            again = parallel.restarted() and self._of_this_launch()
-            found = (again, *self._find("newest" if again and _steps(self.folder) else wanted))
-        self.same_launch, path, wrong = parallel.gather_from_all(found)[0]
+            again, begun = parallel.restarted() and self._of_this_launch(), bool(_steps(self.folder))
+            if begun and (again or wanted == "auto"):
+                wanted = "newest"
+            anew = wanted == "auto" and not (self.folder / "final").exists()
+            found = (again or anew, *self._find(None if wanted == "auto" else wanted))
+        self.replaces, path, wrong = parallel.gather_from_all(found)[0]
         if wrong:
             raise UserError(wrong)
         return path
@@ -336,6 +340,17 @@ def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def _own_share(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
+    """What this process saves: its shards, and where others have the same ones, those of its part of the parameters."""
+    places = (p.device_mesh for p in parameters.values() if isinstance(p, DTensor) and p.device_mesh.ndim > 1)
+    if (mesh := next(places, None)) is not None:
+        names = list(parameters)
+        parts = spread([parameters[name].numel() for name in names], mesh.size(0))
+        parameters = {names[i]: parameters[names[i]] for i in parts[mesh.get_coordinate()[0]]}
+        moments = moments | {"state": {name: s for name, s in moments["state"].items() if name in parameters}}
+    return {"policy": parameters, "optimizer": moments}
 
 
 def _steps(folder: pathlib.Path, ending: str = "") -> dict[int, pathlib.Path]:
@@ -473,7 +488,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
     partial = beside(target)
     try:
         _export(policy, source, target, partial)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunStopped(f"{folder!r} could not be written ({str(error)[:200]})", 1) from None
 
@@ -495,7 +510,14 @@ def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.
 
 
 def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
-    model = load_model(source, saved_dtype(source)) if parallel.is_main() else None
+    model = wrong = None
+    if parallel.is_main():
+        try:
+            model = load_model(source, saved_dtype(source))
+        except UserError as error:
+            wrong = str(error)
+    if wrong := parallel.first_said(wrong):
+        raise UserError(wrong)
     own = dict(model.named_parameters()) if model is not None else {}
     for name, weight in full_weights(policy):  # one whole weight at a time
         if model is not None:

@@ -208,7 +208,7 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     """Sample and reward the next P prompts: this process's groups, and everyone's rewards (P, G, 2 + parts) in order:
     the total, the total before the overlong penalty, and its parts."""
     cfg = run.cfg
-    cost = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length)
+    cost = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
     mine, places = run.stream.share(run.position, *cost)
     run.position += cfg.prompts_per_step
     samples, seeds = run.stream.rows(places), [prompt_seed(cfg.seed, place) for place in places]
@@ -310,7 +310,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         run.skipped, run.why_skipped = run.skipped + 1, wrong
         if parallel.is_main():
             print(f"step {run.step + 1}: {wrong}; this update is left out", file=sys.stderr)
-    elif why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.seconds):
+    elif why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.laps):
         raise StepFailed(why)
     else:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
@@ -325,7 +325,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
 
 def stop_if_asked(run: Run) -> None:
     """Raise Interrupted on every process when one was asked to stop and nothing of this step has been learned yet."""
-    if "optimizer" not in run.clock.seconds and parallel.all_max(torch.tensor(len(run.interrupted))):
+    if "optimizer" not in run.clock.laps and parallel.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
 
 
@@ -460,7 +460,7 @@ def set_up(cfg: Config) -> Run:
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
     resume_from = checkpoints.find(cfg.resume)
     goes_on = checkpoints.owns(resume_from)
-    refuse_to_mix_runs(cfg.output, cfg.overwrite or checkpoints.same_launch, goes_on)
+    refuse_to_mix_runs(cfg.output, cfg.overwrite or checkpoints.replaces, goes_on)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = cfg.processor(cfg.model, cfg.task)
     samples = cfg.samples(cfg.data, cfg.task, processor)

@@ -44,7 +44,8 @@ def choose_sharding(
     """What «auto» of `PolicyFlags.sharding` is here; without a GPU «full». A copy on each process saves the gathering
     of weights, a share of one leaves memory for larger micro-batches and for the sampler. Raises UserError for hybrid
     over machines with different numbers of processes."""
-    if flags.sharding == "hybrid" and parallel.world_size() % parallel.local_world_size():
+    alike = len(set(parallel.gather_from_all(parallel.local_world_size()))) == 1
+    if flags.sharding == "hybrid" and not alike:
         raise UserError(
             "--sharding hybrid needs as many processes on every machine: give all the same --nproc_per_node"
         )
@@ -54,8 +55,9 @@ def choose_sharding(
         return "full"
     state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)
     several_machines = parallel.local_world_size() < parallel.world_size()
-    fits_machine = state / parallel.local_world_size() < 2 * total / 3
+    fits_machine = alike and state / parallel.local_world_size() < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
+    chosen = parallel.gather_from_all(chosen)[0]  # machines may have different GPUs
     if parallel.is_main():
         print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
     return chosen

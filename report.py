@@ -61,7 +61,8 @@ class RunFlags:
     overwrite: bool = False
     """Replace a run that is already in `output`."""
     resume: str | None = None
-    """Go on from a checkpoint's folder; alone, from the newest whole one in `output`."""
+    """Go on from a checkpoint's folder; alone, from the newest whole one in `output`; auto: from that one, or from the
+    start where there is none yet."""
     eval_data: str | None = None
     """Held-out rows, scored before training, every `eval_every` steps and at the end."""
     eval_every: int = 0
@@ -95,7 +96,8 @@ class Clock:
     """Seconds of a step's parts: `with clock("train"): ...`. A part's end waits for its work on the GPU."""
 
     def __init__(self):
-        self.begun, self.seconds = time.perf_counter(), {}
+        self.begun = time.perf_counter()
+        self.laps: dict[str, list[float]] = {}  # seconds of a part, each time
         self.memory = 0  # most bytes of the GPU in use at the end of a part, by everything
 
     @contextlib.contextmanager
@@ -107,7 +109,15 @@ class Clock:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # what PyTorch counts would hold what a sleeping vLLM gave back
             self.memory = max(self.memory, total - free)
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begun
+        self.laps.setdefault(part, []).append(time.perf_counter() - begun)
+
+
+def slowest(laps: list[list[float]]) -> tuple[float, float]:
+    """Seconds that rounds take in which all processes wait for the last one, and the share of them that a process
+    waits; `laps`: every process's own seconds of each round."""
+    rounds = list(zip(*laps))
+    taken = sum(map(max, rounds))
+    return taken, 1 - sum(map(sum, rounds)) / len(laps) / taken
 
 
 def step_metrics(
@@ -129,7 +139,8 @@ def step_metrics(
     sums = parallel.all_sum(torch.stack([lengths.sum(), truncated.sum(), torch.tensor(len(rollouts)).double()]))
     longest = parallel.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
     tokens = sum(u["tokens"] for u in updates).clamp(min=1)
-    sampling = parallel.gather_from_all(clock.seconds["rollout"])  # each at its own pace; the others wait for the last
+    sampling, idle = slowest(parallel.gather_from_all(clock.laps["rollout"]))
+    seconds = {part: sum(laps) for part, laps in clock.laps.items()} | {"rollout": sampling}
 
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
@@ -151,9 +162,8 @@ def step_metrics(
         "completions/max_length": longest.item(),
         "completions/clipped_ratio": (sums[1] / sums[2]).item(),
         "step_time": step_time,
-        **{f"time/{part}": seconds for part, seconds in clock.seconds.items()},
-        "time/rollout": max(sampling),
-        "idle/rollout": 1 - sum(sampling) / len(sampling) / max(sampling),
+        **{f"time/{part}": taken for part, taken in seconds.items()},
+        "idle/rollout": idle,
         "tokens_per_second": sums[0].item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
@@ -166,7 +176,7 @@ def step_metrics(
         "sampling/logp_difference_image": _share(updates, "image_difference", "image_tokens"),
         "sampling/logp_difference_text": _share(updates, "difference", "tokens", "image_"),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
-        "mfu": sum(u["flop"] for u in updates).item() / parallel.world_size() / clock.seconds["train"] / peak_flops(),
+        "mfu": sum(u["flop"] for u in updates).item() / parallel.world_size() / seconds["train"] / peak_flops(),
         "memory_gib": clock.memory / 2**30,
     }
 

@@ -105,6 +105,8 @@ def make_engine(
     False where `sync_weights` comes first, so that vLLM need not read any. Raises UserError when the sampler cannot be
     had.
     """
+    if parallel.world_size() % flags.tensor_parallel:
+        raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the {parallel.world_size()} processes")
     name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
     if name == "auto":
         name = "vllm" if installed and device.type == "cuda" else "hf"
@@ -162,10 +164,6 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         for name in ("RANK", "LOCAL_RANK"):  # vLLM's launcher for processes that are there already reads them
             os.environ.setdefault(name, "0")
-        if parallel.world_size() % flags.tensor_parallel:
-            raise UserError(
-                f"--tensor_parallel {flags.tensor_parallel} must divide the {parallel.world_size()} processes"
-            )
         options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
         if processor.image_processor is not None:  # images come fitted: no limit may make vLLM resize them again
             options["enable_mm_embeds"] = True

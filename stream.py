@@ -30,14 +30,17 @@ class PromptStream:
         self.ahead: tuple[list[int], Future[list[Prompt]]] | None = None
         self.lengths: dict[str, float] = {}  # mean completion tokens of each row when it was last drawn
 
-    def share(self, first: int, count: int, generations: int, longest: int) -> tuple[list[int], list[int]]:
-        """Which of the `count` prompts from place `first` on this process samples, and their places: every process's
-        share is expected to take as long. A row's completions are expected as they were the last time, those of a row
-        that was never drawn as the mean of all, or `longest`."""
+    def share(
+        self, first: int, count: int, generations: int, longest: int, tensor_parallel: int = 1
+    ) -> tuple[list[int], list[int]]:
+        """Which of the `count` prompts from place `first` on this process samples, and their places: the share of every
+        `tensor_parallel` processes, who have one engine, is expected to take as long. A row's completions are expected
+        as they were the last time, those of a row that was never drawn as the mean of all, or `longest`."""
         rows = [self.row(place) for place in range(first, first + count)]
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else longest
         costs = [self.samples[row].tokens + generations * self.lengths.get(str(row), mean) for row in rows]
-        mine = spread(costs, parallel.world_size())[parallel.rank()]
+        engine, member = divmod(parallel.rank(), tensor_parallel)
+        mine = spread(costs, parallel.world_size() // tensor_parallel)[engine][member::tensor_parallel]
         return mine, [first + i for i in mine]
 
     def note(self, place: int, lengths: Sequence[int]) -> None:

@@ -2,7 +2,10 @@
 
 import random
 
+import pytest
+
 from balance import ENOUGH, Work, plan_moves, spread
+from report import slowest
 
 
 def loads(costs, lists):
@@ -27,6 +30,11 @@ def test_equal_costs_are_dealt_in_turn():
 
 def test_the_longest_prompt_has_a_process_to_itself():
     assert spread([1, 1, 10, 1], 2) == [[2], [0, 1, 3]]
+
+
+def test_processes_that_take_turns_at_being_slow_wait_too():
+    assert slowest([[3.0, 1.0], [1.0, 3.0]]) == (6.0, pytest.approx(1 / 3))
+    assert slowest([[2.0]]) == (2.0, 0.0)
 
 
 def apply(held, moves):

@@ -69,7 +69,7 @@ def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
     killed_in = json.loads(done.stdout.splitlines()[-1])["killed_in"]
     print(killed_in)
     assert sum(killed_in.values()) == kills
-    assert len(killed_in) >= min(4, kills - 1), f"too few different moments: {killed_in}"
+    assert len(killed_in) >= min(4, kills // 4), f"too few different moments: {killed_in}"
     last = "checkpoint-24"
     assert difference(tmp_path / "plain" / last, tmp_path / "killed" / last, tmp_path) == 0.0
     one, two = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "killed"))
@@ -82,8 +82,12 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--save_every=2", "--beta=0.01", "--learning_rate=1e-3"]
     flags += [f"--{name}={value}" for name, value in SMALL.items()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    first = run_script("grpo.py", *flags, f"--output={tmp_path}/two", "--max_steps=4", processes=2, env=environment)
+    copies = [f"--output={tmp_path}/two", "--max_steps=4", "--sharding=none"]
+    first = run_script("grpo.py", *flags, *copies, processes=2, env=environment)
     assert first.returncode == 0, first.stderr[-2000:]
+    parts = [path.stat().st_size for path in (tmp_path / "two" / "checkpoint-4").glob("*.distcp")]
+    assert len(parts) == 2 and max(parts) < 1.3 * min(parts), "each writes its part of the copies"
+    assert any(row["grad_norm"] > 1e-3 for row in read_rows(tmp_path / "two" / "metrics.jsonl"))
     (tmp_path / "other").mkdir()
     shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
     more = [f"--output={tmp_path}/other", "--max_steps=4", "--resume"]

@@ -138,17 +138,26 @@ def test_metrics_are_sums_over_all_processes(results):
 
 
 def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[str]:
-    short = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3}
+    """Of a run whose second step already has rewards to learn from."""
+    short = {"prompts_per_step": 4, "num_generations": 8, "max_completion_length": 16, "learning_rate": 1e-3, "seed": 2}
     given = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
     return ["grpo.py", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def test_two_machines_train_what_one_does(tiny_model, shapes, tmp_path):
-    done = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=2), processes=4)
+# hybrid adds up in another order, and AdamW divides by what may be as small as what that changes
+@pytest.mark.parametrize(("sharding", "close"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)])
+def test_two_machines_train_what_one_does(sharding, close, tiny_model, shapes, tmp_path):
+    done = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
     assert done.returncode == 0, done.stderr[-3000:]
-    run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=2, sharding="hybrid"))
-    one, two = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "two"))
-    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-6
+    run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=3, sharding=sharding))
+    folders = (pathlib.Path(tiny_model), tmp_path / "one" / "final", tmp_path / "two" / "final")
+    start, one, two = (load_file(folder / "model.safetensors") for folder in folders)
+
+    def apart(a: dict, b: dict) -> float:
+        return max((a[name] - b[name]).abs().max().item() for name in a)
+
+    assert apart(start, one) > 1e-3
+    assert apart(one, two) < close
 
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
@@ -168,7 +177,9 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
         os.kill(process, signal.SIGKILL)
     machines.append(on_machine(1, port, *command, processes=1, start_new_session=True))
     end_well(machines)
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert any(row["grad_norm"] > 1e-3 for row in rows)
 
 
 def test_machines_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     (tmp_path / "run" / "config.json").write_text('{"launch": ["a lost one", "this one"]}')
     checkpoints = Checkpoints(str(tmp_path / "run"))
     assert checkpoints.find(str(saved / "checkpoint-2")) == tmp_path / "run" / "checkpoint-4", "the newest, always"
-    assert checkpoints.same_launch
+    assert checkpoints.replaces
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
     monkeypatch.setattr(parallel, "launch", lambda: [])
@@ -96,6 +96,21 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match=r"no checkpoint in .*--overwrite in its place starts anew"):
         checkpoints.find("newest")
+
+
+def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
+    """As where pods or jobs are started again: from the newest checkpoint, from the start where there is none yet, and
+    never over a finished model."""
+    again = config(tiny_model, shapes, tmp_path / "run", max_steps=1, resume="auto")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first checkpoint
+    grpo.main(again)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, resume="auto"))
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    for folder in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(UserError, match="holds a run without a checkpoint: --overwrite replaces it"):
+        grpo.main(again)
 
 
 def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes, tmp_path, capsys):
@@ -261,14 +276,20 @@ def test_metrics_wait_for_room(tmp_path, capsys):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(tiny_model, shapes, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [("_write_model", OSError(28, "No space left on device")), ("load_model", UserError("the base is gone"))],
+)
+def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(
+    broken, error, tiny_model, shapes, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise error
 
-    monkeypatch.setattr(checkpoint, "_write_model", full)
+    monkeypatch.setattr(checkpoint, broken, fail)
     with pytest.raises(RunStopped, match=r"final' could not be written .*--checkpoint \S*checkpoint-1 --output DIR"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, save_every=0))
-    assert problem(tmp_path / "checkpoint-1") is None
+    assert problem(tmp_path / "checkpoint-1") is None and not list(tmp_path.glob("final*"))
     assert checkpoint.beside(pathlib.Path("a/qwen2.5")).name == "qwen2.5.partial"
 
 

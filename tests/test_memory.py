@@ -107,13 +107,19 @@ def test_weights_are_sharded_where_they_take_much_of_a_gpu(policy, monkeypatch, 
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / share)
     monkeypatch.setattr(parallel, "world_size", lambda: processes)
     monkeypatch.setattr(parallel, "local_world_size", lambda: here)
+    monkeypatch.setattr(parallel, "gather_from_all", lambda value: [value] * processes)
     assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == want
     assert memory.choose_sharding(policy, PolicyFlags(sharding="none"), True, GPU) == "none"
 
 
-def test_hybrid_over_unequal_machines_is_refused(policy, monkeypatch):
-    monkeypatch.setattr(parallel, "world_size", lambda: 6)
-    monkeypatch.setattr(parallel, "local_world_size", lambda: 4)
+@pytest.mark.parametrize("here", [8, 4])
+def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkeypatch, here):
+    state = sum(memory.state_bytes(policy, PolicyFlags(), True))
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / 2)
+    monkeypatch.setattr(parallel, "world_size", lambda: 12)
+    monkeypatch.setattr(parallel, "local_world_size", lambda: here)
+    monkeypatch.setattr(parallel, "gather_from_all", lambda value: [8] * 8 + [4] * 4 if value == here else [value])
+    assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == "full"
     with pytest.raises(UserError, match="as many processes on every machine"):
         memory.choose_sharding(policy, PolicyFlags(sharding="hybrid"), True, GPU)
 

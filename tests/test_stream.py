@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+import parallel
 from cli import StepFailed
 from data import encode_prompts, load_processor, load_samples
 from stream import PromptStream
@@ -41,3 +42,14 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
     stream.prepare([lost])
     with pytest.raises(StepFailed, match=r"row 4: image .*it was readable at the start"):
         stream.take([lost])
+
+
+def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
+    """Two engines of two processes each: every process has its own part of its engine's prompts."""
+    monkeypatch.setattr(parallel, "world_size", lambda: 4)
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        shares.append(stream.share(0, 6, 8, 100, tensor_parallel=2)[0])
+    assert sorted(i for share in shares for i in share) == list(range(6))
+    assert len(shares[0] + shares[1]) == len(shares[2] + shares[3]) == 3
