@@ -222,17 +222,8 @@ def test_flags_in_the_readme_and_run_sh_exist():
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
-    known |= {
-        "nnodes",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "rdzv_conf",
-        "nodes",
-        "signal",
-        "requeue",
-        "slow",
-    }  # torchrun, Slurm, pytest
+    known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow"}  # torchrun, pytest
+    known |= {"nodes", "signal", "requeue", "dependency", "time", "mem"}  # of Slurm
     known |= {"tasks", "log_samples", "batch_size", "model_args"}  # of lmms-eval
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):
