@@ -9,31 +9,63 @@
 #   ./run.sh eval RUN [flags]         a trained run against its base, on its own task or with --benchmark NAME
 #   ./run.sh serve [flags]            the counting service: upload, train, watch, download, over HTTP and on a page
 #   ./run.sh test                     the test suite
+#   ./run.sh setup                    only .venv, which all others make when it is missing; GPU=1 where this machine has
+#                                     no GPU and those that train have; once, on one of them, before several train
 #
 # After vqa, math or count: --smoke runs it offline on generated rows with a tiny model, in a minute; flags of grpo.py
-# that follow replace the recipe's. From the environment: N_GPUS=8 (processes), RESTARTS=3 (after a lost process), MODEL, ADAPTER (an SFT adapter of MODEL to
-# go on from), DATA, TEST_DATA (what to train, on what, and what to evaluate on), OUTPUT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
+# that follow replace the recipe's. From the environment: MODEL, ADAPTER (an SFT adapter of MODEL to go on from), DATA,
+# TEST_DATA (what to train, on what, and what to evaluate on), OUTPUT; N_GPUS=8 (processes), RESTARTS=3 (after a lost
+# one); NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 (machines, which of them this is, the first one's address),
+# MASTER_PORT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "$0")"
 seed=${SEED:-0}
 export TOKENIZERS_PARALLELISM=false
+unset RANK WORLD_SIZE  # a cluster's count machines; torchrun's, which the scripts go by, count processes
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 show() { printf '+ %s\n' "$*"; "$@"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-set_up() {  # .venv with the pinned requirements, once for each version of them
-  local python=${PYTHON:-python3} stamp files=(requirements.txt)
-  nvidia-smi -L > /dev/null 2>&1 && files+=(requirements-gpu.txt)  # which brings vLLM
-  stamp=$(cat "${files[@]}" | cksum)
-  [ "$(cat .venv/installed 2>/dev/null)" = "$stamp" ] && return
+number() {  # name of a variable of the environment, its least value, what it is when not given; 08 becomes 8
+  local value=${!1:-$3}
+  [[ $value =~ ^[0-9]{1,9}$ ]] && printf -v "$1" %d "$((10#$value))" && [ "${!1}" -ge "$2" ] ||
+    fail "$1=$value: must be a whole number, $2 or more"
+}
+
+machines() {  # how many there are, and which one this is: with a mistake in it each would train alone
+  [ -z "${NODE_RANK:-}" ] || [ -n "${NNODES:-}" ] ||
+    fail "NODE_RANK=$NODE_RANK needs NNODES, the number of machines; where this is the only one: NNODES=1"
+  number NNODES 1 1
+  if [ "$NNODES" -gt 1 ]; then
+    [ -n "${MASTER_ADDR:-}" ] && [ -n "${NODE_RANK:-}" ] ||
+      fail "NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0"
+    [[ $MASTER_ADDR != *:* ]] || fail "MASTER_ADDR=$MASTER_ADDR: must be the address alone; its port is MASTER_PORT"
+    number MASTER_PORT 1 29400
+  fi
+  number NODE_RANK 0 0
+  [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES: machines count from 0"
+}
+
+set_up() {  # .venv with the pinned requirements, once for each version of them; one for a GPU serves without one too
+  local python=${PYTHON:-python3} gpu='GPU=1 ' file=requirements-gpu.txt stamp installed  # which brings vLLM
+  installed=$(cat .venv/installed 2>/dev/null) || true
+  stamp=$(cat requirements.txt $file | cksum)
+  [ "$installed" != "$stamp" ] || return 0
+  if [ "${GPU:-}" != 1 ] && ! nvidia-smi -L > /dev/null 2>&1; then
+    gpu='' file=requirements.txt
+    stamp=$(cksum < $file)
+    [ "$installed" != "$stamp" ] || return 0
+  fi
+  [ "$NNODES" = 1 ] ||  # all of them would install at once, and into one folder where they share it
+    fail ".venv is missing or not of these requirements; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    { echo "error: '$python' is missing or older than Python 3.11; name another: PYTHON=python3.12 ./run.sh" >&2; exit 2; }
+    fail "'$python' is missing or older than Python 3.11; name another: PYTHON=python3.12 ./run.sh"
   say "Setting up .venv (once, a minute or two)"
-  "$python" -m venv .venv ||
-    { echo "error: $python cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 2; }
+  "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
   [ -t 1 ] && quiet=  # pip's own progress bars, where somebody is watching
-  .venv/bin/pip install --disable-pip-version-check $quiet --requirement "${files[-1]}"
+  .venv/bin/pip install --disable-pip-version-check $quiet --requirement $file
   echo "$stamp" > .venv/installed
 }
 
@@ -56,14 +88,13 @@ demo() {  # folder under runs/, what tiny.py makes, task, then flags of grpo.py
 }
 
 train() {  # a recipe's grpo.py on every GPU of every machine
-  local launch=(.venv/bin/python) restarts=(--max_restarts "${RESTARTS:-0}")
-  if [ "${NNODES:-1}" -gt 1 ]; then
+  local launch=(.venv/bin/python) restarts=(--max_restarts "$RESTARTS")
+  if [ "$NNODES" -gt 1 ]; then
     # a store for each start: a machine that comes in place of a lost one finds none of the others' old ones
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "${N_GPUS:-1}" "${restarts[@]}" --rdzv_backend c10d
-      --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" --rdzv_id grpo
-      --rdzv_conf "is_host=$((NODE_RANK == 0))")
-  elif [ "${N_GPUS:-1}" -gt 1 ]; then
+    launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "$N_GPUS" "${restarts[@]}" --rdzv_backend c10d
+      --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_id grpo --rdzv_conf "is_host=$((NODE_RANK == 0))")
+  elif [ "$N_GPUS" -gt 1 ]; then
     launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" "${restarts[@]}")
   fi
   say "Training"
@@ -98,7 +129,7 @@ recipe() {  # name, task, model, training data, test data ('' for none), flags o
   both+=("${shared[@]}")
   [ -n "${ADAPTER:-}" ] && set -- --adapter "$ADAPTER" "$@"
   train --task "$task" --model "$model" --data "$data" --output "$output" "$@" "${smoke[@]}" "${both[@]}" "${given[@]}"
-  [ -n "$test" ] && [ "${NODE_RANK:-0}" = 0 ] || return 0  # one machine evaluates
+  [ -n "$test" ] && [ "$NODE_RANK" = 0 ] || return 0  # one machine evaluates
   local when what
   for when in before after; do
     say "Evaluation $when training"
@@ -181,10 +212,10 @@ PY
 
 against_base() {  # folder of a run, then flags of evaluate.py
   local run=${1:-} flags launch=(.venv/bin/python)
-  [ -n "$run" ] && shift || { echo "error: ./run.sh eval needs the folder of a run: ./run.sh eval runs/vqa" >&2; exit 2; }
+  [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run: ./run.sh eval runs/vqa"
   flags=$(run_flags "$run" "$@") || exit 2
   mapfile -t flags <<< "$flags"
-  [ "${N_GPUS:-1}" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
+  [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "${OUTPUT:-$run/eval}" "$@"
   say "The same model under lmms-eval (pip install lmms-eval, in an environment of its own with vLLM and transformers 5):"
   local model=$run/final
@@ -198,6 +229,9 @@ against_base() {  # folder of a run, then flags of evaluate.py
 
 recipe=${1:-demo}
 [ $# -gt 0 ] && shift
+number N_GPUS 1 1
+number RESTARTS 0 0
+case $recipe in vqa | math | count) machines ;; *) NNODES=1 ;; esac
 if [ "$recipe" = eval ]; then
   set_up
   against_base "$@"
@@ -212,7 +246,7 @@ if [ "$recipe" = math ]; then
   kind=${1:-}
   case $kind in
     text | image | mixed) shift ;;
-    *) echo "error: ./run.sh math needs text, image or mixed after it, not '$kind'" >&2; exit 2 ;;
+    *) fail "./run.sh math needs text, image or mixed after it, not '$kind'" ;;
   esac
 fi
 shared=()  # of the given flags those about pictures, rows and rewards, which evaluation needs too
@@ -221,8 +255,7 @@ for flag in "$@"; do
   case $flag in
     --smoke) tiny=yes; continue ;;
     --output* | --model* | --adapter* | --data | --data=*)
-      echo "error: $flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment, so that training and evaluation agree" >&2
-      exit 2 ;;
+      fail "$flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment, so that training and evaluation agree" ;;
     --*pixels* | --max_side* | --image_dir* | --*_column* | --template* | --skip_bad_rows | --max_prompt_length* | \
       --reward* | --verifier* | --engine* | --vllm* | --tensor_parallel*) part=shared ;;
     --*) part=given ;;
@@ -230,16 +263,7 @@ for flag in "$@"; do
   [ $part = shared ] && shared+=("$flag") || given+=("$flag")
 done
 if [ "$recipe" = count ] && [ -z "$tiny" ] && [ -z "${DATA:-}" ]; then
-  echo "error: ./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)" >&2
-  exit 2
-fi
-if [ "${NNODES:-1}" -gt 1 ]; then
-  case "${MASTER_ADDR:+there},${NODE_RANK:-}" in
-    there,[0-9] | there,[0-9][0-9] | there,[0-9][0-9][0-9]) ;;
-    *)
-      echo "error: NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0" >&2
-      exit 2 ;;
-  esac
+  fail "./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)"
 fi
 case $recipe in
   demo)
@@ -259,7 +283,8 @@ case $recipe in
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto "${given[@]}" ;;
-  *)
-    echo "error: no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, serve, test" >&2
-    exit 2 ;;
+  setup)
+    set_up
+    echo ".venv is ready" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, serve, test, setup" ;;
 esac

@@ -5,20 +5,25 @@
     python bench/scale.py --links --gpus 4                              # what the links between the GPUs carry
     python bench/scale.py --plan                                        # memory and traffic for 7B, 32B, 72B
 
-The plan, with N GPUs, Ψ parameters, S GPUs that share one copy of the weights, and what a GPU takes in each second
-inside a machine (`NVLINK`, measured by --links) and from others (`NETWORK`, a figure by the maker, not measured):
+The plan, with N GPUs, Ψ parameters, S GPUs that share one copy of the weights, T that share one vLLM
+(--tensor_parallel), and what a GPU takes in each second inside a machine (`NVLINK`, measured by --links on four, taken
+for eight) and from others (`NETWORK`, a figure by the maker, not measured):
 
-    memory of a GPU   16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference) + vLLM's share
-    a micro-batch     forward and backward gather 2 · 2 Ψ bytes, backward adds up 4 Ψ bytes, each times (S − 1) / S
-    a step, hybrid    the gradients of C = N / S copies once more: 2 · 4 Ψ / S · (C − 1) / C bytes over the network
-    weight sync       2 Ψ (S − 1) / S bytes gathered once
+    training, a GPU     16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference), beside it activations
+    sampling, a GPU     14 Ψ / S (the same without gradients) + 2 Ψ / T + `VLLM_ROOM` of vLLM's
+    a micro-batch       forward and backward gather 2 · 2 Ψ bytes, backward adds up 4 Ψ bytes, each times (S − 1) / S;
+                        the reference gathers 2 Ψ (S − 1) / S more, in a pass of its own
+    an update, hybrid   the gradients of C = N / S copies once more: 2 · 4 Ψ / S · (C − 1) / C bytes over the network;
+                        with a trained vision tower after every micro-batch instead
+    a step              2 Ψ (S − 1) / S bytes gathered once, for vLLM
 
-Gathering hides behind the arithmetic of a micro-batch of t tokens, 8 Ψ t / `SPEED` seconds with every layer computed
-again, as long as its seconds are fewer.
+Gathering hides behind the arithmetic of a micro-batch of t tokens, 6 Ψ t / `SPEED` seconds and for the reference
+2 Ψ t / `SPEED`, as long as its seconds are fewer: whatever Ψ, from t = 8 / 6 · (S − 1) / S · `SPEED` / link tokens on.
 """
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -35,11 +40,14 @@ import torch.distributed as dist
 
 import cli
 import parallel
+from memory import MARGIN
 
 NVLINK = 341e9  # bytes/s into each of four H200s in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s adapter for each GPU
-SPEED = 400e12  # FLOP/s of forward and backward as measured here on W1
+SPEED = 400e12  # FLOP/s of forward and backward, as MFU counts them: 0.40 to 0.48 of 989e12 were measured here
 GPU_BYTES = 141e9
+VLLM_ROOM = 12 * 2**30  # bytes beside its weights that vLLM is given at least: some GiB to work in, the rest KV cache
+TOKENS = 8192  # of a micro-batch
 SIZES = {"7B": 7.6e9, "32B": 32.5e9, "72B": 72.7e9}
 ROWS = ("step_time", "time/sync", "time/prompts", "time/rollout", "idle/rollout", "time/reward", "time/sleep")
 ROWS += ("time/reference", "time/train", "time/optimizer", "mfu", "memory_gib", "completions_per_second")
@@ -145,24 +153,33 @@ def links() -> None:
             print(f"{name}: {taken / 1e9:.0f} GB/s into each of {gpus} GPUs", flush=True)
 
 
+def sampler(size: float, shards: int) -> tuple[int, float] | None:
+    """The smallest --tensor_parallel, with its --vllm_memory, that fits beside the trainer's resting state."""
+    for gpus in (1, 2, 4, 8):
+        share = math.ceil(20 * (2 * size / gpus + VLLM_ROOM) / GPU_BYTES) / 20
+        if 14 * size / shards + share * GPU_BYTES <= (1 - MARGIN) * GPU_BYTES:
+            return gpus, share
+    return None
+
+
 def plan() -> None:
-    """The table of the module's formulas."""
-    print(
-        f"{'model':6}{'GPUs':>6}{'sharded over':>14}{'GiB a GPU':>11}{'':3}{'gathered s':>11}{'compute s':>11}", end=""
-    )
-    print(f"{'hybrid s':>10}{'sync s':>8}   a micro-batch of 8192 tokens; hybrid and sync once a step")
+    """The table of the module's formulas, as README.md has it."""
+    heads = ["model", "GPUs", "a copy on", "GiB", "tensor_parallel", "vllm_memory", "gathered, s"]
+    heads += ["arithmetic, s", "hidden from", "hybrid, s", "sync, s"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name, size in SIZES.items():
         for gpus in (8, 64, 256):
             for shards in sorted({8, gpus}):
-                memory, link = 18 * size / shards, NVLINK if shards <= 8 else NETWORK
-                gathered = 8 * size * (shards - 1) / shards / link
-                copies = gpus // shards
-                added = 8 * size / shards * (copies - 1) / copies / NETWORK
-                sync, compute = 2 * size * (shards - 1) / shards / link, 8 * size * 8192 / SPEED
-                fits = "" if memory < 0.6 * GPU_BYTES else "  *"
-                figures = f"{memory / 2**30:11.1f}{fits:3}{gathered:11.2f}{compute:11.2f}{added:10.2f}{sync:8.2f}"
-                print(f"{name:6}{gpus:6}{shards:14}{figures}")
-    print("* leaves too little for activations and vLLM")
+                others, link, copies = 1 - 1 / shards, NVLINK if shards <= 8 else NETWORK, gpus // shards
+                gathered, arithmetic = 2 * size * others / link, 2 * size * TOKENS / SPEED  # the reference's
+                tokens = 8 / 6 * others * SPEED / link
+                hybrid = 8 * size / shards * (1 - 1 / copies) / NETWORK
+                fits, vllm = 18 * size / shards < 0.6 * GPU_BYTES, sampler(size, shards)
+                row = [name, gpus, shards, f"{18 * size / shards / 2**30:.1f}{'' if fits else ' (too much)'}"]
+                row += [vllm[0], f"{vllm[1]:.2f}"] if vllm else ["none fits", ""]
+                row += [f"{4 * gathered:.2f} + {gathered:.2f}", f"{3 * arithmetic:.2f} + {arithmetic:.2f}"]
+                row += [f"{tokens:,.0f}", f"{hybrid:.2f}", f"{gathered:.2f}"]
+                print(f"| {' | '.join(map(str, row))} |")
 
 
 def main(cfg: Config) -> None:

@@ -134,11 +134,87 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
     assert message in done.stderr
 
 
-def test_a_machine_without_its_place_is_told():
-    environment = os.environ | {"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "first"}
-    done = subprocess.run(["./run.sh", "vqa"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture
+def sh(tmp_path):
+    """run.sh in a folder of its own; one stub is Python, pip, torchrun and nvidia-smi, says its arguments and installs
+    nothing."""
+    for name in ("run.sh", "requirements.txt", "requirements-gpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    stub = tmp_path / "nvidia-smi"
+    stub.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = -L ]; then exit $((1 - HAS_GPU)); fi; echo "$(basename "$0") $* ${RANK:+as rank $RANK}"\n'
+        'if [ "$2" = venv ]; then mkdir -p .venv/bin; for it in pip python torchrun; do cp "$0" .venv/bin/$it; done; fi'
+    )
+    stub.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def run(recipe: str, **environment: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": path, "HAS_GPU": "0", "PYTHON": str(stub)} | environment
+        return subprocess.run(
+            ["./run.sh", recipe], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NNODES": "two"}, "NNODES=two: must be a whole number, 1 or more"),
+        ({"NNODES": "2:4"}, "NNODES=2:4: must be a whole number, 1 or more"),
+        ({"NNODES": "0"}, "NNODES=0: must be a whole number, 1 or more"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "h"}, "NODE_RANK=1 needs NNODES, the number of machines"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "h"}, "NNODES=2 needs MASTER_ADDR"),
+        (TWO | {"NODE_RANK": "first"}, "NODE_RANK=first: must be a whole number, 0 or more"),
+        (TWO | {"NODE_RANK": "2"}, "NODE_RANK=2: must be below NNODES=2"),
+        (TWO | {"NODE_RANK": "08"}, "NODE_RANK=8: must be below NNODES=2"),
+        (TWO | {"MASTER_ADDR": "h:1234"}, "MASTER_ADDR=h:1234: must be the address alone"),
+        (TWO | {"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a whole number, 1 or more"),
+        ({"N_GPUS": "all"}, "N_GPUS=all: must be a whole number, 1 or more"),
+        ({"RESTARTS": "x"}, "RESTARTS=x: must be a whole number, 0 or more"),
+    ],
+)
+def test_a_machine_that_does_not_know_its_place_is_told(sh, environment, message):
+    """In one line and before anything is set up: it would train alone, as would every other."""
+    done = sh("vqa", **environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: NNODES=2 needs MASTER_ADDR"), done.stderr
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert not done.stdout
+
+
+def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
+    done = sh("vqa", MASTER_ADDR="vqa-master-0", MASTER_PORT="tcp://10.0.0.1:80", RANK="0", WORLD_SIZE="1", N_GPUS="02")
+    assert done.returncode == 0, done.stderr
+    assert "+ .venv/bin/torchrun --standalone --nproc_per_node 2 --max_restarts 0 grpo.py" in done.stdout
+    assert "as rank" not in done.stdout, "the evaluation would wait for the other machines"
+
+
+def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
+    """One without a GPU, too; they would all install into the folder that they share, at once."""
+    command = "before NNODES=2, on one machine: {}./run.sh setup\n"
+    for gpu, setting in (("0", ""), ("1", "GPU=1 ")):
+        done = sh("vqa", HAS_GPU=gpu, **TWO)
+        assert done.returncode == 2 and done.stderr.endswith(command.format(setting)), done.stderr
+        assert not done.stdout
+    done = sh("setup")
+    assert done.returncode == 0 and "--requirement requirements.txt" in done.stdout
+    assert sh("vqa", HAS_GPU="1", **TWO).stderr.endswith(command.format("GPU=1 ")), "without vLLM"
+    done = sh("setup", GPU="1")
+    assert done.returncode == 0 and "--requirement requirements-gpu.txt" in done.stdout
+    for gpu in "01":
+        done = sh("vqa", HAS_GPU=gpu, **TWO)
+        assert done.returncode == 0, done.stderr
+        assert "--nnodes 2 --nproc_per_node 1 --max_restarts 0 --rdzv_backend c10d" in done.stdout
+        assert "--rdzv_endpoint 10.0.0.1:29400 --rdzv_id grpo --rdzv_conf is_host=0 grpo.py" in done.stdout
+        assert "pip" not in done.stdout + sh("setup", HAS_GPU=gpu).stdout, "what serves a GPU serves without one"
+    with (tmp_path / "requirements.txt").open("a") as file:
+        file.write("more==1\n")
+    assert sh("vqa", **TWO).returncode == 2, "of other requirements"
 
 
 def test_flags_in_the_readme_and_run_sh_exist():
@@ -146,16 +222,8 @@ def test_flags_in_the_readme_and_run_sh_exist():
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
-    known |= {
-        "nnodes",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "rdzv_conf",
-        "nodes",
-        "signal",
-        "slow",
-    }  # torchrun, Slurm, pytest
+    known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow"}  # torchrun, pytest
+    known |= {"nodes", "signal", "requeue", "dependency", "time", "mem"}  # of Slurm
     known |= {"tasks", "log_samples", "batch_size", "model_args"}  # of lmms-eval
     for name in ("README.md", "run.sh"):
         for flag in re.findall(r"(?<![\w-])--([a-z]\w*)(?![\w*-])", (ROOT / name).read_text()):
