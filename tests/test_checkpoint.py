@@ -205,8 +205,9 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 @pytest.mark.parametrize("processes", [0, 2])
 def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_model, shapes, tmp_path):
     """The signal comes while micro-batches of a long step are trained on: the step is given up, to be taken again."""
+    sizes = dict(prompts_per_step=12, num_generations=24 if processes else 12, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
-    flags += ["--prompts_per_step=12", "--num_generations=24", "--max_completion_length=12", "--micro_batch_tokens=60"]
+    flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
     process = subprocess.Popen(
         [sys.executable, *launcher, "grpo.py", *flags],
@@ -230,8 +231,7 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
     if not processes:  # goes on as if nothing had been
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        sizes = dict(prompts_per_step=12, num_generations=24, micro_batch_tokens=60, report_every=10)
-        flags = sizes | dict(learning_rate=1e-6, max_steps=2)
+        flags = sizes | dict(learning_rate=1e-6, max_steps=2, report_every=10)
         grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
         grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
         torch.set_num_threads(threads)
