@@ -253,7 +253,10 @@ shared=()  # of the given flags those about pictures, rows and rewards, which ev
 part=given
 for flag in "$@"; do
   case $flag in
-    --smoke) tiny=yes; continue ;;
+    --smoke)
+      [ "$NNODES" = 1 ] || fail "--smoke with NNODES=$NNODES: it makes its own model and rows, on one machine"
+      tiny=yes
+      continue ;;
     --output* | --model* | --adapter* | --data | --data=*)
       fail "$flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment, so that training and evaluation agree" ;;
     --*pixels* | --max_side* | --image_dir* | --*_column* | --template* | --skip_bad_rows | --max_prompt_length* | \

@@ -143,10 +143,10 @@ def sh(tmp_path):
     stub.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
 
-    def run(recipe: str, **environment: str) -> subprocess.CompletedProcess:
+    def run(recipe: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
         environment = {"PATH": path, "HAS_GPU": "0", "PYTHON": str(stub)} | environment
         return subprocess.run(
-            ["./run.sh", recipe], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["./run.sh", recipe, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
 
     return run
@@ -185,6 +185,12 @@ def test_a_machine_that_does_not_know_its_place_is_told(sh, environment, message
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert not done.stdout
+
+
+def test_several_machines_have_rows_of_their_own_to_train_on(sh):
+    done = sh("vqa", "--smoke", **TWO)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "error: --smoke with NNODES=2: it makes its own model and rows, on one machine\n"
 
 
 def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
