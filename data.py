@@ -29,9 +29,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 # isort: split
-# Else transformers imports scikit-learn, and with it pandas and SciPy, for a way of decoding that nobody here uses: a
-# second of every process's start.
-transformers.utils.is_sklearn_available = lambda: False
+# Else transformers imports scikit-learn, pandas and SciPy, for a way of decoding and a loss that nobody here uses: more
+# than a second of every process's start.
+transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
 from transformers import (
     AutoConfig,
     AutoModel,
