@@ -101,6 +101,7 @@ def run(main: Callable[[Any], None], config: type) -> None:
     try:
         try:
             main(args)
+            parallel.leave()
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
         except WorkerLost as error:

@@ -45,6 +45,13 @@ def start(timeout: float = 30.0) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def leave() -> None:
+    """End a process's part in the group, when all is done: without it gloo's threads were once found running while the
+    interpreter was taken down, and the process aborted."""
+    if dist.is_initialized() and not torch.cuda.is_available():  # NCCL may be part of vLLM's captured graphs
+        dist.destroy_process_group()
+
+
 def _torchrun() -> str:
     """The torchrun that started this process, told apart from any other on any machine; empty without one."""
     if "GROUP_RANK" not in os.environ:

@@ -106,6 +106,7 @@ def main(model: str, out: str, only: str = "") -> None:
     if parallel.is_main():
         torch.save(results, out)
     parallel.wait_for_all()
+    parallel.leave()
 
 
 if __name__ == "__main__":
