@@ -244,10 +244,9 @@ class Store:
         return False
 
     def _start(self, job: Job) -> None:
-        folder, run = self.folder_of(job.job_id), self.run_of(job.job_id)
+        folder = self.folder_of(job.job_id)
         job = self._update(job, status="training", attempt=job.attempt + 1)
-        command = [sys.executable, str(HERE / "grpo.py"), *self.flags(job)]
-        command += ["--resume"] if any(run.glob("checkpoint-*[0-9]")) else ["--overwrite"]
+        command = [sys.executable, str(HERE / "grpo.py"), *self.flags(job), "--resume", "auto"]
         shell = ["sh", "-c", 'echo $$ > "$0"; exec nice -n 5 "$@"', str(folder / f"pid-{job.attempt}"), *command]
         with (folder / "lock").open("w") as lock, (folder / "log.txt").open("ab") as log:
             (folder / f"log-from-{job.attempt}").write_text(str(log.tell()))
