@@ -358,8 +358,10 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     ).last_hidden_state[0]  # (T, D)
     hidden = hidden[batch.predict_from]  # (C, D)
     weight = model.lm_head.weight  # (V, D)
+    # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
+    scale = torch.full((), temperature, device=hidden.device)
     chunks = [
-        checkpoint(model.logprob_chunk, h, weight, y, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(model.logprob_chunk, h, weight, y, scale, use_reentrant=False, preserve_rng_state=False)
         for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))
     ]
     logp, entropy = zip(*chunks)
@@ -379,7 +381,7 @@ def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
     return inputs
 
 
-def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     logits = float32_logits(hidden, weight) / temperature  # (rows, V)
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z

@@ -26,9 +26,11 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,7 +70,7 @@ class Config:
     steps: int = 2
     """Measured steps, after one that warms up."""
     peer: Literal["trl"] | None = None
-    """Another trainer on the largest number of GPUs afterwards, with a frozen vision tower as ours has."""
+    """Another trainer on the last number of GPUs afterwards, with a frozen vision tower as ours has."""
     flags: tuple[str, ...] = ()
     """Further flags of grpo.py, as NAME=VALUE."""
     folder: str = "runs/bench"
@@ -85,38 +87,42 @@ class Config:
             raise ValueError("gpus, prompts and steps must be at least 1")
 
 
-def launch(gpus: int, script: str, *arguments: object) -> tuple[int, str]:
-    """The exit status and the standard output, which is printed too, of `script` on `gpus` processes."""
+def launch(gpus: int, script: str, *arguments: object) -> Iterator[str]:
+    """Run `script` on `gpus` processes: the lines of its standard output, printed as they come. Raises RunStopped when
+    it does not end well."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
     command = [*torchrun, str(HERE / script), *map(str, arguments)]
-    said = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    ) as started:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as started:
         for line in started.stdout:
             print(line, end="", flush=True)
-            said.append(line)
-    return started.returncode, "".join(said)
+            yield line
+    if started.returncode:
+        raise cli.RunStopped(f"bench/{script} on {gpus} GPUs ended with status {started.returncode}", 1)
 
 
 def measure(cfg: Config, gpus: int) -> dict:
     """What bench/speed.py finds on `gpus` GPUs."""
     part = pathlib.Path(cfg.folder) / f"on-{gpus}"
-    arguments = [
-        "--shape",
-        cfg.shape,
-        "--workloads",
-        cfg.workload,
-        "--steps",
-        cfg.steps,
-        "--prompts",
-        cfg.prompts * gpus,
-    ]
-    arguments += ["--folder", cfg.folder, "--results", part, *(["--flags", *cfg.flags] if cfg.flags else [])]
-    status, _ = launch(gpus, "speed.py", *arguments)
-    if status:
-        raise cli.RunStopped(f"bench/speed.py on {gpus} GPUs ended with status {status}", 1)
+    arguments = ["--shape", cfg.shape, "--workloads", cfg.workload, "--steps", cfg.steps]
+    arguments += ["--prompts", cfg.prompts * gpus, "--folder", cfg.folder, "--results", part]
+    arguments += ["--flags", *cfg.flags] if cfg.flags else []
+    list(launch(gpus, "speed.py", *arguments))
     return json.loads(max(part.glob("*.json"), key=os.path.getmtime).read_text())
+
+
+def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
+    """TRL's seconds of each step on `gpus` GPUs, after each, and how many times `ours` it takes for those after the
+    first, which warms up."""
+    work, found = speed.WORKLOADS[cfg.workload], {"name": "trl", "gpus": gpus, "steps": []}
+    arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
+    arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
+    for line in launch(gpus, "peer_trl.py", *arguments):
+        if line.startswith("STEP"):
+            found["steps"].append(float(line.split()[1]))
+            if len(found["steps"]) > 1:
+                found["ratio"] = statistics.mean(found["steps"][1:]) / ours
+            yield found
 
 
 def show(found: dict[int, dict], workload: str) -> None:
@@ -188,29 +194,24 @@ def main(cfg: Config) -> None:
     if cfg.links and "RANK" in os.environ:
         return links()
     if cfg.links:
-        launch(cfg.gpus[-1], "scale.py", "--links")
+        list(launch(cfg.gpus[-1], "scale.py", "--links"))
         return
     folder = pathlib.Path(cfg.folder)
     speed.make_model(folder / cfg.shape, cfg.shape)
     work = speed.WORKLOADS[cfg.workload]
     speed.make_data(folder, work["side"], max(cfg.gpus) * cfg.prompts * (cfg.steps + 1))
-    found = {gpus: measure(cfg, gpus) for gpus in cfg.gpus}
-    about = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": found}
-    show(found, cfg.workload)
-    if cfg.peer:
-        gpus = cfg.gpus[-1]
-        arguments = [folder / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
-        arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
-        status, said = launch(gpus, "peer_trl.py", *arguments)
-        seconds = [float(line.split()[1]) for line in said.splitlines() if line.startswith("STEP")]
-        about["peer"] = {"name": cfg.peer, "gpus": gpus, "steps": seconds, "exit_status": status}
-        if len(seconds) > 1:
-            ours = found[gpus]["workloads"][cfg.workload]["step_time"]
-            about["peer"]["ratio"] = sum(seconds[1:]) / len(seconds[1:]) / ours
-        print(about["peer"])
+    about = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": {}}
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
-    name = f"scale-{cfg.shape}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    (pathlib.Path(cfg.results) / name).write_text(json.dumps(about, indent=1) + "\n")
+    results = pathlib.Path(cfg.results) / f"scale-{cfg.shape}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    for gpus in cfg.gpus:
+        about["gpus"][gpus] = measure(cfg, gpus)
+        results.write_text(json.dumps(about, indent=1) + "\n")  # kept, whatever becomes of the others
+    show(about["gpus"], cfg.workload)
+    if cfg.peer:
+        ours = about["gpus"][gpus]["workloads"][cfg.workload]["step_time"]
+        for peer in measure_trl(cfg, gpus, ours):
+            print(peer, flush=True)
+            results.write_text(json.dumps(about | {"peer": peer}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
