@@ -1,8 +1,10 @@
 """Fixtures: a tiny random Qwen2.5-VL in Hugging Face layout and a small counting data set, made once a session."""
 
 import atexit
+import multiprocessing
 import os
 import pathlib
+import runpy
 import shutil
 import socket
 import subprocess
@@ -77,13 +79,40 @@ def server():
     made.server.should_exit = True
 
 
-def run_script(*args: str, processes: int = 0, **kwargs) -> subprocess.CompletedProcess:
-    """Run a script of the project as a user would; with `processes` through torchrun."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "--"] if processes else []
-    )
-    command = [sys.executable, *launcher, *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **kwargs)
+def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """A script of the project, with `processes` as a launcher starts them; its status is the first one's that is not 0.
+    Forked from a process that has imported everything, which spares the three seconds that every start takes."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["grpo", "evaluate", "merge_lora"])
+    world = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}", "OMP_NUM_THREADS": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        started = []
+        for place in places:
+            environment = (os.environ if env is None else env) | place
+            process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
+            process.start()
+            started.append(process)
+        for process in started:
+            process.join(300)
+            process.kill()
+        status = next(filter(None, (process.exitcode for process in started)), 0)
+        return subprocess.CompletedProcess(args, status, out.read(), err.read())
+
+
+def _as_script(args: list[str], out: str, err: str, environment: dict[str, str]) -> None:
+    """This new process becomes one that was started with `args`."""
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.chdir(ROOT)
+    sys.argv = args
+    sys.path.insert(0, str((ROOT / args[0]).parent))
+    runpy.run_path(args[0], run_name="__main__")
 
 
 def on_machine(number: int, port: int, *args: str, machines: int = 2, processes: int = 2, **kwargs) -> subprocess.Popen:
