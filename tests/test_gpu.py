@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT
 from models import build, make_group
 
 import grpo
@@ -18,6 +20,11 @@ from report import read_rows
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU in this machine")
 pytestmark = [pytest.mark.gpu, no_gpu]
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    """A script in a process of its own, with nothing of this one's CUDA and vLLM."""
+    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"])
@@ -78,7 +85,7 @@ no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="v
 def engine(tiny_model, shapes, tmp_path_factory) -> dict:
     """What tests/vllm_worker.py found."""
     out = tmp_path_factory.mktemp("vllm") / "found.json"
-    done = run_script("tests/vllm_worker.py", tiny_model, shapes, str(out))
+    done = run("tests/vllm_worker.py", tiny_model, shapes, str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 
@@ -127,7 +134,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
     flags += [f"--reward={tmp_path}/r.py:vowels", "--reward=count=0", "--max_steps=30", "--prompts_per_step=12"]
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
-    done = run_script("grpo.py", *flags, "--no_compile", "--check_sync")
+    done = run("grpo.py", *flags, "--no_compile", "--check_sync")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
@@ -148,7 +155,7 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
         "--beta=0.01",
     ]
     flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
-    done = run_script("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
+    done = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
