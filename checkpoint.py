@@ -34,12 +34,16 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from balance import spread
+
+# isort: split
+# After data.py, which says what transformers is not to import.
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 import cli
 import parallel
-from balance import spread
 from cli import RunStopped, UserError
 from lora import adapter_tensors, has_adapter, write_adapter
 from model import Policy, PolicyFlags, full_weights, load_model, load_policy, make_optimizer, saved_dtype

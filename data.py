@@ -12,6 +12,7 @@ Every row is checked before a model is loaded. A row that cannot be used is coun
 import functools
 import hashlib
 import json
+import logging
 import math
 import pathlib
 import sys
@@ -32,6 +33,7 @@ from tqdm import tqdm
 # Else transformers imports scikit-learn, pandas and SciPy, for a way of decoding and a loss that nobody here uses: more
 # than a second of every process's start.
 transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
 from transformers import (
     AutoConfig,
     AutoModel,

@@ -27,11 +27,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from data import Sample, encode_prompt, load_processor
+
+# isort: split
+# After data.py, which says what transformers is not to import.
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import cli
 from cli import RunStopped, UserError
-from data import Sample, encode_prompt, load_processor
 from lora import POLICY, adapted_layers, load_peft, match_modules, module_of, read_adapter, up_to_date
 from model import auto_class, load_config, load_model, saved_dtype
 

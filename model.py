@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -42,7 +41,6 @@ from packing import (
     vision_features,
 )
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
 KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
 
 

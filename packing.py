@@ -359,7 +359,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     hidden = hidden[batch.predict_from]  # (C, D)
     weight = model.lm_head.weight  # (V, D)
     # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
-    scale = torch.full((), temperature, device=hidden.device)
+    scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     chunks = [
         checkpoint(model.logprob_chunk, h, weight, y, scale, use_reentrant=False, preserve_rng_state=False)
         for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))

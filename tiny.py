@@ -24,6 +24,11 @@ import torch
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+
+from data import Processor, Prompt, Rollout, Sample, encode_prompt, load_processor, load_samples
+
+# isort: split
+# After data.py, which says what transformers is not to import.
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -33,7 +38,6 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cli import run
-from data import Processor, Prompt, Rollout, Sample, encode_prompt, load_processor, load_samples
 from model import Policy
 from packing import Group, pack, take_packed_batches
 

@@ -114,7 +114,7 @@ def measure(cfg: Config, gpus: int) -> dict:
 def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
     """TRL's seconds of each step on `gpus` GPUs, after each, and how many times `ours` it takes for those after the
     first, which warms up."""
-    work, found = speed.WORKLOADS[cfg.workload], {"name": "trl", "gpus": gpus, "steps": []}
+    work, found = speed.WORKLOADS[cfg.workload], {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": []}
     arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
     arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
     for line in launch(gpus, "peer_trl.py", *arguments):
@@ -208,6 +208,7 @@ def main(cfg: Config) -> None:
         results.write_text(json.dumps(about, indent=1) + "\n")  # kept, whatever becomes of the others
     show(about["gpus"], cfg.workload)
     if cfg.peer:
+        gpus = cfg.gpus[-1]
         ours = about["gpus"][gpus]["workloads"][cfg.workload]["step_time"]
         for peer in measure_trl(cfg, gpus, ours):
             print(peer, flush=True)

@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import runpy
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -89,16 +91,33 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
     places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         started = []
-        for place in places:
-            environment = (os.environ if env is None else env) | place
-            process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
-            process.start()
-            started.append(process)
-        for process in started:
-            process.join(300)
-            process.kill()
-        status = next(filter(None, (process.exitcode for process in started)), 0)
+        try:
+            for place in places:
+                environment = (os.environ if env is None else env) | place
+                process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
+                process.start()
+                started.append(process)
+            status = _first_status(started)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
         return subprocess.CompletedProcess(args, status, out.read(), err.read())
+
+
+def _first_status(started: list, patience: float = 300) -> int:
+    """Wait until all have ended, or some seconds longer than the first that ended badly; the status of that one, or 0.
+    Raises TimeoutError for those that go on without one."""
+    running, status, ends = {process.sentinel: process for process in started}, 0, time.monotonic() + patience
+    while running and time.monotonic() < ends:
+        for sentinel in multiprocessing.connection.wait(running, ends - time.monotonic()):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode and not status:
+                status, ends = process.exitcode, time.monotonic() + 30
+    if running and not status:
+        raise TimeoutError(f"still running after {patience} s")
+    return status
 
 
 def _as_script(args: list[str], out: str, err: str, environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py, alone or under torchrun: gradients of one update for several cuts of the same batch.
+"""Run by test_distributed.py, in one process or several: gradients of one update for several cuts of the same batch.
 
 torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
 """

@@ -219,7 +219,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     for line in process.stderr:
         if line.startswith("grpo:"):  # the bar's first line ends when the second is written: after step 1
             break
-    time.sleep(1)
+    time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[1]
     assert process.returncode != 0, "it came through before the signal"

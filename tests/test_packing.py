@@ -175,7 +175,7 @@ def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
     assert (packed - exact).abs().mean() < 0.9 * (rounded - exact).abs().mean()
 
 
-def test_compiled_logprobs_take_nothing_from_the_host():
+def test_compiled_logprobs_take_no_float_from_the_host():
     """A float argument would be a float64 tensor there, and a C++ kernel for it costs the first step 40 seconds."""
     model, taken = build("qwen2_5"), []
     take_packed_batches(model)

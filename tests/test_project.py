@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,6 +108,18 @@ def test_every_recipe_runs_offline_with_smoke(request):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--adapter=runs/smoke/count/final" in done.stdout
     assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
+
+
+@pytest.mark.parametrize("script", ["checkpoint.py", "data.py", "merge_lora.py", "report.py", "tiny.py"])
+def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
+    """In a new interpreter, as other tests start only some of them."""
+    command = [sys.executable, "-X", "importtime", script, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "usage: " + script in done.stdout
+    said = done.stderr.splitlines()
+    assert all(line.startswith("import time:") for line in said), "something is said before anything is done"
+    assert not {line.split()[-1] for line in said} & {"sklearn", "pandas", "scipy", "matplotlib"}
 
 
 @pytest.mark.parametrize(
