@@ -110,7 +110,7 @@ def test_every_recipe_runs_offline_with_smoke(request):
     assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
 
 
-@pytest.mark.parametrize("script", ["checkpoint.py", "data.py", "merge_lora.py", "report.py", "tiny.py"])
+@pytest.mark.parametrize("script", ["checkpoint.py", "merge_lora.py", "tiny.py"])
 def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
     """In a new interpreter, as other tests start only some of them."""
     command = [sys.executable, "-X", "importtime", script, "--help"]
