@@ -88,7 +88,7 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
     forks.set_forkserver_preload(["grpo", "evaluate", "merge_lora"])
     world = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}", "OMP_NUM_THREADS": "1"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
-    places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]
+    places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]  # alone: no world
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         started = []
         try:
