@@ -35,6 +35,7 @@ from model import (
     Policy,
     apply_fsdp,
     check_trained,
+    gathered,
     load_policy,
     load_reference,
     look,
@@ -333,13 +334,14 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Ten
     """Add up the gradient of `groups` in micro-batches of `budget` tokens; returns sums over the tokens of each."""
     sums = []
     run.seen.clear()
-    for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
-        stop_if_asked(run)
-        logp, entropy = run.policy(batch, run.cfg.temperature)
-        run.seen.append((batch.rollouts, logp.detach()))
-        loss, stats = batch_loss(run.cfg, batch, logp)
-        (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
-        sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
+    with gathered(run.policy):
+        for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
+            stop_if_asked(run)
+            logp, entropy = run.policy(batch, run.cfg.temperature)
+            run.seen.append((batch.rollouts, logp.detach()))
+            loss, stats = batch_loss(run.cfg, batch, logp)
+            (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
+            sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
     return sums
 
 
@@ -366,7 +368,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     )
     trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
     stats |= {"loss": loss.detach()} | how_far_apart(batch, trainer_logp)
-    return loss, stats | {"flop": torch.tensor(batch.flop, device=loss.device)}
+    return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ def set_up(cfg: Config) -> Run:
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if cfg.beta else None
-    budget = fit(policy, cfg, limits[0], device, cfg.gpu_memory, sharding)
+    budget = fit(policy, reference, cfg, limits[0], device, cfg.gpu_memory, sharding)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
     start = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(eval_samples)}

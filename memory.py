@@ -122,8 +122,10 @@ def bytes_per_token(policy: Policy, again: int, compiled: bool, dtype: torch.dty
     checkpointed, over all layers, those of a trained vision tower included: the token may stand for a picture."""
     config, size = language_model(policy.model).config, dtype.itemsize
     kept = 4 * config.hidden_size  # the residual stream is float32
+    logits = size * config.vocab_size  # their derivatives
     whole = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
-    return (config.num_hidden_layers - again) * whole + again * kept + whole + _vision_bytes(policy, again, size)
+    layers = (config.num_hidden_layers - again) * whole + again * kept + whole
+    return layers + logits + _vision_bytes(policy, again, size)
 
 
 def _vision_bytes(policy: Policy, again: int, size: int) -> float:
@@ -138,13 +140,15 @@ def _vision_bytes(policy: Policy, again: int, size: int) -> float:
 
 def fit(
     policy: Policy,
+    reference: Policy | None,
     flags: PolicyFlags,
     longest: int,
     device: torch.device,
     limit: float = 0.0,
     sharding: str = "full",
 ) -> int:
-    """Set the checkpointing and return the tokens of a micro-batch: the flags', else the fastest in the free memory.
+    """Set the checkpointing and whether weights are gathered once, and return the tokens of a micro-batch: the flags',
+    else the fastest in the free memory.
 
     `longest`: the most tokens of a prompt with one completion, which cannot be split; `limit`: GiB of the GPU that the
     run may use. Raises UserError when not even that fits. Every process takes the same.
@@ -154,6 +158,7 @@ def fit(
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
+        gather_once(policy, reference, flags, {})
         return budget or CPU_TOKENS
     torch.cuda.empty_cache()
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.shards(sharding)
@@ -177,11 +182,26 @@ def fit(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
             f"shorter ones (--max_prompt_length, --max_completion_length), {LESS_ACTIVATION}"
         )
-    if parallel.is_main():
-        tokens_said = f"micro-batches of {budget or min(tokens, MOST_TOKENS)} tokens"
-        print(f"{tokens_said}, activation checkpointing of {again} of {layers} layers", file=sys.stderr)
+    budget = budget or min(tokens, MOST_TOKENS)
+    # without gradients a token leaves at most as much as when all layers are checkpointed
+    forward = bytes_per_token(policy, layers, flags.compile, flags.compute_dtype(device))
+    gather_once(policy, reference, flags, {policy: room - budget * cost[again], reference: room - budget * forward})
     set_checkpointing(policy, again)
-    return budget or min(tokens, MOST_TOKENS)
+    if parallel.is_main():
+        how = f"activation checkpointing of {again} of {layers} layers"
+        once = ", weights gathered once for all of an update" if policy.gather_once else ""
+        print(f"micro-batches of {budget} tokens, {how}{once}", file=sys.stderr)
+    return budget
+
+
+def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: dict[Policy | None, float]) -> None:
+    """Set for `policy` and `reference` whether their gathered weights stay, alike on every process: as the flags say,
+    else where that leaves memory of the `room` in bytes."""
+    for model in {policy, reference} - {None}:
+        whole = 2 * sum(parameter.numel() for parameter in model.parameters())
+        too_large = flags.gather == "auto" and room.get(model, 0) < whole
+        never = flags.gather == "layer" or (model is not policy and flags.offload_reference)
+        model.gather_once = not parallel.all_max(torch.tensor(int(never or too_large)))
 
 
 def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:

@@ -82,6 +82,9 @@ class PolicyFlags:
     """Weights, gradients and optimizer of each process: none, a whole copy; full, a share of one copy over all
     processes; hybrid, a share of a copy on each machine. auto: a whole copy where it takes less than a third of the
     GPU, else hybrid on several machines where it takes less than two thirds, else full."""
+    gather: Literal["auto", "layer", "update"] = "auto"
+    """When a process puts the weights of a layer together from their shares: each time it is run, or once for all
+    micro-batches of an update, which takes 2 bytes a parameter. auto: once where memory has room for that."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
@@ -124,6 +127,8 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self.gather_once = False
+        """whether layers stay gathered from one micro-batch to the next; see `PolicyFlags.gather`"""
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """(C,) log-probabilities and (C,) entropies of `batch`'s completion tokens; see `token_logprobs`."""
@@ -424,6 +429,23 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     return map(handed_out, batches)
 
 
+@contextlib.contextmanager
+def gathered(policy: Policy) -> Iterator[None]:
+    """Where `gather_once` is set, layers stay gathered after their first use in here; afterwards, also when the work
+    breaks off, each process has its share of them alone again."""
+    if not policy.gather_once:
+        yield
+        return
+    policy.set_reshard_after_forward(False)
+    policy.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def vision_share(policy: Policy) -> float:
     """What a patch costs the vision tower, as a share of what a token costs the decoder stack, by their numbers of
     parameters; 0 when the tower is frozen, whose features are known."""
@@ -484,7 +506,8 @@ def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_on
 @torch.no_grad()
 def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature: float, budget: int) -> None:
     """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
-    found = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
+    with gathered(policy):
+        found = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
     for rollouts, logp in found:  # to the host only now: no micro-batch waits for the one before
         for rollout, of_rollout in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
             setattr(rollout, name, of_rollout)

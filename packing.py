@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from data import Prompt, Rollout, Sample
@@ -95,10 +94,10 @@ class PackedBatch:
         """(C,) the attribute `name` of the completions, token by token, on the batch's device."""
         values = [getattr(rollout, name) for rollout in self.rollouts]
         values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
-        return torch.cat(values).to(self.targets.device, non_blocking=True)
+        return to_device(torch.cat(values), self.targets.device)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        move = functools.partial(Tensor.to, device=device, non_blocking=True)
+        move = functools.partial(to_device, device=torch.device(device))
         segments = replace(
             self.segments,
             kv_index=move(self.segments.kv_index),
@@ -107,6 +106,14 @@ class PackedBatch:
         )
         tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors, segments=segments, vision={k: move(v) for k, v in self.vision.items()})
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`, copied while the host goes on: from ordinary host memory the copy would wait until the
+    device has done all it was given, and the device then for the host."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
@@ -289,7 +296,7 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
         keep_residual_in_float32(language_model(model))
-    model.logprob_chunk = torch.compile(_logprob_chunk, dynamic=True) if compiled else _logprob_chunk
+    model.from_logits = torch.compile(_from_logits, dynamic=True) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
 
@@ -342,8 +349,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     """Log-probability of every completion token and the entropy of the distribution it came from, (C,) float32 each.
 
     Both are those of the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
-    lm_head runs on completion tokens only, `LOGIT_ROWS` at a time, and again in the backward pass, so that the full
-    (C, V) logits never exist.
+    lm_head runs on completion tokens only; see `_TokenLogprobs`.
     """
     inputs = {"input_ids": batch.input_ids, **batch.vision}
     forward = model.model
@@ -357,15 +363,10 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
         **inputs,
     ).last_hidden_state[0]  # (T, D)
     hidden = hidden[batch.predict_from]  # (C, D)
-    weight = model.lm_head.weight  # (V, D)
     # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
-    chunks = [
-        checkpoint(model.logprob_chunk, h, weight, y, scale, use_reentrant=False, preserve_rng_state=False)
-        for h, y in zip(hidden.split(LOGIT_ROWS), batch.targets.split(LOGIT_ROWS))
-    ]
-    logp, entropy = zip(*chunks)
-    return torch.cat(logp), torch.cat(entropy)
+    keep = torch.is_grad_enabled()
+    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
 
 
 def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
@@ -381,38 +382,56 @@ def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
     return inputs
 
 
-def _logprob_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    logits = float32_logits(hidden, weight) / temperature  # (rows, V)
-    log_z = logits.logsumexp(-1)
-    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
-    with torch.no_grad():
-        entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-    return logp, entropy
-
-
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there.
+    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there; without gradient.
 
     bfloat16 keeps eight bits: a logit between 16 and 32, as trained models have them, would be off by up to 0.06.
     """
     if hidden.device.type == "cuda" and hidden.dtype in (torch.float16, torch.bfloat16):
-        return _Float32Logits.apply(hidden, weight)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (hidden @ weight.T).float()
 
 
-class _Float32Logits(torch.autograd.Function):
-    """A product with float32 results of operands that stay as they are, which PyTorch has no gradient for."""
+def _from_logits(
+    logits: Tensor, targets: Tensor, temperature: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of (rows, V) logits: log-probabilities of the targets, entropies, and the derivatives of the former by the
+    logits, rounded to `dtype` when all is done."""
+    logits = logits / temperature
+    log_z = logits.logsumexp(-1)
+    logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    p = logits.softmax(-1)
+    entropy = log_z - (p * logits).sum(-1)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    return logp, entropy, ((is_target.float() - p) / temperature).to(dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(C,) log-probabilities and entropies of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
+
+    The float32 logits exist for `LOGIT_ROWS` tokens at a time. What the backward pass needs of them, the derivatives
+    one_hot(target) - softmax(logits), is kept for all (C, V) in the type that is computed in: two bytes each, where
+    computing the logits again would cost a quarter of the lm_head's time, and a gradient of its weight for every few
+    rows several passes over that.
+    """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    def forward(ctx, hidden, weight, targets, temperature, from_logits, keep: bool) -> tuple[Tensor, Tensor]:
+        derivatives = hidden.new_empty(len(hidden) if keep else 0, len(weight))
+        logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
+        for start in range(0, len(hidden), LOGIT_ROWS):
+            rows = slice(start, start + LOGIT_ROWS)
+            logits = float32_logits(hidden[rows], weight)
+            logp[rows], entropy[rows], of_logits = from_logits(logits, targets[rows], temperature, hidden.dtype)
+            if keep:
+                derivatives[rows] = of_logits
+        ctx.save_for_backward(hidden, weight, derivatives)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)
-        return (
-            grad @ weight if ctx.needs_input_grad[0] else None,
-            grad.T @ hidden if ctx.needs_input_grad[1] else None,
-        )
+    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, derivatives = ctx.saved_tensors
+        derivatives.mul_(grad[:, None])  # in place: a second backward pass over the same graph is an error
+        of_hidden = derivatives @ weight if ctx.needs_input_grad[0] else None
+        return of_hidden, derivatives.T @ hidden if ctx.needs_input_grad[1] else None, None, None, None, None

@@ -16,6 +16,7 @@ from models import fixed_groups
 import parallel
 from data import load_processor
 from grpo import Config, deal, group_advantages, update, with_gradient
+from memory import gather_once
 from model import apply_fsdp, load_policy
 from packing import pack_groups
 from report import Clock
@@ -35,6 +36,11 @@ VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one
     "sampled by one process, evened out, trained vision tower": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "whole copies": ({"sharding": "none", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "a copy on each of two machines": ({"sharding": "hybrid", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "gathered once": ({"gather": "update", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "two machines, gathered once, trained vision tower": (
+        {"sharding": "hybrid", "gather": "update", "train_vision": True, "micro_batch_tokens": 60},
+        [0, 1, 2, 3, 4, 5],
+    ),
     "two machines, trained vision tower, a process without images": (
         {"sharding": "hybrid", "train_vision": True},
         [0, 1, 2, 3, 4, 5],
@@ -65,6 +71,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     )
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
+    gather_once(policy, None, cfg, {})
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):

@@ -57,11 +57,13 @@ VARIANTS = [
     "sampled by one process, evened out",
     "sampled by one process, evened out, trained vision tower",
     "whole copies",
+    "gathered once",
 ]
 ON_MACHINES = [
     "many micro-batches",
     "sampled by one process, evened out",
     "a copy on each of two machines",
+    "two machines, gathered once, trained vision tower",
     "two machines, trained vision tower, a process without images",
 ]
 

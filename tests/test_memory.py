@@ -47,13 +47,13 @@ def checkpointed(policy) -> list[bool]:
 )
 def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, again, tokens, want, want_tokens):
     free(monkeypatch, policy, again, tokens)
-    assert memory.fit(policy, PolicyFlags(), 2000, GPU) == want_tokens
+    assert memory.fit(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
     assert checkpointed(policy) == want
 
 
 def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
     free(monkeypatch, policy, 2, 20_000)
-    assert memory.fit(policy, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
+    assert memory.fit(policy, None, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
     assert checkpointed(policy) == [False, True] * 2
 
 
@@ -130,19 +130,19 @@ def test_a_part_of_a_gpu_is_filled_as_a_whole_smaller_one(policy, monkeypatch):
     available, total = torch.cuda.mem_get_info(GPU)
     used = 12 * 2**30 - (available - memory.MARGIN * (total - 12 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - used, total))
-    assert memory.fit(policy, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
+    assert memory.fit(policy, None, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
     assert checkpointed(policy) == [False, True] * 2
 
 
 def test_flags_decide_where_they_are_given(policy, monkeypatch):
     free(monkeypatch, policy, 0, 50_000)
     flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")
-    assert memory.fit(policy, flags, 2000, GPU) == 777
+    assert memory.fit(policy, None, flags, 2000, GPU) == 777
     assert checkpointed(policy) == [True] * 4
-    assert memory.fit(policy, PolicyFlags(micro_batch_tokens=777), 2000, torch.device("cpu")) == 777
+    assert memory.fit(policy, None, PolicyFlags(micro_batch_tokens=777), 2000, torch.device("cpu")) == 777
 
 
 def test_a_row_that_cannot_fit_says_what_is_missing(policy, monkeypatch):
     free(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"too small by 0\.\d GiB for a prompt and completion of 2000 tokens.*--max_p"):
-        memory.fit(policy, PolicyFlags(), 2000, GPU)
+        memory.fit(policy, None, PolicyFlags(), 2000, GPU)

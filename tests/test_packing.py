@@ -184,7 +184,7 @@ def test_compiled_logprobs_take_no_float_from_the_host():
         taken.extend(inputs)
         return graph.forward
 
-    model.logprob_chunk = torch.compile(model.logprob_chunk, dynamic=True, backend=note)
+    model.from_logits = torch.compile(model.from_logits, dynamic=True, backend=note)
     token_logprobs(model, pack(groups_for(model, "qwen2_5", "no image")), temperature=0.7)
     assert taken
     assert all(x.dtype != torch.float64 for x in taken if torch.is_tensor(x))
