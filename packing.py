@@ -296,7 +296,9 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
         keep_residual_in_float32(language_model(model))
-    model.from_logits = torch.compile(_from_logits, dynamic=True) if compiled else _from_logits
+    # its «online» softmax takes seven times as long on rows of 152k
+    plain = {"online_softmax": False}
+    model.from_logits = torch.compile(_from_logits, dynamic=True, options=plain) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
         layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
 
@@ -311,9 +313,16 @@ def keep_residual_in_float32(text: nn.Module) -> None:
     def to_weights(norm: nn.Module, _: object, out: Tensor) -> Tensor:
         return out.to(norm.weight.dtype)
 
+    def rounded_angles(_: nn.Module, __: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Rounded, although float32 would be exact: samplers round them too, and equal roundings do not add up. To a
+        compiler that takes every size for unknown, the rotation in each layer would be mostly divisions."""
+        cos_sin = tuple(x.to(text.norm.weight.dtype) for x in out)  # (1, T, E) each
+        for x in cos_sin:
+            torch._dynamo.mark_static(x, (0, 2))
+        return cos_sin
+
     text.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
-    # rounded, although float32 would be exact: samplers round them too, and equal roundings do not add up
-    text.rotary_emb.register_forward_hook(lambda _, __, out: tuple(x.to(text.norm.weight.dtype) for x in out))
+    text.rotary_emb.register_forward_hook(rounded_angles)
     text.norm.register_forward_hook(to_weights)
     for layer in text.layers:
         for name, child in layer.named_children():
@@ -398,10 +407,13 @@ def _from_logits(
     """Of (rows, V) logits: log-probabilities of the targets, entropies, and the derivatives of the former by the
     logits, rounded to `dtype` when all is done."""
     logits = logits / temperature
-    log_z = logits.logsumexp(-1)
+    top = logits.amax(-1, keepdim=True)
+    e = (logits - top).exp()
+    z = e.sum(-1, keepdim=True)
+    log_z = (top + z.log())[:, 0]
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
-    p = logits.softmax(-1)
-    entropy = log_z - (p * logits).sum(-1)
+    entropy = log_z - (e * logits).sum(-1) / z[:, 0]
+    p = e / z
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return logp, entropy, ((is_target.float() - p) / temperature).to(dtype)
 
@@ -432,6 +444,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, derivatives = ctx.saved_tensors
-        derivatives.mul_(grad[:, None])  # in place: a second backward pass over the same graph is an error
-        of_hidden = derivatives @ weight if ctx.needs_input_grad[0] else None
-        return of_hidden, derivatives.T @ hidden if ctx.needs_input_grad[1] else None, None, None, None, None
+        grad = grad[:, None]
+        of_hidden = (derivatives @ weight * grad).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+        of_weight = derivatives.T @ (hidden * grad).to(hidden.dtype) if ctx.needs_input_grad[1] else None
+        return of_hidden, of_weight, None, None, None, None
