@@ -431,13 +431,12 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 
 @contextlib.contextmanager
 def gathered(policy: Policy) -> Iterator[None]:
-    """Where `gather_once` is set, layers stay gathered after their first use in here; afterwards, also when the work
-    breaks off, each process has its share of them alone again."""
-    if not policy.gather_once:
-        yield
-        return
-    policy.set_reshard_after_forward(False)
-    policy.set_reshard_after_backward(False)
+    """Where `gather_once` is set, layers stay gathered after their first use in here. Afterwards each process has its
+    share alone again, also when the work breaks off, and of the embedding and the lm_head too, which FSDP would leave
+    whole after a forward pass without gradients."""
+    if policy.gather_once:
+        policy.set_reshard_after_forward(False)
+        policy.set_reshard_after_backward(False)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent.parent), str(pathlib.Path(__file__).parent)]
 
@@ -17,7 +18,7 @@ import parallel
 from data import load_processor
 from grpo import Config, deal, group_advantages, update, with_gradient
 from memory import gather_once
-from model import apply_fsdp, load_policy
+from model import apply_fsdp, load_policy, record_logprobs
 from packing import pack_groups
 from report import Clock
 
@@ -95,6 +96,9 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     if evened_out:
         held = groups if parallel.is_main() else []
         (held,) = deal(run, held)
+    if cfg.beta or cfg.gather == "update":
+        record_logprobs(policy, held, "old_logp", 1.0, run.budget)
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
     stats = update(run, held)
     tokens = sum(len(rollout.ids) for group in held for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
