@@ -12,7 +12,8 @@ for eight) and from others (`NETWORK`, a figure by the maker, not measured):
     training, a GPU     16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference), beside it activations
     sampling, a GPU     14 Ψ / S (the same without gradients) + 2 Ψ / T + `VLLM_ROOM` of vLLM's
     a micro-batch       forward and backward gather 2 · 2 Ψ bytes, backward adds up 4 Ψ bytes, each times (S − 1) / S;
-                        the reference gathers 2 Ψ (S − 1) / S more, in a pass of its own
+                        the reference gathers 2 Ψ (S − 1) / S more, in a pass of its own; with 2 Ψ bytes to spare
+                        each gathers once an update instead (--gather)
     an update, hybrid   the gradients of C = N / S copies once more: 2 · 4 Ψ / S · (C − 1) / C bytes over the network;
                         with a trained vision tower after every micro-batch instead
     a step              2 Ψ (S − 1) / S bytes gathered once, for vLLM
