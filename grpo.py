@@ -306,8 +306,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
         stats = parallel.total(sums)
     grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    wrong = not_finite(stats, grad_norm, groups, run.seen)
-    if wrong:
+    if wrong := not_finite(stats, grad_norm, groups, run.seen):
         run.skipped, run.why_skipped = run.skipped + 1, wrong
         if parallel.is_main():
             print(f"step {run.step + 1}: {wrong}; this update is left out", file=sys.stderr)
@@ -379,8 +378,7 @@ def train(run: Run) -> None:
     cfg, run.interrupted = run.cfg, cli.note_interrupts()
     if run.unscored:
         conclude(run, {})
-    bar = tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main())
-    with bar:
+    with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main()) as bar:
         while run.step < run.total_steps:
             metrics = attempt(run)
             run.step += 1

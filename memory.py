@@ -4,7 +4,7 @@ The figures of a layer's activations are measured ones (LOG.md): one H200, bfloa
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -158,7 +158,7 @@ def fit(
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
-        gather_once(policy, reference, flags, {})
+        gather_once(policy, reference, flags, (0, 0))
         return budget or CPU_TOKENS
     torch.cuda.empty_cache()
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / parallel.shards(sharding)
@@ -185,7 +185,7 @@ def fit(
     budget = budget or min(tokens, MOST_TOKENS)
     # without gradients a token leaves at most as much as when all layers are checkpointed
     forward = bytes_per_token(policy, layers, flags.compile, flags.compute_dtype(device))
-    gather_once(policy, reference, flags, {policy: room - budget * cost[again], reference: room - budget * forward})
+    gather_once(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
     set_checkpointing(policy, again)
     if parallel.is_main():
         how = f"activation checkpointing of {again} of {layers} layers"
@@ -194,13 +194,14 @@ def fit(
     return budget
 
 
-def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: dict[Policy | None, float]) -> None:
+def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: Sequence[float]) -> None:
     """Set for `policy` and `reference` whether their gathered weights stay, alike on every process: as the flags say,
-    else where that leaves memory of the `room` in bytes."""
-    for model in {policy, reference} - {None}:
+    else where that leaves memory of the `room` in bytes that each has."""
+    models = [policy] if reference in (None, policy) else [policy, reference]
+    for model, bytes_free in zip(models, room):
         whole = 2 * sum(parameter.numel() for parameter in model.parameters())
-        too_large = flags.gather == "auto" and room.get(model, 0) < whole
-        never = flags.gather == "layer" or (model is not policy and flags.offload_reference)
+        never = flags.gather == "layer" or (model is reference and flags.offload_reference)
+        too_large = flags.gather == "auto" and bytes_free < whole
         model.gather_once = not parallel.all_max(torch.tensor(int(never or too_large)))
 
 

@@ -72,7 +72,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     )
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
-    gather_once(policy, None, cfg, {})
+    gather_once(policy, None, cfg, (0, 0))
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):

@@ -57,6 +57,25 @@ def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
     assert checkpointed(policy) == [False, True] * 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "flag", "want", "of_reference"),
+    [
+        (9_000, "auto", False, True),  # micro-batches fill the memory; without gradients little of it is needed
+        (50_000, "auto", True, True),
+        (50_000, "layer", False, False),
+        (9_000, "update", True, True),
+    ],
+)
+def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatch, tokens, flag, want, of_reference):
+    free(monkeypatch, policy, 0, tokens)
+    reference = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+    memory.fit(policy, reference, PolicyFlags(gather=flag), 2000, GPU)
+    assert (policy.gather_once, reference.gather_once) == (want, of_reference)
+    offloaded = PolicyFlags(gather=flag, offload_reference=True)
+    memory.fit(policy, reference, offloaded, 2000, GPU)
+    assert (policy.gather_once, reference.gather_once) == (want, False)
+
+
 def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
     assert memory.bytes_per_token(policy, 0, True, torch.float32) > 1.9 * memory.bytes_per_token(policy, 0, True)
     tower = load_policy(tiny_model, PolicyFlags(train_vision=True), torch.device("cpu"))
