@@ -296,7 +296,7 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
         keep_residual_in_float32(language_model(model))
-    # its «online» softmax takes seven times as long on rows of 152k
+    # with its «online» softmax 512 rows of 152k took 1.7 ms, where reading and writing them takes 0.2
     plain = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=plain) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
