@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import parallel
 from cli import RunStopped, UserError
@@ -122,7 +123,7 @@ def bytes_per_token(policy: Policy, again: int, compiled: bool, dtype: torch.dty
     checkpointed, over all layers, those of a trained vision tower included: the token may stand for a picture."""
     config, size = language_model(policy.model).config, dtype.itemsize
     kept = 4 * config.hidden_size  # the residual stream is float32
-    logits = size * config.vocab_size  # their derivatives
+    logits = size * config.vocab_size if again == 0 else 0  # their derivatives, kept where no layer is checkpointed
     whole = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - again) * whole + again * kept + whole
     return layers + logits + _vision_bytes(policy, again, size)
@@ -167,9 +168,9 @@ def fit(
     free, whole = torch.cuda.mem_get_info(device)
     total = limit * 2**30 or whole
     free -= whole - total
-    # gradients and moments are not there yet; logits in float32 three times over; two layers gathered whole
-    coming = 4 if flags.offload_optimizer else 12
-    room = free - MARGIN * total - coming * trained - 12 * LOGIT_ROWS * vocabulary - 12 * layer
+    # gradients and moments are not there yet; logits in float32 and what comes of them; two layers gathered whole
+    coming, logits = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28
+    room = free - MARGIN * total - coming * trained - logits * LOGIT_ROWS * vocabulary - 12 * layer
     enough = max(longest, budget or ENOUGH_TOKENS)
     cost = {again: bytes_per_token(policy, again, flags.compile, flags.compute_dtype(device)) for again in choice}
     fits = {again: int(room / cost[again]) for again in choice}
@@ -187,6 +188,7 @@ def fit(
     forward = bytes_per_token(policy, layers, flags.compile, flags.compute_dtype(device))
     gather_once(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
     set_checkpointing(policy, again)
+    policy.model.keep_derivatives = again == 0
     if parallel.is_main():
         how = f"activation checkpointing of {again} of {layers} layers"
         once = ", weights gathered once for all of an update" if policy.gather_once else ""
@@ -199,7 +201,9 @@ def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, ro
     else where that leaves memory of the `room` in bytes that each has."""
     models = [policy] if reference in (None, policy) else [policy, reference]
     for model, bytes_free in zip(models, room):
-        whole = 2 * sum(parameter.numel() for parameter in model.parameters())
+        parameters = list(model.parameters())
+        size = flags.compute_dtype(parameters[0].device).itemsize
+        whole = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
         never = flags.gather == "layer" or (model is reference and flags.offload_reference)
         too_large = flags.gather == "auto" and bytes_free < whole
         model.gather_once = not parallel.all_max(torch.tensor(int(never or too_large)))

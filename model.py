@@ -84,7 +84,8 @@ class PolicyFlags:
     GPU, else hybrid on several machines where it takes less than two thirds, else full."""
     gather: Literal["auto", "layer", "update"] = "auto"
     """When a process puts the weights of a layer together from their shares: each time it is run, or once for all
-    micro-batches of an update, which takes 2 bytes a parameter. auto: once where memory has room for that."""
+    micro-batches of an update, which takes a whole copy in `dtype`. auto: once where memory has room for that. A
+    reference in host memory is never gathered once."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
@@ -432,8 +433,8 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 @contextlib.contextmanager
 def gathered(policy: Policy) -> Iterator[None]:
     """Where `gather_once` is set, layers stay gathered after their first use in here. Afterwards each process has its
-    share alone again, also when the work breaks off, and of the embedding and the lm_head too, which FSDP would leave
-    whole after a forward pass without gradients."""
+    share alone again, also when the work breaks off between micro-batches (`memory.recover` ends a broken pass), and of
+    the embedding and the lm_head too, which FSDP would leave whole after a forward pass without gradients."""
     if policy.gather_once:
         policy.set_reshard_after_forward(False)
         policy.set_reshard_after_backward(False)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from data import Prompt, Rollout, Sample
@@ -296,6 +297,7 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
         keep_residual_in_float32(language_model(model))
+    model.keep_derivatives = True  # `memory.fit` may find no room for them
     # with its «online» softmax 512 rows of 152k took 1.7 ms, where reading and writing them takes 0.2
     plain = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=plain) if compiled else _from_logits
@@ -374,7 +376,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     hidden = hidden[batch.predict_from]  # (C, D)
     # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
-    keep = torch.is_grad_enabled()
+    keep = torch.is_grad_enabled() and model.keep_derivatives
     return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
 
 
@@ -392,7 +394,8 @@ def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there; without gradient.
+    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there. Called without
+    gradients, which there are none of on a GPU.
 
     bfloat16 keeps eight bits: a logit between 16 and 32, as trained models have them, would be off by up to 0.06.
     """
@@ -422,29 +425,41 @@ class _TokenLogprobs(torch.autograd.Function):
     """(C,) log-probabilities and entropies of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
     The float32 logits exist for `LOGIT_ROWS` tokens at a time. What the backward pass needs of them, the derivatives
-    one_hot(target) - softmax(logits), is kept for all (C, V) in the type that is computed in: two bytes each, where
-    computing the logits again would cost a quarter of the lm_head's time, and a gradient of its weight for every few
-    rows several passes over that.
+    one_hot(target) - softmax(logits), is kept for all (C, V) in the type that is computed in, where `keep` says that
+    there is memory for two bytes each. Else the logits are computed again, a quarter of the lm_head's time more, and
+    its weight gets a gradient from every few rows.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, from_logits, keep: bool) -> tuple[Tensor, Tensor]:
         derivatives = hidden.new_empty(len(hidden) if keep else 0, len(weight))
         logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        for start in range(0, len(hidden), LOGIT_ROWS):
-            rows = slice(start, start + LOGIT_ROWS)
+        for rows in _cuts(len(hidden), LOGIT_ROWS):
             logits = float32_logits(hidden[rows], weight)
             logp[rows], entropy[rows], of_logits = from_logits(logits, targets[rows], temperature, hidden.dtype)
             if keep:
                 derivatives[rows] = of_logits
-        ctx.save_for_backward(hidden, weight, derivatives)
+        ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
+        ctx.from_logits, ctx.keep = from_logits, keep
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, derivatives = ctx.saved_tensors
-        grad = grad[:, None]
-        of_hidden = (derivatives @ weight * grad).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        of_weight = derivatives.T @ (hidden * grad).to(hidden.dtype) if ctx.needs_input_grad[1] else None
+        hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
+        scaled = (hidden * grad[:, None]).to(hidden.dtype)
+        of_hidden, of_weight = torch.empty_like(hidden), None
+        for rows in _cuts(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
+            if not ctx.keep:
+                logits = float32_logits(hidden[rows], weight)
+                derivatives = ctx.from_logits(logits, targets[rows], temperature, hidden.dtype)[2]
+            of_hidden[rows] = derivatives @ weight * grad[rows, None]
+            if ctx.needs_input_grad[1]:
+                part = derivatives.T @ scaled[rows]
+                of_weight = part if of_weight is None else of_weight.add_(part)
         return of_hidden, of_weight, None, None, None, None
+
+
+def _cuts(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, max(size, 1))]

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent.parent), str(pathlib.Path(__file__).parent)]
@@ -66,6 +67,21 @@ class KeepGradients:
         self.policy.zero_grad()
 
 
+def note_gatherings(policy) -> dict[str, int]:
+    """How often each unit is gathered from now on."""
+    units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
+    counts = dict.fromkeys(units, 0)
+    for name, unit in units.items():
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+
+            def noted(wait=group.wait_for_unshard, group=group, name=name):
+                counts[name] += group._all_gather_result is not None
+                wait()
+
+            group.wait_for_unshard = noted
+    return counts
+
+
 def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
     cfg = Config(
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
@@ -96,10 +112,12 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     if evened_out:
         held = groups if parallel.is_main() else []
         (held,) = deal(run, held)
-    if cfg.beta or cfg.gather == "update":
+    once = note_gatherings(policy) if cfg.gather == "update" else {}
+    if cfg.beta or once:
         record_logprobs(policy, held, "old_logp", 1.0, run.budget)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
     stats = update(run, held)
+    assert set(once.values()) <= {2}, "gathered once by each of two passes"
     tokens = sum(len(rollout.ids) for group in held for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
     stats["share"] = parallel.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))

@@ -6,7 +6,7 @@ import torch
 import memory
 import parallel
 from cli import UserError
-from model import PolicyFlags, load_policy
+from model import PolicyFlags, apply_fsdp, load_policy
 from packing import language_model
 
 GPU = torch.device("cuda")
@@ -49,6 +49,7 @@ def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, again, token
     free(monkeypatch, policy, again, tokens)
     assert memory.fit(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
     assert checkpointed(policy) == want
+    assert policy.model.keep_derivatives == (again == 0)
 
 
 def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
@@ -67,8 +68,12 @@ def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
     ],
 )
 def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatch, tokens, flag, want, of_reference):
+    parallel.start()
     free(monkeypatch, policy, 0, tokens)
-    reference = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    policy, reference = (
+        apply_fsdp(p, cpu, torch.float32) for p in (policy, load_policy(tiny_model, PolicyFlags(), cpu))
+    )
     memory.fit(policy, reference, PolicyFlags(gather=flag), 2000, GPU)
     assert (policy.gather_once, reference.gather_once) == (want, of_reference)
     offloaded = PolicyFlags(gather=flag, offload_reference=True)
