@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import parallel
 from cli import RunStopped, UserError
 from lora import has_adapter
-from model import Policy, PolicyFlags, vision_parameters
+from model import Policy, PolicyFlags, let_go, vision_parameters
 from packing import LOGIT_ROWS, language_model
 
 T = TypeVar("T")
@@ -188,7 +187,6 @@ def fit(
     forward = bytes_per_token(policy, layers, flags.compile, flags.compute_dtype(device))
     gather_once(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
     set_checkpointing(policy, again)
-    policy.model.keep_derivatives = again == 0
     if parallel.is_main():
         how = f"activation checkpointing of {again} of {layers} layers"
         once = ", weights gathered once for all of an update" if policy.gather_once else ""
@@ -231,9 +229,7 @@ def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int,
 def recover(policy: Policy) -> None:
     """End a forward or backward pass that broke off, as FSDP ends one that came through, and forget its gradients."""
     policy._get_fsdp_state()._root_post_backward_final_callback()
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    let_go(policy)
     policy.zero_grad()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

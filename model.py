@@ -441,9 +441,14 @@ def gathered(policy: Policy) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        let_go(policy)
+
+
+def let_go(policy: Policy) -> None:
+    """Leave each process its share of the weights alone."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def vision_share(policy: Policy) -> float:

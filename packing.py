@@ -297,8 +297,7 @@ def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
     if _completion_ids_back not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_completion_ids_back)
         keep_residual_in_float32(language_model(model))
-    model.keep_derivatives = True  # `memory.fit` may find no room for them
-    # with its «online» softmax 512 rows of 152k took 1.7 ms, where reading and writing them takes 0.2
+    # with its «online» softmax 512 rows of 152k took 1.7 ms (LOG.md)
     plain = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=plain) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
@@ -376,7 +375,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     hidden = hidden[batch.predict_from]  # (C, D)
     # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
-    keep = torch.is_grad_enabled() and model.keep_derivatives
+    keep = torch.is_grad_enabled() and not model.is_gradient_checkpointing
     return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
 
 
@@ -394,8 +393,8 @@ def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there. Called without
-    gradients, which there are none of on a GPU.
+    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there; on a GPU
+    there is no gradient of it, and callers need none.
 
     bfloat16 keeps eight bits: a logit between 16 and 32, as trained models have them, would be off by up to 0.06.
     """
@@ -408,7 +407,8 @@ def _from_logits(
     logits: Tensor, targets: Tensor, temperature: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of (rows, V) logits: log-probabilities of the targets, entropies, and the derivatives of the former by the
-    logits, rounded to `dtype` when all is done."""
+    logits, rounded to `dtype` when all is done. In passes without gradients too: compiled apart, the rest might be
+    rounded otherwise, and ratios of policies begin beside 1."""
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
     e = (logits - top).exp()
@@ -425,9 +425,9 @@ class _TokenLogprobs(torch.autograd.Function):
     """(C,) log-probabilities and entropies of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
     The float32 logits exist for `LOGIT_ROWS` tokens at a time. What the backward pass needs of them, the derivatives
-    one_hot(target) - softmax(logits), is kept for all (C, V) in the type that is computed in, where `keep` says that
-    there is memory for two bytes each. Else the logits are computed again, a quarter of the lm_head's time more, and
-    its weight gets a gradient from every few rows.
+    one_hot(target) - softmax(logits), is kept for all (C, V) with `keep`, in the type that is computed in. Without, for
+    models short of memory, the logits are computed again, which takes a quarter of the lm_head's time more, and its
+    weight gets a gradient from every few rows.
     """
 
     @staticmethod
@@ -448,15 +448,15 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
-        scaled = (hidden * grad[:, None]).to(hidden.dtype)
         of_hidden, of_weight = torch.empty_like(hidden), None
         for rows in _cuts(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
                 logits = float32_logits(hidden[rows], weight)
                 derivatives = ctx.from_logits(logits, targets[rows], temperature, hidden.dtype)[2]
-            of_hidden[rows] = derivatives @ weight * grad[rows, None]
+            scale = grad[rows, None]
+            of_hidden[rows] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
-                part = derivatives.T @ scaled[rows]
+                part = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)
                 of_weight = part if of_weight is None else of_weight.add_(part)
         return of_hidden, of_weight, None, None, None, None
 
