@@ -47,7 +47,7 @@ from memory import MARGIN
 
 NVLINK = 341e9  # bytes/s into each of four H200s in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s adapter for each GPU
-SPEED = 400e12  # FLOP/s of forward and backward, as MFU counts them: 0.40 to 0.50 of 989e12 were measured here
+SPEED = 400e12  # FLOP/s of forward and backward, as MFU counts them: 0.40 to 0.53 of 989e12 were measured here
 GPU_BYTES = 141e9
 VLLM_ROOM = 12 * 2**30  # bytes beside its weights that vLLM is given at least: some GiB to work in, the rest KV cache
 TOKENS = 8192  # of a micro-batch
