@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from packing import (
 )
 
 KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
+PINNED = 2**30  # bytes of page-locked memory asked for at a time
 
 
 @dataclass(kw_only=True)
@@ -337,29 +338,54 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], device: torch.device, sh
 class HostAdamW(torch.optim.AdamW):
     """AdamW whose moments lie in host memory and come to the GPU, some parameters at a time, for the update alone."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.places: dict[tuple[Tensor, int], Tensor] = {}
+        self.left = torch.empty(0)
+
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
         try:
             for group in groups:
                 for parameter in group["params"]:
                     self.param_groups = [group | {"params": [parameter]}]
-                    self._move(parameter, parameter.device)
+                    for moment in self._moments(parameter):
+                        moment.data = moment.to(parameter.device)
                     super().step()
                     self.rest(parameter)
         finally:
             self.param_groups = groups
 
-    def rest(self, parameter: Tensor) -> None:
-        """The moments of `parameter` go to host memory."""
-        self._move(parameter, torch.device("cpu"))
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """In place: PyTorch's brings all moments to the GPU at once."""
+        own, parameters = self.state, [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        super().load_state_dict(state_dict | {"state": {}})
+        for name, parameter in zip(names, parameters, strict=True):
+            for key, value in state_dict["state"][name].items():
+                own[parameter][key].copy_(value)
+        self.state = own
 
-    def _move(self, parameter: Tensor, device: torch.device) -> None:
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name in self.state[parameter]:
-                moment = self.state[parameter][name]
-                local = moment._local_tensor if isinstance(moment, DTensor) else moment
-                pinned = device.type == "cpu" and local.is_cuda  # which PyTorch keeps for the next time
-                local.data = torch.empty_like(local, device=device, pin_memory=pinned).copy_(local)
+    def rest(self, parameter: Tensor) -> None:
+        """The moments of `parameter` go to host memory, each to its own place there."""
+        for i, moment in enumerate(self._moments(parameter)):
+            if moment.is_cuda:
+                if (parameter, i) not in self.places:
+                    self.places[parameter, i] = self._pinned(moment.numel()).view(moment.shape)
+                moment.data = self.places[parameter, i].copy_(moment)
+
+    def _moments(self, parameter: Tensor) -> list[Tensor]:
+        """This process's share of both."""
+        moments = (self.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))
+        return [moment._local_tensor if isinstance(moment, DTensor) else moment for moment in moments]
+
+    def _pinned(self, size: int) -> Tensor:
+        """(size,) float32 of page-locked memory, cut from a larger piece: PyTorch rounds what it is asked for up to a
+        power of two, which for the matrices of a 7B is 1.9 times what they need."""
+        if len(self.left) < size:
+            self.left = torch.empty(max(size, PINNED // 4), pin_memory=True)
+        place, self.left = self.left[:size], self.left[size:]
+        return place
 
 
 def make_optimizer(

@@ -29,7 +29,7 @@ CLOCK = ("time/", "step_time", "tokens_per_second", "mfu", "memory_gib")  # what
 class Config:
     """Compare whole runs that should be the same."""
 
-    shape: Literal["3b", "7b", "tiny"] = "tiny"
+    shape: Literal["3b", "7b", "32b", "tiny"] = "tiny"
     """The model's shape."""
     steps: int = 6
     """Steps of each run; the third goes on from the checkpoint of half of them."""

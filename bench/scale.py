@@ -62,7 +62,7 @@ class Config:
 
     gpus: tuple[int, ...] = (1, 2, 4)
     """Numbers of GPUs, one after another."""
-    shape: Literal["3b", "7b", "tiny"] = "3b"
+    shape: Literal["3b", "7b", "32b", "tiny"] = "3b"
     """The model's shape."""
     workload: Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"] = "W1"
     """One of bench/speed.py's."""

@@ -45,6 +45,7 @@ BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
+    "32b": dict(hidden=5120, layers=64, heads=40, kv=8, ffn=27648, vocab=152064, tied=False),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
 WORKLOADS = {
@@ -60,7 +61,7 @@ WORKLOADS = {
 class Config:
     """Measure training steps on this machine."""
 
-    shape: Literal["3b", "7b", "tiny"] = "3b"
+    shape: Literal["3b", "7b", "32b", "tiny"] = "3b"
     """The model's shape."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """What is measured."""

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,10 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
         grpo.main(cfg)
         found.append([row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")])
     assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+    optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).optimizer
+    moments = [state["exp_avg"]._local_tensor for state in optimizer.state.values()]
+    assert all(moment.is_pinned() for moment in moments), "a resumed run has them in host memory too"
+    assert any(moment.any() for moment in moments)
 
 
 def test_a_gpu_too_small_says_by_how_much(monkeypatch):
