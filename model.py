@@ -279,9 +279,10 @@ def apply_fsdp(
     `offload`: shards lie in host memory until a layer is run. Where processes but the main one have empty weights
     (`load_model`), they get their shares of its.
     """
-    tensors = [*policy.named_parameters(), *policy.named_buffers()]
-    empty = bool(parallel.all_max(torch.tensor(int(any(tensor.is_meta for _, tensor in tensors)))))
-    whole = {name: tensor.detach() for name, tensor in tensors if empty}
+    # No name may keep a parameter: FSDP moves each to the device before it takes its share, and would leave it there.
+    empty = any(tensor.is_meta for tensor in itertools.chain(policy.parameters(), policy.buffers()))
+    empty = bool(parallel.all_max(torch.tensor(int(empty))))
+    whole = {name: tensor.detach() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()] if empty}
     # inputs are left as they come: the residual stream stays float32
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()

@@ -1,9 +1,12 @@
 """What is chosen for a GPU's memory, on paper: the choice is arithmetic and needs no GPU."""
 
+import weakref
+
 import pytest
 import torch
 
 import memory
+import model
 import parallel
 from cli import UserError
 from model import PolicyFlags, apply_fsdp, load_policy
@@ -170,3 +173,16 @@ def test_a_row_that_cannot_fit_says_what_is_missing(policy, monkeypatch):
     free(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"too small by 0\.\d GiB for a prompt and completion of 2000 tokens.*--max_p"):
         memory.fit(policy, None, PolicyFlags(), 2000, GPU)
+
+
+def test_no_layer_stays_whole_where_the_model_was_loaded(policy, monkeypatch):
+    """FSDP moves a layer to the device and takes its share; were the layer kept, a device would have to hold all."""
+    layers = language_model(policy.model).layers
+    first = weakref.ref(layers[0].mlp.up_proj.weight)
+    alive, shard = [], model.fully_shard
+    monkeypatch.setattr(
+        model, "fully_shard", lambda module, **how: (alive.append(first() is not None), shard(module, **how))
+    )
+    device = parallel.start()
+    apply_fsdp(policy, device, torch.float32)
+    assert alive == [True] + [False] * len(layers)
