@@ -42,7 +42,7 @@ from packing import (
 )
 
 KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
-PINNED = 2**30  # bytes of page-locked memory asked for at a time
+PINNED = 2**32  # bytes of page-locked memory asked for at a time
 
 
 @dataclass(kw_only=True)
@@ -299,7 +299,9 @@ def apply_fsdp(
         parameter.data = parameter.data.to("meta" if parameter.is_meta else device, dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
-    if vision and not frozen.intersection(vision):
+    trained = bool(vision) and not frozen.intersection(vision)
+    del vision, exported
+    if trained:
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
@@ -343,6 +345,7 @@ class HostAdamW(torch.optim.AdamW):
         super().__init__(*args, **kwargs)
         self.places: dict[tuple[Tensor, int], Tensor] = {}
         self.left = torch.empty(0)
+        self.coming = sum(2 * _own_part(p).numel() for group in self.param_groups for p in group["params"])
 
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
@@ -377,16 +380,21 @@ class HostAdamW(torch.optim.AdamW):
 
     def _moments(self, parameter: Tensor) -> list[Tensor]:
         """This process's share of both."""
-        moments = (self.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))
-        return [moment._local_tensor if isinstance(moment, DTensor) else moment for moment in moments]
+        return [_own_part(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq")]
 
     def _pinned(self, size: int) -> Tensor:
         """(size,) float32 of page-locked memory, cut from a larger piece: PyTorch rounds what it is asked for up to a
         power of two, which for the matrices of a 7B is 1.9 times what they need."""
         if len(self.left) < size:
-            self.left = torch.empty(max(size, PINNED // 4), pin_memory=True)
+            piece = max(size, min(self.coming, PINNED // 4))
+            self.left = torch.empty(1 << (piece - 1).bit_length(), pin_memory=True)
         place, self.left = self.left[:size], self.left[size:]
+        self.coming -= size
         return place
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def make_optimizer(

@@ -113,14 +113,18 @@ def measure(cfg: Config, gpus: int) -> dict:
 
 
 def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
-    """TRL's seconds of each step on `gpus` GPUs, after each, and how many times `ours` it takes for those after the
-    first, which warms up."""
-    work, found = speed.WORKLOADS[cfg.workload], {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": []}
+    """TRL's seconds of each step on `gpus` GPUs, after each, the first GPU's memory then, and how many times `ours` it
+    takes for those after the first, which warms up."""
+    work, found = (
+        speed.WORKLOADS[cfg.workload],
+        {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []},
+    )
     arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
     arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
     for line in launch(gpus, "peer_trl.py", *arguments):
         if line.startswith("STEP"):
             found["steps"].append(float(line.split()[1]))
+            found["gib"].append(float(line.split()[2]))
             if len(found["steps"]) > 1:
                 found["ratio"] = statistics.mean(found["steps"][1:]) / ours
             yield found

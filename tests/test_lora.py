@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import grpo
 import lora
+import model
 import parallel
 from cli import UserError
 from data import encode_prompts, load_processor, load_samples
@@ -232,6 +233,28 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
         grpo.main(config(tiny_model, shapes, tmp_path / name, max_steps=3, offload_optimizer=flag, weight_decay=0.1))
     one, two = (weights(tmp_path / name / "final") for name in ("here", "host"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_moments_in_host_memory_are_cut_from_few_pieces(monkeypatch):
+    """PyTorch rounds page-locked memory up to a power of two: pieces of that size, each place in one of them alone."""
+    pieces, empty = [], torch.empty
+
+    def locked(size: int, pin_memory: bool = False) -> torch.Tensor:
+        pieces.append(size)
+        return empty(size)
+
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (5000, *[271] * 60, 0, 7)]
+    optimizer = model.HostAdamW(parameters)
+    monkeypatch.setattr(model, "PINNED", 4 * 4096)
+    monkeypatch.setattr(torch, "empty", locked)
+    places = [optimizer._pinned(p.numel()) for p in parameters for _ in range(2)]
+    assert [len(place) for place in places] == [p.numel() for p in parameters for _ in range(2)]
+    for i, place in enumerate(places):
+        place.fill_(i)
+    assert all((place == i).all() for i, place in enumerate(places)), "none lies in another"
+    assert all(size.bit_count() == 1 for size in pieces)
+    assert pieces[:2] == [8192, 8192] and len(pieces) < 14
+    assert sum(pieces) < 1.4 * sum(map(len, places))
 
 
 def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):

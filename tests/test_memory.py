@@ -175,14 +175,23 @@ def test_a_row_that_cannot_fit_says_what_is_missing(policy, monkeypatch):
         memory.fit(policy, None, PolicyFlags(), 2000, GPU)
 
 
-def test_no_layer_stays_whole_where_the_model_was_loaded(policy, monkeypatch):
+@pytest.mark.parametrize(
+    "flags", [{}, {"train_vision": True}, {"lora_rank": 4}, {"load_in_4bit": True, "lora_rank": 4}]
+)
+def test_nothing_stays_whole_where_the_model_was_loaded(flags, tiny_model, monkeypatch):
     """FSDP moves a layer to the device and takes its share; were the layer kept, a device would have to hold all."""
-    layers = language_model(policy.model).layers
-    first = weakref.ref(layers[0].mlp.up_proj.weight)
-    alive, shard = [], model.fully_shard
-    monkeypatch.setattr(
-        model, "fully_shard", lambda module, **how: (alive.append(first() is not None), shard(module, **how))
-    )
-    device = parallel.start()
+    device, flags = parallel.start(), PolicyFlags(**flags)
+    policy = load_policy(tiny_model, flags, device)
+    ignored = "model" if flags.load_in_4bit else ".visual."
+    parameters = policy.named_parameters()
+    sharded = {name: weakref.ref(p) for name, p in parameters if p.requires_grad or ignored not in name}
+    shard, whole = model.fully_shard, []
+
+    def watched(module, **how):
+        shard(module, **how)
+        whole.append([name for name, parameter in sharded.items() if parameter() is not None])
+
+    monkeypatch.setattr(model, "fully_shard", watched)
     apply_fsdp(policy, device, torch.float32)
-    assert alive == [True] + [False] * len(layers)
+    assert len(whole) >= 5 and len(whole[0]) > len(whole[1]) > 0
+    assert whole[-1] == []
