@@ -42,7 +42,8 @@ from packing import (
 )
 
 KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
-PINNED = 2**32  # bytes of page-locked memory asked for at a time
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PIECE = 2**32  # bytes of host memory asked for at a time
 
 
 @dataclass(kw_only=True)
@@ -299,9 +300,9 @@ def apply_fsdp(
         parameter.data = parameter.data.to("meta" if parameter.is_meta else device, dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
-    trained = bool(vision) and not frozen.intersection(vision)
-    del vision, exported
-    if trained:
+    vision_trained = bool(vision) and not frozen.intersection(vision)
+    del vision, exported  # see above
+    if vision_trained:
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
@@ -339,13 +340,8 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], device: torch.device, sh
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose moments lie in host memory and come to the GPU, some parameters at a time, for the update alone."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.places: dict[tuple[Tensor, int], Tensor] = {}
-        self.left = torch.empty(0)
-        self.coming = sum(2 * _own_part(p).numel() for group in self.param_groups for p in group["params"])
+    """AdamW whose moments lie in host memory (`begin_moments`) and come to the GPU, one parameter's at a time, for the
+    update alone."""
 
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
@@ -353,10 +349,13 @@ class HostAdamW(torch.optim.AdamW):
             for group in groups:
                 for parameter in group["params"]:
                     self.param_groups = [group | {"params": [parameter]}]
-                    for moment in self._moments(parameter):
+                    moments = [_own_part(self.state[parameter][name]) for name in MOMENTS]
+                    places = [moment.data for moment in moments]
+                    for moment in moments:
                         moment.data = moment.to(parameter.device)
                     super().step()
-                    self.rest(parameter)
+                    for moment, place in zip(moments, places):
+                        moment.data = place.copy_(moment)
         finally:
             self.param_groups = groups
 
@@ -370,31 +369,21 @@ class HostAdamW(torch.optim.AdamW):
                 own[parameter][key].copy_(value)
         self.state = own
 
-    def rest(self, parameter: Tensor) -> None:
-        """The moments of `parameter` go to host memory, each to its own place there."""
-        for i, moment in enumerate(self._moments(parameter)):
-            if moment.is_cuda:
-                if (parameter, i) not in self.places:
-                    self.places[parameter, i] = self._pinned(moment.numel()).view(moment.shape)
-                moment.data = self.places[parameter, i].copy_(moment)
-
-    def _moments(self, parameter: Tensor) -> list[Tensor]:
-        """This process's share of both."""
-        return [_own_part(self.state[parameter][name]) for name in ("exp_avg", "exp_avg_sq")]
-
-    def _pinned(self, size: int) -> Tensor:
-        """(size,) float32 of page-locked memory, cut from a larger piece: PyTorch rounds what it is asked for up to a
-        power of two, which for the matrices of a 7B is 1.9 times what they need."""
-        if len(self.left) < size:
-            piece = max(size, min(self.coming, PINNED // 4))
-            self.left = torch.empty(1 << (piece - 1).bit_length(), pin_memory=True)
-        place, self.left = self.left[:size], self.left[size:]
-        self.coming -= size
-        return place
-
 
 def _own_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def host_places(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
+    """(size,) float32 zeros in host memory for each of `sizes`, cut from pieces of `PIECE` bytes: alone, PyTorch would
+    round the page-locked memory of each up to a power of two, 1.9 times what the matrices of a 7B need."""
+    coming, left = sum(sizes), torch.empty(0)
+    for size in sizes:
+        if len(left) < size:
+            piece = max(size, min(coming, PIECE // 4))
+            left = torch.zeros(1 << (piece - 1).bit_length(), pin_memory=pinned)
+        yield left[:size]
+        left, coming = left[size:], coming - size
 
 
 def make_optimizer(
@@ -418,13 +407,15 @@ def begin_moments(optimizer: torch.optim.AdamW) -> None:
     """The state that AdamW would make for a parameter at its first gradient, for all of them now: a checkpoint has it
     whenever it is written, and whoever loads one has where to put it. PyTorch itself would take an empty step for it,
     which counts."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            where = parameter.device if group["fused"] else torch.device("cpu")
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=where)} | moments
-            if isinstance(optimizer, HostAdamW):
-                optimizer.rest(parameter)
+    parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
+    sizes = [_own_part(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
+    places = host_places(sizes, pinned=parameters[0][0].is_cuda)
+    for parameter, fused in parameters:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+        optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
+        for name in MOMENTS if isinstance(optimizer, HostAdamW) else ():
+            own = _own_part(optimizer.state[parameter][name])
+            own.data = next(places).view(own.shape)
 
 
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:

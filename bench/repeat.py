@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -29,7 +28,7 @@ CLOCK = ("time/", "step_time", "tokens_per_second", "mfu", "memory_gib")  # what
 class Config:
     """Compare whole runs that should be the same."""
 
-    shape: Literal["3b", "7b", "32b", "tiny"] = "tiny"
+    shape: speed.Shape = "tiny"
     """The model's shape."""
     steps: int = 6
     """Steps of each run; the third goes on from the checkpoint of half of them."""

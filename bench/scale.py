@@ -62,7 +62,7 @@ class Config:
 
     gpus: tuple[int, ...] = (1, 2, 4)
     """Numbers of GPUs, one after another."""
-    shape: Literal["3b", "7b", "32b", "tiny"] = "3b"
+    shape: speed.Shape = "3b"
     """The model's shape."""
     workload: Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"] = "W1"
     """One of bench/speed.py's."""
@@ -86,6 +86,7 @@ class Config:
     def __post_init__(self) -> None:
         if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
             raise ValueError("gpus, prompts and steps must be at least 1")
+        speed.Config(flags=self.flags)  # a mistake in them is said here, not by every process
 
 
 def launch(gpus: int, script: str, *arguments: object) -> Iterator[str]:
@@ -115,10 +116,8 @@ def measure(cfg: Config, gpus: int) -> dict:
 def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
     """TRL's seconds of each step on `gpus` GPUs, after each, the first GPU's memory then, and how many times `ours` it
     takes for those after the first, which warms up."""
-    work, found = (
-        speed.WORKLOADS[cfg.workload],
-        {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []},
-    )
+    work = speed.WORKLOADS[cfg.workload]
+    found = {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []}
     arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
     arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
     for line in launch(gpus, "peer_trl.py", *arguments):

@@ -42,6 +42,7 @@ from stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 matrix product, 8192 cubed, on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
+Shape = Literal["3b", "7b", "32b", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
@@ -61,7 +62,7 @@ WORKLOADS = {
 class Config:
     """Measure training steps on this machine."""
 
-    shape: Literal["3b", "7b", "32b", "tiny"] = "3b"
+    shape: Shape = "3b"
     """The model's shape."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """What is measured."""
