@@ -9,170 +9,43 @@ Every row is checked before a model is loaded. A row that cannot be used is coun
 `skip_bad_rows` goes on without such rows, still naming them. `convert` writes any format as EasyR1 JSONL.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json
-import logging
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jinja2
 import torch
-import transformers.utils
+import transformers
 import tyro
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-# isort: split
-# Else transformers imports scikit-learn, pandas and SciPy, for a way of decoding and a loss that nobody here uses: more
-# than a second of every process's start.
-transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # what it says on a CPU concerns its speed there alone
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-import cli
-import parallel
 import rewards
-from cli import UserError
-from formats import TAG, Cell, Columns, Row, Sample, data_sets, easyr1_row, read_rows, read_text
-from images import Folder, ImageSource, check_image, decode_image, fit_image, fitted_size, read_source
-
-__all__ = ["Sample", "decode_image", "encode_prompt", "fit_image", "fitted_size", "load_samples"]
-
-COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
-THINK_ANSWER = (
-    "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
-)
-TASKS = {  # task: (system prompt or None, template of the user's turn)
-    "count": (COUNT_SYSTEM, "{{ content }}"),
-    "vqa": (None, THINK_ANSWER),
-    "math": (None, THINK_ANSWER),
-}
-
-
-@dataclass(kw_only=True)
-class DataFlags:
-    """The flags of data that training and evaluation share."""
-
-    data: str
-    """Rows: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name, with @split where there are several; data
-    sets with commas between them are mixed."""
-    image_dir: str | None = None
-    """What relative image paths start from; the data file's folder when left out."""
-    prompt_column: str | None = None
-    """The prompt's column, where it is not «prompt», «problem» or «question»."""
-    answer_column: str | None = None
-    """The gold answer's column, where it is not «answer» or «ground_truth»."""
-    image_column: str | None = None
-    """The images' column, where it is not «images» or «image»."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be used, and repeated ones, instead of stopping; they are named either way."""
-    template: str | None = None
-    """Jinja file with {{ content }} that replaces the task's prompt template."""
-    min_pixels: int = 56 * 56
-    """Smallest picture, height times width; smaller ones are enlarged."""
-    max_pixels: int = 1280 * 28 * 28
-    """Largest picture, height times width; larger ones are reduced."""
-    max_side: int = 0
-    """Longest side of a picture in pixels; 0: no limit but `max_pixels`."""
-    max_prompt_length: int = 2048
-    """Most prompt tokens, images expanded; a row over it is a bad row."""
-
-    def check_data(self) -> None:
-        """Raise ValueError for settings that cannot be."""
-        if not 0 <= self.min_pixels <= self.max_pixels or self.max_side < 0:
-            raise ValueError("min_pixels must not be above max_pixels, nor any limit of pixels negative")
-        if self.max_prompt_length < 1:
-            raise ValueError("max_prompt_length must be at least 1")
-
-    def processor(self, model: str, task: str) -> "Processor":
-        """`load_processor` with these flags."""
-        return load_processor(model, task, self.template, self.min_pixels, self.max_pixels, self.max_side)
-
-    def samples(self, data: str, task: str, processor: "Processor", keep_repeats: bool = False) -> list[Sample]:
-        """`load_samples` of `data` with these flags."""
-        columns = Columns(self.prompt_column, self.answer_column, self.image_column)
-        how = (self.image_dir, processor, self.max_prompt_length, self.skip_bad_rows, columns, keep_repeats)
-        return load_samples(data, task, *how)
-
-
-@dataclass
-class Prompt:
-    """A sample as the sampler and the trainer take it."""
-
-    ids: Tensor
-    """(S,) token ids, images expanded: the trainer's"""
-    engine_ids: list[int]
-    """the same with one placeholder for each image: the sampler's"""
-    positions: Tensor
-    """(R, S) positions as the model counts them: 3 rows with M-RoPE, else 1"""
-    images: list[Image.Image] = field(default_factory=list)
-    """fitted, in order"""
-    vision: dict[str, Tensor] = field(default_factory=dict)
-    """what the vision tower takes: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
-    images"""
-    source: str = ""
-    """the sample's file and row, for messages"""
-    features: Tensor | None = None
-    """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
-    image_token: int = -1
-    """the id that stands for an image in `ids`"""
-    pictures: bytes = b""
-    """a digest of the fitted images: the same for the same pictures"""
-    expected: float = 0.0
-    """tokens expected of a completion; a sampler that cannot take all prompts at once begins with the longest"""
-
-
-@dataclass
-class Rollout:
-    """One completion, and what the step learns about it on the way."""
-
-    ids: Tensor
-    """(L,) token ids, the stop token included when one was sampled"""
-    sampler_logp: Tensor
-    """(L,) log-probability of each token under the distribution it was drawn from, temperature and top-p included"""
-    truncated: bool = False
-    """it ran into the length limit before a stop token"""
-    text: str = ""
-    """the decoded tokens, without the stop token"""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """each reward by its name, NaN without a verdict"""
-    reward: float = math.nan
-    """their weighted sum; NaN: no verdict, left out of its group"""
-    unpenalised: float = math.nan
-    """that sum before the overlong penalty"""
-    advantage: float = 0.0
-    weight: float = 0.0
-    """of each of its tokens in the loss, from `token_weights`"""
-    old_logp: Tensor | None = None
-    """(L,) under the policy that sampled it, when that is no longer the policy"""
-    ref_logp: Tensor | None = None
-    """(L,) under the reference, when there is a KL term"""
-    has_image: bool = False
-    """its prompt has one"""
+from common import cli, console, distributed
+from common.errors import UserError
+from common.records import TAG, Folder, ImageSource, Prompt, Sample
+from config import Columns, DataFlags
+from inputs.images import check_image, fit_image, fitted_size, read_source
+from inputs.rows import Cell, Row, data_sets, easyr1_row, read_rows, read_text
+from rewards import TASKS
 
 
 @dataclass
 class Processor:
     """What turns a sample into a prompt: tokenizer, image processor, template and image limits."""
 
-    tokenizer: PreTrainedTokenizerBase
-    image_processor: Qwen2VLImageProcessorPil | None
-    skeleton: PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
+    image_processor: transformers.Qwen2VLImageProcessorPil | None
+    skeleton: transformers.PreTrainedModel
     """the model without weights, for the positions it gives to tokens"""
     system: str | None
     template: jinja2.Template
@@ -213,11 +86,11 @@ def load_processor(
     Raises UserError when `model` is not there or has no chat template.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        config = transformers.AutoConfig.from_pretrained(model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         image_processor = None
         if hasattr(config, "vision_config"):
-            image_processor = Qwen2VLImageProcessorPil.from_pretrained(model)
+            image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
         if (pathlib.Path(model) / "adapter_config.json").is_file():
             raise UserError(f"{model!r} is an adapter: give its base as --model, and it as --adapter") from None
@@ -227,7 +100,7 @@ def load_processor(
             ) from None
         raise UserError(
             f"no model at {model!r}: give --model a folder in Hugging Face layout, or a hub name with the hub within "
-            "reach; `python tiny.py` builds a small one"
+            "reach; `python -m demo.tiny` builds a small one"
         ) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
@@ -243,6 +116,11 @@ def load_processor(
     return processor
 
 
+def processor_of(flags: DataFlags, model: str, task: str) -> Processor:
+    """`load_processor` with these flags."""
+    return load_processor(model, task, flags.template, flags.min_pixels, flags.max_pixels, flags.max_side)
+
+
 def _template(text: str, path: str | None) -> jinja2.Template:
     try:
         template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
@@ -254,7 +132,7 @@ def _template(text: str, path: str | None) -> jinja2.Template:
     return template
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     """The architecture of `config` cut to one layer, on the meta device: it counts positions and holds no memory."""
     for part in (config, getattr(config, "text_config", None)):
         if hasattr(part, "num_hidden_layers"):
@@ -262,10 +140,10 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
             if getattr(part, "layer_types", None):
                 part.layer_types = part.layer_types[:1]
     with torch.device("meta"):
-        return AutoModel.from_config(config)
+        return transformers.AutoModel.from_config(config)
 
 
-def prompt_positions(model: PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
     """(R, S) positions of a prompt as `model` itself counts them: M-RoPE where it has it, else 0, 1, 2, ..."""
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
@@ -368,6 +246,23 @@ def load_samples(
     return usable_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
 
 
+def samples_of(
+    flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
+) -> list[Sample]:
+    """`load_samples` of `data` with these flags."""
+    columns = Columns(flags.prompt_column, flags.answer_column, flags.image_column)
+    return load_samples(
+        data,
+        task,
+        flags.image_dir,
+        processor,
+        flags.max_prompt_length,
+        flags.skip_bad_rows,
+        columns,
+        keep_repeats,
+    )
+
+
 def usable_rows(
     rows: list[Row],
     data: str,
@@ -380,17 +275,16 @@ def usable_rows(
     """What `load_samples` keeps of the `rows` that were read from `data`, and says of the others."""
     check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
     with ThreadPoolExecutor() as pool:  # image decoding leaves the interpreter lock
-        mine = parallel.my_share(rows)
-        silent = None if parallel.is_main() else True
-        checked = list(tqdm(pool.map(check, mine), f"checking {data}", len(mine), unit="row", delay=3, disable=silent))
-    results = parallel.gather_shares(checked)
+        mine = distributed.my_share(rows)
+        checked = list(console.progress(pool.map(check, mine), f"checking {data}", total=len(mine), unit="row"))
+    results = distributed.gather_shares(checked)
     good = [(replace(row, tokens=n), key) for row, (problem, key, n) in zip(rows, results) if problem is None]
     bad = [f"{_source(row)}: {problem}" for row, (problem, *_) in zip(rows, results) if problem is not None]
     if bad and not skip_bad_rows:
         raise UserError(
             f"{_named(bad, f'of {len(rows)} rows cannot be used')}; mend them or pass --skip_bad_rows to go on without"
         )
-    if bad and parallel.is_main():
+    if bad and console.is_main():
         print(f"skipped: {_named(bad, f'of {len(rows)} rows')}", file=sys.stderr)
     parts = {sample.part for sample, _ in good}
     if empty := [spec for part, spec in enumerate(data_sets(data)) if part not in parts]:
@@ -401,7 +295,7 @@ def usable_rows(
         if (earlier := first.setdefault(key, sample)) is not sample:
             again.append(f"{sample.source} repeats {earlier.source}")
     leave_out = skip_bad_rows and not keep_repeats
-    if again and parallel.is_main():
+    if again and console.is_main():
         kept = "left out" if leave_out else "kept" if keep_repeats else "kept; --skip_bad_rows leaves them out"
         print(f"note: {_named(again, f'duplicate rows ({kept})')}", file=sys.stderr)
     return list(first.values()) if leave_out else [sample for sample, _ in good]

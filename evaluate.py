@@ -25,37 +25,41 @@ of each level, category or type. `scoring` says whether a server was asked or th
 import contextlib
 import hashlib
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig
 
-import cli
-import parallel
-import report
-from benchmarks import BENCHMARKS, RULE_SCORED, answer_part, check_columns, check_pairs, load_benchmark, plain
-from cli import RunStopped, UserError
-from compare import draw_scores, write_differences
-from data import DataFlags, Processor, Rollout, Sample, encode_prompts, most_images
-from formats import BadRow, raw_rows
-from model import Policy, PolicyFlags, auto_class, load_policy
-from rewards import check_math, exact_match
-from rollout import Engine, EngineFlags, make_engine
-from scores import bootstrap_interval, difference, pairs, pass_at_k, summarise, summarise_benchmark, table
-from scoring import RewardFlags, Scorer
-from stream import prompt_seed
-from verifier import Verifier, make_verifier
+from common import console, distributed, errors
+from common.errors import RunStopped, UserError
+from common.records import Sample
+from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
+from data import Processor, most_images, processor_of, samples_of
+from evaluation.benchmark_metrics import difference, pairs, summarise_benchmark, table
+from evaluation.benchmarks import (
+    BENCHMARKS,
+    RULE_SCORED,
+    check_columns,
+    check_pairs,
+    judge_benchmark,
+    load_benchmark,
+    plain,
+)
+from evaluation.figures import draw_scores, write_differences
+from evaluation.held_out import judge_task, sample_rows
+from evaluation.metrics import pass_at_k, summarise
+from evaluation.progress import Part
+from grading.verifier import make_verifier
+from inputs.rows import BadRow, raw_rows
+from policy.model import Policy, auto_class, compute_dtype, load_policy
+from rewards import Scorer, check_math
+from rollout import make_engine
 
-__all__ = ["bootstrap_interval", "evaluate", "pass_at_k", "summarise"]
-
-CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
+__all__ = ["pass_at_k"]
 
 
 @dataclass(kw_only=True)
@@ -99,111 +103,17 @@ class Config(EngineFlags, RewardFlags, DataFlags):
         self.check_data()
         self.check_rewards()
         self.check_engine()
-        cli.need((self.model is None) == (self.predictions is not None), "give either model or predictions")
-        cli.need(bool(self.data or self.benchmark or self.predictions), "data is needed, or a benchmark")
-        cli.need(self.model is not None or self.adapter is None, "adapter needs its model")
-        cli.need(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
+        errors.need((self.model is None) == (self.predictions is not None), "give either model or predictions")
+        errors.need(bool(self.data or self.benchmark or self.predictions), "data is needed, or a benchmark")
+        errors.need(self.model is not None or self.adapter is None, "adapter needs its model")
+        errors.need(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
-        cli.need(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0: all would be the same")
+        errors.need(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0: all would be the same")
 
     def sampling(self) -> tuple[int, int, float, float, int]:
         """What `sample_rows` takes of it."""
         return self.max_tokens, self.n, self.temperature, self.top_p, self.seed
-
-
-# --- responses --------------------------------------------------------------------------------------------------------
-
-
-def sample_rows(
-    engine: Engine,
-    processor: Processor,
-    samples: list[Sample],
-    max_tokens: int,
-    n: int = 1,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    part: "Part | None" = None,
-) -> list[dict]:
-    """{responses, lengths, truncated} of every sample, in order, on every process; the rows are shared out over all.
-
-    What `part` holds already is not sampled again, and what is sampled goes there. Raises UserError, on every process,
-    naming a row whose pictures can no longer be read.
-    """
-    done = part.done if part else {}
-    todo = [place for place in range(len(samples)) if place not in done]
-    mine, new = parallel.my_share(todo), []
-    silent = None if parallel.is_main() else True
-    longest = int(parallel.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
-    for i in tqdm(range(0, longest, CHUNK), "evaluating", unit="chunk", delay=3, leave=False, disable=silent):
-        places = mine[i : i + CHUNK]
-        prompts, wrong = [], None
-        try:
-            prompts = encode_prompts([samples[place] for place in places], processor)
-        except UserError as error:
-            wrong = str(error)
-        if wrong := parallel.first_said(wrong):
-            raise UserError(wrong)
-        seeds = [prompt_seed(seed, place) for place in places]
-        groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
-        answered = [
-            {
-                "responses": [rollout.text for rollout in rollouts],
-                "lengths": [len(rollout.ids) for rollout in rollouts],
-                "truncated": [rollout.truncated for rollout in rollouts],
-                "pictures": prompt.pictures.hex(),
-            }
-            for prompt, rollouts in zip(prompts, groups)
-        ]
-        new += answered
-        if part:
-            part.add(places, answered)
-    done = done | dict(zip(todo, parallel.gather_shares(new)))
-    return [done[place] for place in range(len(samples))]
-
-
-class Part:
-    """What of an evaluation is done, in files beside its output, one for each process: a run broken off goes on."""
-
-    def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
-        self.done: dict[int, dict] = {}
-        if parallel.is_main():
-            folder.mkdir(parents=True, exist_ok=True)
-            settings = json.loads(json.dumps(settings))
-            own, parts = folder / "predictions.part-0", sorted(folder.glob("predictions.part-*"))
-            for path in parts:
-                head, *rows = report.read_rows(path) or [{}]
-                if head == settings:
-                    self.done |= {row.pop("place"): row for row in rows}
-                    continue
-                changed = [name for name in settings if head.get(name) != settings[name]]
-                path.rename(aside := path.with_suffix(".aside"))
-                print(
-                    f"note: {aside} is of an evaluation with other {', '.join(changed)}: starting anew", file=sys.stderr
-                )
-            rows = [{"place": place} | row for place, row in self.done.items()]
-            lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
-            (folder / "predictions.partial").write_text(lines, encoding="utf-8")
-            (folder / "predictions.partial").rename(own)  # whole before the others go: a kill here loses nothing
-            for path in parts:
-                if path != own:
-                    path.unlink(missing_ok=True)
-            if self.done:
-                print(f"going on after {len(self.done)} rows that were sampled before", file=sys.stderr)
-        self.done = parallel.gather_from_all(self.done)[0]
-        self.path = folder / f"predictions.part-{parallel.rank()}"
-        if not parallel.is_main():
-            self.path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-
-    def add(self, places: list[int], answered: list[dict]) -> None:
-        """Append the rows at `places`."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"place": place} | row) + "\n" for place, row in zip(places, answered))
-
-    def remove(self) -> None:
-        """The evaluation is written: nothing is left to go on with."""
-        self.path.unlink(missing_ok=True)
 
 
 def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
@@ -226,7 +136,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
     what = f"{len(bad)} of {len(bad) + len(samples)} rows cannot be used: {'; '.join(bad[:5])}"
     if bad and not cfg.skip_bad_rows:
         raise UserError(f"{what}; mend them or pass --skip_bad_rows to go on without")
-    if bad and parallel.is_main():
+    if bad and console.is_main():
         print(f"skipped: {what}", file=sys.stderr)
     if not samples:
         raise UserError(f"{path}: no usable row")
@@ -265,78 +175,6 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
     if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
         raise BadRow(f"no «{missing[0]}» (columns: {', '.join(row)})")
     return Sample(str(row.pop("prompt")), str(row.pop("answer")), [], source, row)
-
-
-# --- judging ----------------------------------------------------------------------------------------------------------
-
-
-def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> list[dict]:
-    """Predictions with rewards, on every process. Raises UserError when a user's reward function fails."""
-    none, task = torch.zeros(0), scorer.task
-    groups = [
-        (sample, [Rollout(none, none, text=text) for text in own["responses"]])
-        for sample, own in parallel.my_share(list(zip(samples, answered)))
-    ]
-    error = scorer(groups)
-    if error := next(filter(None, parallel.gather_from_all(error)), None):
-        raise UserError(error)
-    judged = parallel.gather_shares(
-        [
-            {
-                "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
-                "rewards": [None if math.isnan(r.reward) else r.reward for r in rollouts],
-            }
-            for sample, rollouts in groups
-        ]
-    )
-    return [
-        sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | own | judgement
-        for sample, own, judgement in zip(samples, answered, judged)
-    ]
-
-
-def judge_benchmark(
-    name: str, samples: list[Sample], answered: list[dict], server: Verifier | None = None
-) -> list[dict]:
-    """Predictions with what each response answers and whether it is right, on every process."""
-    judge = BENCHMARKS[name].judge
-    mine = parallel.my_share([(sample, own["responses"]) for sample, own in zip(samples, answered)])
-    work = [(answer_part(text), sample.fields) for sample, responses in mine for text in responses]
-    if server:
-        server.try_again()
-    silent = None if parallel.is_main() else True
-    with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
-        found = pool.map(lambda job: judge(*job, server), work)
-        judged = iter(list(tqdm(found, "scoring", len(work), unit="response", delay=3, leave=False, disable=silent)))
-    verdicts = [[next(judged) for _ in responses] for _, responses in mine]
-    verdicts = parallel.gather_shares(verdicts)
-    return [
-        sample.fields
-        | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
-        | own
-        | {"answers": [v.answer for v in own_verdicts], "exact": [v.right for v in own_verdicts]}
-        | {"measures": [v.measures for v in own_verdicts]}
-        for sample, own, own_verdicts in zip(samples, answered, verdicts)
-    ]
-
-
-def evaluate(
-    engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
-) -> tuple[dict[str, Any], list[dict]]:
-    """Scores and predictions of what `engine` holds, one greedy completion a row; the same on every process."""
-    predictions = judge_task(scorer, samples, sample_rows(engine, processor, samples, max_tokens))
-    return summarise(predictions, scorer.task), predictions
-
-
-def score_policy(
-    policy: Policy, engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
-) -> dict[str, float]:
-    """The scores of `policy` under training, one greedy completion a row, as metrics named eval/…"""
-    engine.wake_up()
-    engine.sync_weights(policy)
-    scores, _ = evaluate(engine, processor, samples, scorer, max_tokens)
-    engine.sleep()
-    return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
 
 
 def write(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
@@ -378,18 +216,18 @@ def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
     """The rows of the benchmark or the data set, the first `limit` of them."""
     if cfg.benchmark:
         return load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
-    return cfg.samples(cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
+    return samples_of(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
 
 
 def answers_of(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
     """The rows, what the model responded to each, the same of the baseline when that is a model, and the files that
     hold both until everything is written."""
-    processor = cfg.processor(cfg.model, "math" if cfg.benchmark else cfg.task)
+    processor = processor_of(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
     limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
     other = load_baseline(cfg) if cfg.baseline else None
     adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
-    engine = make_engine(cfg, cfg.model, processor, device, parallel.compute_dtype(device), *limits)
+    engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), *limits)
     if adapted is not None:
         engine.sync_weights(adapted)
     settings = what_decides(cfg, samples)
@@ -473,7 +311,7 @@ def load_baseline(cfg: Config) -> Policy | None:
 
 
 def main(cfg: Config) -> None:
-    device = parallel.start()
+    device = distributed.start()
     earlier = cfg.baseline and (pathlib.Path(cfg.baseline) / "predictions.jsonl").is_file()
     if cfg.predictions and cfg.baseline and not earlier:
         raise UserError(
@@ -493,9 +331,9 @@ def main(cfg: Config) -> None:
         old = judge(*known)
     elif before is not None:
         old = judge(samples, before)
-    if parallel.is_main():
+    if console.is_main():
         write_all(cfg, folder, samples, scores, predictions, old)
-    parallel.wait_for_all()
+    distributed.wait_for_all()
     for part in parts:
         part.remove()
 
@@ -525,4 +363,4 @@ def write_all(
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    distributed.run(main, Config)

@@ -20,35 +20,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import cli
-import parallel
-from balance import even_out
-from checkpoint import PROGRESS, Checkpoints, load_checkpoint
-from cli import Interrupted, RunStopped, StepFailed, UserError
+from common import console, distributed, signals
+from common.errors import Interrupted, RunStopped, StepFailed, UserError
+from common.records import Group, Rollout, Sample
 from config import Config
-from data import Rollout, Sample, most_images
-from evaluate import score_policy
-from guards import NOT_FINITE, Seen, how_far_apart, is_spike, not_finite, too_far_apart
-from lora import reference_weights
-from memory import check_room, choose_sharding, fit, retried
-from model import (
-    Policy,
-    apply_fsdp,
-    check_trained,
-    gathered,
-    load_policy,
-    load_reference,
-    look,
-    make_optimizer,
-    micro_batches,
-    record_logprobs,
-    vision_share,
-)
-from packing import Group, PackedBatch
-from report import Clock, RunLog, refuse_to_mix_runs, step_metrics
+from data import most_images, processor_of, samples_of
+from evaluation.held_out import score_policy
+from packing import PackedBatch
+from policy.batches import micro_batches, record_logprobs, vision_share
+from policy.lora import reference_weights
+from policy.memory import check_room, choose_sharding, fit, retried
+from policy.model import Policy, check_trained, compute_dtype, load_policy, look
+from policy.optimizer import make_optimizer
+from policy.sharding import apply_fsdp, gathered, load_reference
+from rewards import MOST_WITHOUT_VERDICT, Scorer
 from rollout import Engine, make_engine
-from scoring import MOST_WITHOUT_VERDICT, Scorer
-from stream import PromptStream, prompt_seed
+from training.balance import even_out
+from training.checkpoint import PROGRESS, Checkpoints, load_checkpoint
+from training.guards import NOT_FINITE, Seen, how_far_apart, is_spike, not_finite, too_far_apart
+from training.metrics import Clock, step_metrics
+from training.prompt_stream import PromptStream, prompt_seed
+from training.run_log import RunLog, refuse_to_mix_runs
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
@@ -227,7 +219,7 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     names = run.scorer.names
     rewards = [[[r.reward, r.unpenalised, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
     lengths = [[len(r.ids) for r in g.rollouts] for g in groups]
-    found = parallel.gather_from_all((error, list(zip(mine, places, lengths, rewards))))
+    found = distributed.gather_from_all((error, list(zip(mine, places, lengths, rewards))))
     if error := next((error for error, _ in found if error), None):
         raise StepFailed(error)
     everyone = sorted(row for _, rows in found for row in rows)
@@ -251,7 +243,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
         drawn.append(rewards)
         without = torch.cat(drawn)[..., 0].isnan().double().mean().item()
         if without > MOST_WITHOUT_VERDICT:
-            why = next(filter(None, parallel.gather_from_all(run.scorer.why_none)), "unknown")
+            why = next(filter(None, distributed.gather_from_all(run.scorer.why_none)), "unknown")
             raise StepFailed(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
         varied = group_advantages(rewards[..., 1], "none").any(1).tolist()
         wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
@@ -298,17 +290,17 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     cfg = run.cfg
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if math.isnan(r.reward) else len(r.ids) for r in rollouts], dtype=torch.long)
-    totals = parallel.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum()]))
+    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals)
     for rollout, weight in zip(rollouts, weights.tolist()):
         rollout.weight = weight
     with run.clock("train"):
         run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
-        stats = parallel.total(sums)
-    grad_norm = parallel.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
+        stats = distributed.total(sums)
+    grad_norm = distributed.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     if wrong := not_finite(stats, grad_norm, groups, run.seen):
         run.skipped, run.why_skipped = run.skipped + 1, wrong
-        if parallel.is_main():
+        if console.is_main():
             print(f"step {run.step + 1}: {wrong}; this update is left out", file=sys.stderr)
     elif why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.laps):
         raise StepFailed(why)
@@ -325,7 +317,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
 
 def stop_if_asked(run: Run) -> None:
     """Raise Interrupted on every process when one was asked to stop and nothing of this step has been learned yet."""
-    if "optimizer" not in run.clock.laps and parallel.all_max(torch.tensor(len(run.interrupted))):
+    if "optimizer" not in run.clock.laps and distributed.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
 
 
@@ -339,7 +331,7 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Ten
             logp, entropy = run.policy(batch, run.cfg.temperature)
             run.seen.append((batch.rollouts, logp.detach()))
             loss, stats = batch_loss(run.cfg, batch, logp)
-            (loss * parallel.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
+            (loss * distributed.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
             sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
     return sums
 
@@ -375,10 +367,10 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 def train(run: Run) -> None:
     """Steps until the last one, with evaluation, checkpoints and reports; a signal saves and ends with status 130."""
-    cfg, run.interrupted = run.cfg, cli.note_interrupts()
+    cfg, run.interrupted = run.cfg, signals.note_interrupts()
     if run.unscored:
         conclude(run, {})
-    with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not parallel.is_main()) as bar:
+    with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not console.is_main()) as bar:
         while run.step < run.total_steps:
             metrics = attempt(run)
             run.step += 1
@@ -412,7 +404,7 @@ def conclude(run: Run, metrics: dict[str, float]) -> None:
     """What follows the step just taken: the evaluation that is due, its row of metrics, a checkpoint, or the end. When
     the run ends here the checkpoint comes first, and the evaluation when it is resumed."""
     cfg, wrong, best = run.cfg, None, False
-    asked, failed = parallel.all_max(torch.tensor([len(run.interrupted), run.checkpoints.failed()])).tolist()
+    asked, failed = distributed.all_max(torch.tensor([len(run.interrupted), run.checkpoints.failed()])).tolist()
     if run.skipped >= cfg.max_skipped:
         wrong = f"step {run.step}: {run.skipped} updates in a row left out ({run.why_skipped}); {NOT_FINITE}"
         run.checkpoints.keep_last = 0  # an earlier one may be the last good one
@@ -456,17 +448,17 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 
 def set_up(cfg: Config) -> Run:
     """Check everything that can be checked, then load: data before models, so that a bad row costs seconds."""
-    device = parallel.start(cfg.hang_timeout)
+    device = distributed.start(cfg.hang_timeout)
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
     resume_from = checkpoints.find(cfg.resume)
     goes_on = checkpoints.owns(resume_from)
     refuse_to_mix_runs(cfg.output, cfg.overwrite or checkpoints.replaces, goes_on)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    processor = cfg.processor(cfg.model, cfg.task)
-    samples = cfg.samples(cfg.data, cfg.task, processor)
+    processor = processor_of(cfg, cfg.model, cfg.task)
+    samples = samples_of(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
-    eval_samples = cfg.samples(cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
-    dtype = cfg.compute_dtype(device)
+    eval_samples = samples_of(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
+    dtype = compute_dtype(cfg.dtype, device)
     limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
@@ -497,4 +489,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    distributed.run(main, Config)

@@ -27,17 +27,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-
-from data import Sample, encode_prompt, load_processor
-
-# isort: split
-# After data.py, which says what transformers is not to import.
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import cli
-from cli import RunStopped, UserError
-from lora import POLICY, adapted_layers, load_peft, match_modules, module_of, read_adapter, up_to_date
-from model import auto_class, load_config, load_model, saved_dtype
+from common import cli
+from common.errors import RunStopped, UserError
+from common.records import Sample
+from data import encode_prompt, load_processor
+from policy.lora import POLICY, adapted_layers, load_peft, match_modules, module_of, read_adapter, up_to_date
+from policy.model import auto_class, load_config, load_model, saved_dtype
 
 SHARD = 4e9  # bytes of a written file
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # the most off, in logits' deviations

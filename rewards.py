@@ -7,31 +7,35 @@ rewards together.
 """
 
 import functools
+import inspect
+import math
 import os
+import pathlib
 import re
 import threading
-import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from cli import UserError
-from verifier import parse_verdict, without_thinking
-from workers import CallFailed, WorkerLost, Workers
+from common import console
+from common.errors import CallFailed, CallLost, UserError, WorkerLost
+from common.records import TAG, Rollout, Sample
+from config import RewardFlags
+from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
+from grading.sandbox import Workers, load_function
+from grading.verifier import Verifier, make_verifier, parse_verdict
 
+COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
+THINK_ANSWER = (
+    "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
+)
+TASKS = {  # task: (system prompt or None, template of the user's turn)
+    "count": (COUNT_SYSTEM, "{{ content }}"),
+    "vqa": (None, THINK_ANSWER),
+    "math": (None, THINK_ANSWER),
+}
 Reward = Callable[..., float | None]
-
-_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
-
-def split_think_answer(completion: str) -> tuple[str, str] | None:
-    """The bodies of `<think>…</think><answer>…</answer>` when the completion is exactly that, else None."""
-    if any(completion.count(tag) != 1 for tag in _TAGS):
-        return None
-    match = _THINK_ANSWER.fullmatch(completion)
-    if match is None or not match[1].strip() or not match[2].strip():
-        return None
-    return match[1], match[2]
 
 
 def format_reward(completion: str, answer: str = "", **_: object) -> float:
@@ -42,34 +46,6 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
     answer; an empty think block.
     """
     return float(split_think_answer(completion) is not None)
-
-
-# --- counting ---------------------------------------------------------------------------------------------------------
-
-# Any number: a thousands group («1,234») or digits, with the decimals and letters that would make it no whole number.
-# A point before it makes it a decimal (« .5», «1.2.3») unless it ends something («count...12», «No.5»).
-_NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
-
-
-def answer_blocks(text: str) -> list[str]:
-    """The bodies of all `<answer>…</answer>` blocks, in one pass however many tags are left open."""
-    bodies, at = [], 0
-    while (start := text.find("<answer>", at)) >= 0 and (end := text.find("</answer>", start)) >= 0:
-        bodies.append(text[start + len("<answer>") : end])
-        at = end + len("</answer>")
-    return bodies
-
-
-def first_count(text: str) -> int | None:
-    """The first whole number of the `<answer>` block when there is one, else of the text; None without a number.
-
-    «1,234» is one number; «3.7», «x3» and «3D» are none; CJK neighbours and full-width digits are fine.
-    """
-    text = next(iter(answer_blocks(text)), text)
-    text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
-    whole = (m[1] for m in _NUMBER.finditer(text) if not m[2])
-    number = next(whole, None)
-    return int(number.replace(",", "")[:18]) if number else None
 
 
 def count_reward(completion: str, answer: str | int, **_: object) -> float:
@@ -91,21 +67,6 @@ def count_reward(completion: str, answer: str | int, **_: object) -> float:
 def count_format(completion: str, **_: object) -> float:
     """1 for «A photo of [NUMBER] [OBJECT_TYPE]», 0 otherwise. Reported in evaluation; not part of the reward."""
     return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
-
-
-# --- visual question answering ----------------------------------------------------------------------------------------
-
-
-def words(text: str) -> list[str]:
-    """The words of a short answer as they are compared: «5.6cm.» → [«5.6», «cm»].
-
-    NFKC, lower case, digits apart from letters, a point kept only between digits, every other punctuation a space.
-    """
-    text = unicodedata.normalize("NFKC", text).lower()
-    text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
-    text = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", text)
-    kept = (c if c.isalnum() or c == "." or unicodedata.category(c)[0] == "M" else " " for c in text)
-    return "".join(kept).split()
 
 
 def vqa_reward(completion: str, answer: str, **_: object) -> float:
@@ -144,57 +105,11 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
     return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
 
 
-_LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the last counts
-    re.compile(r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}"),
-    # a small letter only before punctuation or the end: «the answer is a dog» chooses nothing
-    re.compile(
-        r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"
-    ),
-)
-
-
-def extract_choice(completion: str) -> str | None:
-    """The letter «A» to «Z» that a completion chooses, or None.
-
-    In this order: within the last `<answer>` block when there is one: a boxed letter; the last «answer (is) X»; a
-    lone letter, in either case; a leading «X.», «X)», «X:» or «(X)»; the last «(X)».
-    """
-    blocks = answer_blocks(completion)
-    text = blocks[-1] if blocks else without_thinking(completion)
-    for pattern in _LAST_CHOICE:
-        if found := pattern.findall(text):
-            return found[-1].upper()
-    if match := re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text):
-        return match[1].upper()
-    if match := re.match(r"[\s*_]*(?:\(([A-Z])\)|([A-Z])[*_]*[.):])", text):
-        return match[1] or match[2]
-    found = re.findall(r"\(([A-Z])\)", text)
-    return found[-1] if found else None
-
-
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
 LONGEST_ANSWER = 2000  # characters that a verifier is asked about; padding must not push it out of its context
 RULE_SECONDS = 1.0  # a comparison takes milliseconds; what takes longer is a trap
-MATH_EQUAL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "math_equal.py:math_equal")
-
-
-def last_boxed(text: str) -> str | None:
-    """The body of the last `\\boxed{…}` with balanced braces, the inner one of two nested; None without one."""
-    open_braces: list[int | None] = []  # where the body starts, for those of a box
-    start, last = -1, None
-    for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
-        if token[0].startswith("\\boxed"):
-            open_braces.append(token.end())
-        elif token[0] == "{":
-            open_braces.append(None)
-        elif token[0] == "}" and open_braces:
-            opened = open_braces.pop()
-            if opened is not None and opened > start:
-                start, last = opened, text[opened : token.start()]
-    return last
-
-
+MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _making_workers = threading.Lock()
 
 
@@ -215,16 +130,6 @@ def check_math() -> None:
         works, why = False, str(error)
     if not works:
         raise UserError(f"math-verify does not work here ({why}): install requirements.txt, and see above what it said")
-
-
-def balanced(text: str) -> bool:
-    """Whether every brace that LaTeX would count has its partner."""
-    depth = 0
-    for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token, 0)
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def same_answer(candidate: str, gold: str) -> bool:
@@ -302,3 +207,109 @@ def gold_problem(task: str | None, answer: str) -> str | None:
     if task == "vqa" and not words(str(answer)):
         return f"the answer {str(answer)[:40]!r} has no word to compare"
     return None
+
+
+BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
+MOST_WITHOUT_VERDICT = 0.1  # of a step's completions; above it the run stops
+
+
+class Scorer:
+    """The rewards of a run, by name: the task's first, then those of `--reward`, then «overlong» when it is on."""
+
+    def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
+        self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
+        self.weights = {task: 1.0}
+        self.calls: dict[str, str] = {}  # «file.py:function» of the user's rewards
+        self.takes: dict[str, set[str] | None] = {}  # the arguments each one takes; None: any
+        for text in flags.reward:
+            self._add(text)
+        if "math" in self.weights:
+            check_math()
+        self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
+        self.workers = Workers(2, list(self.calls.values())) if self.calls else None
+        self.why_none = ""  # why the last completion without a verdict has none
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
+
+    def _add(self, text: str) -> None:
+        match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
+        name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
+        if name in BUILT_IN:
+            self.weights[name] = weight
+            return
+        file, _, short = name.rpartition(":")
+        if not file.endswith(".py"):
+            raise UserError(f"--reward {text}: give file.py:function or one of {', '.join(BUILT_IN)}, =WEIGHT after it")
+        if short in self.weights or short in (*BUILT_IN, "overlong", "no_verdict"):
+            raise UserError(f"--reward {text}: there is a reward named {short!r} already; rename the function")
+        try:
+            parameters = inspect.signature(load_function(name)).parameters
+        except (Exception, SystemExit) as error:
+            raise UserError(f"--reward {text}: it cannot be loaded ({type(error).__name__}: {error})") from error
+        if not {"completion", "answer"} <= set(parameters):
+            raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self.weights[short], self.calls[short] = weight, name
+        self.takes[short] = None if takes_any else set(parameters)
+
+    def __call__(self, groups: Sequence[tuple[Sample, list[Rollout]]], max_length: int | None = None) -> str | None:
+        """Give every completion its `rewards` by name and its `reward`, their weighted sum; NaN without a verdict.
+
+        `max_length` is what the overlong penalty counts from; without it there is none. Returns what a user's function
+        did wrong, for every process to stop together; None when all went well.
+        """
+        if self.verifier:
+            self.verifier.try_again()
+        work = [(name, sample, rollout) for sample, rollouts in groups for rollout in rollouts for name in self.weights]
+        waits = self.calls or "math" in self.weights  # the others take microseconds
+        threads = self.flags.verifier_concurrency if self.verifier else 8 if waits else 1
+        with ThreadPoolExecutor(threads) as pool:
+            done = pool.map(lambda job: self._value(*job), work)
+            results = list(console.progress(done, "rewards", total=len(work), unit="call", leave=False))
+        error = None
+        for (name, sample, rollout), (value, problem) in zip(work, results):
+            rollout.rewards[name] = value
+            if problem:
+                error = error or f"--reward {self.calls[name]} on {sample.source}, {rollout.text[:60]!r}: {problem}"
+        for _, rollouts in groups:
+            for rollout in rollouts:
+                rollout.reward = sum(weight * rollout.rewards[name] for name, weight in self.weights.items() if weight)
+                rollout.unpenalised = rollout.reward
+                if self.overlong_buffer and max_length:
+                    penalty = overlong_penalty(len(rollout.ids), max_length, self.overlong_buffer)
+                    rollout.rewards["overlong"] = penalty
+                    rollout.reward += penalty
+        return error
+
+    def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
+        """A completion's reward, NaN without one, and what the user's function did wrong, None when it did not."""
+        given = {name: value for name, value in sample.fields.items() if value is not None}
+        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | given
+        if name not in self.calls:
+            fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
+            try:
+                value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
+            except WorkerLost as error:
+                self.why_none = f"{name}: {error}"
+                return math.nan, None
+            if value is None:
+                self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
+            return math.nan if value is None else value, None
+        takes = self.takes[name]
+        fields |= {"completion": rollout.text, "answer": sample.answer}
+        fields = {k: v for k, v in fields.items() if takes is None or k in takes}
+        try:
+            value = self.workers.call(self.calls[name], self.flags.reward_timeout, fields)
+        except CallLost as error:
+            self.why_none = f"{self.calls[name]} {error}"
+            return math.nan, None
+        except CallFailed as error:
+            return math.nan, str(error)
+        if value is None:
+            self.why_none = f"{self.calls[name]} gave None"
+            return math.nan, None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return math.nan, f"it gave {value!r}, which is no finite number"
+        return float(value), None

@@ -12,13 +12,11 @@ Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary.
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,39 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-import parallel
-from cli import RunStopped, UserError
-from data import Processor, Prompt, Rollout
-from model import Policy, load_model, sampler_weights, stop_tokens
-from packing import float32_logits
-
-
-@dataclass(kw_only=True)
-class EngineFlags:
-    """The flags of the sampler."""
-
-    engine: Literal["auto", "hf", "vllm"] = "auto"
-    """The sampler; auto is vllm where it is installed and there is a GPU, else hf (transformers with a KV cache)."""
-    vllm_memory: float = 0.25
-    """Share of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while it samples; the trainer has
-    it in between."""
-    gpu_memory: float = 0.0
-    """GiB of each GPU that the run may use, the sampler's share included; 0: all of it."""
-    vllm_sequences: int = 256
-    """Most sequences that vLLM decodes at the same time, on each GPU."""
-    tensor_parallel: int = 1
-    """GPUs that share one vLLM engine, where a model does not fit beside the trainer on one."""
-    check_sync: bool = False
-    """Compare every weight in vLLM with the trainer's after each sync."""
-
-    def check_engine(self) -> None:
-        """Raise ValueError for settings that cannot be."""
-        if not 0 < self.vllm_memory < 1 or self.gpu_memory < 0:
-            raise ValueError("vllm_memory must be between 0 and 1, gpu_memory not negative")
-        if self.vllm_sequences < 1 or self.tensor_parallel < 1:
-            raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
-        if self.check_sync and self.tensor_parallel > 1:
-            raise ValueError("check_sync compares whole weights, which no process has with tensor_parallel above 1")
+from common import console, distributed
+from common.errors import RunStopped, UserError
+from common.records import Prompt, Rollout
+from config import EngineFlags
+from data import Processor
+from policy.forward import float32_logits
+from policy.model import Policy, load_model, stop_tokens
+from policy.sharding import sampler_weights
 
 
 class Engine(Protocol):
@@ -105,13 +78,15 @@ def make_engine(
     False where `sync_weights` comes first, so that vLLM need not read any. Raises UserError when the sampler cannot be
     had.
     """
-    if parallel.world_size() % flags.tensor_parallel:
-        raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the {parallel.world_size()} processes")
+    if distributed.world_size() % flags.tensor_parallel:
+        raise UserError(
+            f"--tensor_parallel {flags.tensor_parallel} must divide the {distributed.world_size()} processes"
+        )
     name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
     if name == "auto":
         name = "vllm" if installed and device.type == "cuda" else "hf"
         why = "" if name == "vllm" else " (vLLM is not installed)" if device.type == "cuda" else " (there is no GPU)"
-        if parallel.is_main():
+        if console.is_main():
             version = importlib.metadata.version("vllm" if name == "vllm" else "transformers")
             print(f"sampler: {'vLLM' if name == 'vllm' else 'transformers'} {version}{why}", file=sys.stderr)
     if name == "hf":
@@ -181,7 +156,7 @@ class VLLMEngine:
                     seed=0,
                     max_model_len=max_length,
                     max_num_seqs=flags.vllm_sequences,
-                    gpu_memory_utilization=flags.vllm_memory * parallel.usable_share(flags.gpu_memory),
+                    gpu_memory_utilization=flags.vllm_memory * distributed.usable_share(flags.gpu_memory),
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
@@ -199,8 +174,8 @@ class VLLMEngine:
         self.llm.apply_model(keep_logits_in_float32)
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
-        size, rank = flags.tensor_parallel, parallel.rank()
-        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, parallel.world_size(), size)]
+        size, rank = flags.tensor_parallel, distributed.rank()
+        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, distributed.world_size(), size)]
         self.group = groups[rank // size]
 
     def sleep(self) -> None:
@@ -278,7 +253,7 @@ class VLLMEngine:
             )
             for seed in seeds
         ]
-        watched = parallel.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
+        watched = console.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
         bar = functools.partial(tqdm, delay=3, leave=False) if watched else False
         with self._seen_pixels() as seen:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
@@ -426,8 +401,7 @@ class HFEngine:
     ) -> list[list[Rollout]]:
         at_once = max(1, self.max_sequences // n)
         rollouts = []
-        silent = None if parallel.is_main() else True
-        with tqdm(total=len(prompts), desc="sampling", unit="prompt", delay=3, leave=False, disable=silent) as bar:
+        with console.progress(desc="sampling", total=len(prompts), unit="prompt", leave=False) as bar:
             for i in range(0, len(prompts), at_once):
                 batch = prompts[i : i + at_once]
                 rollouts += self._generate(batch, n, seeds[i : i + at_once], max_tokens, temperature, top_p)

@@ -41,9 +41,8 @@ import speed
 import torch
 import torch.distributed as dist
 
-import cli
-import parallel
-from memory import MARGIN
+from common import cli, console, distributed, errors
+from policy.memory import MARGIN
 
 NVLINK = 341e9  # bytes/s into each of four H200s in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s adapter for each GPU
@@ -100,7 +99,7 @@ def launch(gpus: int, script: str, *arguments: object) -> Iterator[str]:
             print(line, end="", flush=True)
             yield line
     if started.returncode:
-        raise cli.RunStopped(f"bench/{script} on {gpus} GPUs ended with status {started.returncode}", 1)
+        raise errors.RunStopped(f"bench/{script} on {gpus} GPUs ended with status {started.returncode}", 1)
 
 
 def measure(cfg: Config, gpus: int) -> dict:
@@ -142,8 +141,8 @@ def show(found: dict[int, dict], workload: str) -> None:
 
 def links() -> None:
     """Bytes a second that each GPU takes in, in collectives of 1 GiB a GPU; on every process of a torchrun."""
-    device = parallel.start()
-    size, gpus = 2**28, parallel.world_size()
+    device = distributed.start()
+    size, gpus = 2**28, distributed.world_size()
     part, whole = torch.zeros(size, device=device), torch.zeros(size * gpus, device=device)
     works = {
         "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
@@ -152,14 +151,14 @@ def links() -> None:
     for name, work in works.items():
         for _ in range(3):
             work()
-        parallel.wait_for_all()
+        distributed.wait_for_all()
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(10):
             work()
         torch.cuda.synchronize()
         taken = 4 * size * (gpus - 1) * 10 / (time.perf_counter() - begun)
-        if parallel.is_main():
+        if console.is_main():
             print(f"{name}: {taken / 1e9:.0f} GB/s into each of {gpus} GPUs", flush=True)
 
 

@@ -33,12 +33,11 @@ from transformers import AutoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalG
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-import cli
 import grpo
-import parallel
-import report
-import tiny
-from stream import PromptStream
+from common import cli, console, distributed, errors, files
+from data import samples_of
+from demo import tiny
+from training.prompt_stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 matrix product, 8192 cubed, on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
@@ -159,7 +158,7 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
     attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
     layers = t.num_hidden_layers * (attention + 3 * t.hidden_size * t.intermediate_size)
     lm_head = t.hidden_size * t.vocab_size
-    prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / parallel.world_size()
+    prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
     # a completion token looks at its prompt and at half of its completion; four products with each key
@@ -203,7 +202,7 @@ def measure(cfg: Config) -> dict[str, dict]:
     run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
     results = {}
     for name, work in works.items():
-        samples = run.cfg.samples(data[name], "count", run.stream.processor)
+        samples = samples_of(run.cfg, data[name], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
@@ -230,7 +229,7 @@ def save(run: grpo.Run) -> dict[str, float]:
     waited = time.perf_counter() - begun
     beside = grpo.train_step(run)["step_time"]
     if wrong := run.checkpoints.wait():
-        raise cli.RunStopped(f"the checkpoint was not written: {wrong}", 1)
+        raise errors.RunStopped(f"the checkpoint was not written: {wrong}", 1)
     written = time.perf_counter() - begun
     files = list((pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}").iterdir())
     size = sum(path.stat().st_size for path in files) / 1e9
@@ -245,7 +244,7 @@ def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]
         row = grpo.train_step(run)
     run.step += 1
     run.features.clear()  # each picture is new in each step
-    if parallel.is_main():
+    if console.is_main():
         print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
     if profiler:
         print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
@@ -280,10 +279,10 @@ def main(cfg: Config) -> None:
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "gpus": parallel.world_size(),
+        "gpus": distributed.world_size(),
         "torch": torch.__version__,
         "vllm": importlib.metadata.version("vllm") if importlib.util.find_spec("vllm") else None,
-        "git_commit": report.git_commit(),
+        "git_commit": files.git_commit(),
         "workloads": results,
     }
     if peer:
@@ -295,7 +294,7 @@ def main(cfg: Config) -> None:
         about["peer"] = {"name": peer, "steps": seconds, "exit_status": done.returncode}
         if len(seconds) > 1 and "W1" in results:  # as with ours, the first step warms up and does not count
             about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
-    if not parallel.is_main():
+    if not console.is_main():
         return
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"

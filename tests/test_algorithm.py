@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 
-from grpo import Config, group_advantages, grpo_loss, token_weights
+from config import Config
+from grpo import group_advantages, grpo_loss, token_weights
 
 NAN = math.nan
 

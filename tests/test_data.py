@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cli import UserError
-from data import decode_image, encode_prompt, fit_image, fitted_size, load_processor, load_samples
-from stream import row_at
-
-VECTORS = pathlib.Path(__file__).parent / "vectors"
+from common.errors import UserError
+from data import encode_prompt, load_processor, load_samples
+from inputs.images import decode_image, fit_image, fitted_size
+from tests.helpers.scripts import VECTORS
+from training.prompt_stream import row_at
 
 
 @pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "resize.jsonl").read_text().splitlines()])
@@ -279,7 +279,7 @@ def test_a_zip_with_a_link_is_refused(tmp_path):
 
 
 def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("formats.MOST_UNPACKED", 50 * 2**20)
+    monkeypatch.setattr("inputs.rows.MOST_UNPACKED", 50 * 2**20)
     path = zipped(tmp_path / "d.zip", zeros=bytes(60 * 2**20))
     assert pathlib.Path(path).stat().st_size < 2**20
     with pytest.raises(UserError, match=r"would unpack to 0\.1 GiB"):

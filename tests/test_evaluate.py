@@ -1,20 +1,21 @@
 """Scores against hand-worked numbers."""
 
 import json
-import pathlib
 
 import pytest
 import torch
 
 import evaluate
-from cli import UserError
+from common.errors import UserError
+from config import RewardFlags
 from data import load_processor, load_samples
-from evaluate import Config, bootstrap_interval, pass_at_k, summarise
-from model import load_model
+from evaluate import Config
+from evaluation import held_out
+from evaluation.metrics import bootstrap_interval, pass_at_k, summarise
+from policy.model import load_model
+from rewards import Scorer
 from rollout import HFEngine
-from scoring import RewardFlags, Scorer
-
-VECTORS = pathlib.Path(__file__).parent / "vectors"
+from tests.helpers.scripts import VECTORS
 
 
 @pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "pass_at_k.jsonl").read_text().splitlines()])
@@ -87,6 +88,6 @@ def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monk
     monkeypatch.setattr(evaluate, "CHUNK", 1)
     monkeypatch.setattr(evaluate.parallel, "all_max", lambda count: count + 3)
     monkeypatch.setattr(engine, "generate", lambda prompts, *a: (calls.append(len(prompts)), generate(prompts, *a))[1])
-    _, predictions = evaluate.evaluate(engine, processor, samples[:2], Scorer("count", RewardFlags()), 4)
+    _, predictions = held_out.evaluate(engine, processor, samples[:2], Scorer("count", RewardFlags()), 4)
     assert calls == [1, 1, 0, 0, 0]
     assert len(predictions) == 2

@@ -9,15 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
-from models import build, make_group
 
 import grpo
-from cli import UserError
-from memory import check_room
-from model import Policy, PolicyFlags
-from packing import pack, take_packed_batches, token_logprobs
-from report import read_rows
+from common.errors import UserError
+from common.files import read_rows
+from config import PolicyFlags
+from packing import pack
+from policy.forward import take_packed_batches, token_logprobs
+from policy.memory import check_room
+from policy.model import Policy
+from tests.helpers.models import build, make_group
+from tests.helpers.scripts import ROOT
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU in this machine")
 pytestmark = [pytest.mark.gpu, no_gpu]
@@ -86,7 +88,7 @@ no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="v
 def engine(tiny_model, shapes, tmp_path_factory) -> dict:
     """What tests/vllm_worker.py found."""
     out = tmp_path_factory.mktemp("vllm") / "found.json"
-    done = run("tests/vllm_worker.py", tiny_model, shapes, str(out))
+    done = run("tests/helpers/vllm_worker.py", tiny_model, shapes, str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

@@ -7,15 +7,15 @@ import shutil
 import peft
 import pytest
 import torch
-from conftest import run_script
 from safetensors.torch import load_file, save_file
-from test_lora import changed, plain, prompt, saved_adapter, sft  # noqa: F401 (fixtures)
 
 import merge_lora as merge_lora_module
-from cli import RunStopped, UserError
-from lora import LANGUAGE
+from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
-from model import load_model
+from policy.lora import LANGUAGE
+from policy.model import load_model
+from tests.helpers.adapters import changed, plain, saved_adapter
+from tests.helpers.scripts import run_script
 
 KINDS = {
     "lora": dict(target_modules=LANGUAGE),
@@ -53,7 +53,7 @@ def untied(tiny_model, tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("base", ["tiny_model", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, monkeypatch):  # noqa: F811
+def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, monkeypatch):
     monkeypatch.setattr("merge_lora.SHARD", 300_000 if base == "untied" else 1e9)
     base = request.getfixturevalue(base)
     want = plain(saved_adapter(base, tmp_path / "adapter", **KINDS[kind]), prompt)
@@ -68,7 +68,7 @@ def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, mo
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
 
 
-def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_path):  # noqa: F811
+def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_path):
     """A base and an adapter with names as the hub's Qwen2.5-VL files have them, in another dtype."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(tiny_model, base)
@@ -94,7 +94,7 @@ def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_p
     assert (again.returncode, "is there already" in again.stderr, "Traceback" in again.stderr) == (2, True, False)
 
 
-def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):  # noqa: F811
+def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
     own = "model.language_model.layers.0.self_attn.q_proj"
     want = plain(saved_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE, alpha_pattern={own: 64}), prompt)
     older = {own.replace("model.language_model", "^model"): 64}
@@ -127,7 +127,7 @@ def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkey
         merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "merged"), dtype=dtype)
 
 
-def test_other_files_beside_the_base_are_left_alone(tiny_model, untied, sft, tmp_path):  # noqa: F811
+def test_other_files_beside_the_base_are_left_alone(tiny_model, untied, sft, tmp_path):
     for number, base in enumerate((tiny_model, untied)):
         folder = tmp_path / f"base-{number}"
         shutil.copytree(base, folder)
@@ -139,7 +139,7 @@ def test_other_files_beside_the_base_are_left_alone(tiny_model, untied, sft, tmp
         assert "model.stray" not in merged
 
 
-def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft, tmp_path):  # noqa: F811
+def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft, tmp_path):
     def copy(name: str, base: str = tiny_model) -> pathlib.Path:
         return pathlib.Path(shutil.copytree(base, tmp_path / name))
 
@@ -173,7 +173,7 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):  # noqa: F811
+def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(sft, other)
     tensors = load_file(other / "adapter_model.safetensors")

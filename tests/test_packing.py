@@ -6,14 +6,15 @@ predicted from the wrong place, images given to the wrong group, and gradients l
 
 import copy
 
-import models
 import pytest
 import torch
-from models import FAMILIES, build, make_group, plain_logprobs
 
 import packing
-from model import Policy, look, vision_parameters
-from packing import language_model, pack, pack_groups, take_packed_batches, token_logprobs
+from packing import pack, pack_groups
+from policy.forward import language_model, take_packed_batches, token_logprobs
+from policy.model import Policy, look, vision_parameters
+from tests.helpers import models
+from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
 # For each group of the pack: text tokens, image grids in patches, completion lengths (1 = only an end token).

@@ -11,18 +11,16 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT
 
-import checkpoint
 import data
 import evaluate
 import grpo
 import merge_lora
-import report
-import serve
-import smoke
-import tiny
-from report import read_rows
+from common.files import read_rows
+from demo import smoke, tiny
+from service import app
+from tests.helpers.scripts import ROOT
+from training import checkpoint, report
 
 SCRIPTS = sorted(path for path in ROOT.glob("*.py"))
 CONFIGS = {
@@ -34,7 +32,7 @@ CONFIGS = {
     "report.py": report.Config,
     "tiny.py": tiny.Config,
     "smoke.py": smoke.Config,
-    "serve.py": serve.Config,
+    "service": app.Config,
 }
 
 

@@ -1,13 +1,12 @@
 """Rewards against the specification's cases and against cases like them that only a careful reading gets right."""
 
 import json
-import pathlib
 
 import pytest
 
 import rewards
-
-VECTORS = pathlib.Path(__file__).parent / "vectors"
+from grading import answers
+from tests.helpers.scripts import VECTORS
 
 
 def cases(name: str) -> list[dict]:
@@ -64,7 +63,7 @@ def think(answer: str) -> str:
     ],
 )
 def test_first_count(text, want):
-    assert rewards.first_count(text) == want
+    assert answers.first_count(text) == want
 
 
 def test_count_reward_by_distance():
@@ -90,7 +89,7 @@ def test_count_reward_by_distance():
     ],
 )
 def test_words(text, want):
-    assert rewards.words(text) == want
+    assert answers.words(text) == want
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_verdicts_beyond_the_vectors(reply, want):
 
 @pytest.mark.parametrize("case", cases("choice"), ids=lambda c: c["completion"])
 def test_choice_vectors(case):
-    assert rewards.extract_choice(case["completion"]) == case["want"]
+    assert answers.extract_choice(case["completion"]) == case["want"]
 
 
 @pytest.mark.parametrize(
@@ -193,4 +192,4 @@ def test_choice_vectors(case):
     ],
 )
 def test_choices_beyond_the_vectors(completion, want):
-    assert rewards.extract_choice(completion) == want
+    assert answers.extract_choice(completion) == want

@@ -13,11 +13,14 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 
-from cli import UserError
-from data import Sample, encode_prompt, encode_prompts, load_processor
-from model import PolicyFlags, load_policy, look, stop_tokens
-from packing import Group, pack, take_packed_batches, token_logprobs
-from rollout import EngineFlags, HFEngine, VLLMEngine, check_pixels, make_engine, sample
+from common.errors import UserError
+from common.records import Group, Sample
+from config import EngineFlags, PolicyFlags
+from data import encode_prompt, encode_prompts, load_processor
+from packing import pack
+from policy.forward import take_packed_batches, token_logprobs
+from policy.model import load_policy, look, stop_tokens
+from rollout import HFEngine, VLLMEngine, check_pixels, make_engine, sample
 
 
 @pytest.fixture(scope="module")

@@ -16,26 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, run_script
-from transformers import AutoModelForImageTextToText
 
 import evaluate
 import grpo
+import rewards
 import rollout
-import scoring
-from checkpoint import write_manifest
-from cli import RunStopped, UserError
-from report import read_rows
-
-SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 1}
-
-
-def config(model: str, data: str, output: pathlib.Path, **more) -> grpo.Config:
-    return grpo.Config(model=model, data=data, output=str(output), **(SMALL | {"learning_rate": 1e-3} | more))
-
-
-def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+from common.errors import RunStopped, UserError
+from common.files import read_rows
+from tests.helpers.runs import SMALL, config, weights
+from tests.helpers.scripts import ROOT, run_script
+from training.checkpoint import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +177,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
         calls.append(completion)
         return float(len(calls) % 2) if (len(calls) - 1) // 4 % 2 else 0.5
 
-    monkeypatch.setitem(scoring.BUILT_IN, "count", reward)
+    monkeypatch.setitem(rewards.BUILT_IN, "count", reward)
     flags = dict(max_steps=2, dynamic_sampling=True)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     for row in read_rows(tmp_path / "metrics.jsonl"):
@@ -196,7 +186,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
 
 
 def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tmp_path, monkeypatch):
-    monkeypatch.setitem(scoring.BUILT_IN, "count", lambda completion, answer, **_: 0.3)
+    monkeypatch.setitem(rewards.BUILT_IN, "count", lambda completion, answer, **_: 0.3)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -443,7 +433,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         ),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
-        (["report.py", f"--run={tmp_path}"], "error: no run in"),
+        (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]
 
     def start(case):

@@ -1,0 +1,285 @@
+"""The embedded default: a tiny Qwen2.5-VL and its data, made here, so that GRPO runs anywhere without a download.
+
+    python -m demo.tiny --task count      # drawn pictures of 1 to 6 shapes: «A photo of 3 circles»
+    python -m demo.tiny --task digits     # scikit-learn's scanned handwritten digits: which digit; is it even?
+
+The architecture is the real `Qwen2_5_VLForConditionalGeneration` at 0.9 M parameters, with a byte-level tokenizer
+that has Qwen's special tokens and chat template, in Hugging Face layout. A short supervised warm start teaches it the
+reply's form and to see what is in the picture, but from a careless annotator's labels, wrong for about a third of the
+pictures; GRPO, whose reward looks at the right answer, repairs what that taught.
+
+Writes OUTPUT/model, OUTPUT/train and OUTPUT/test, once: a folder that is already whole is left as it is.
+"""
+
+import csv
+import json
+import pathlib
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, get_scheduler
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from common.cli import run
+from common.records import Group, Prompt, Rollout, Sample
+from data import Processor, encode_prompt, load_processor, load_samples
+from packing import pack
+from policy.forward import take_packed_batches
+from policy.model import Policy
+
+VERSION = 1  # part of what a finished folder is recognised by: raise it when anything here changes what is built
+
+
+@dataclass
+class Config:
+    """Build and warm-start a tiny Qwen2.5-VL, and write its data."""
+
+    task: Literal["count", "digits"] = "count"
+    """count: drawn pictures of shapes; digits: scikit-learn's scanned digits."""
+    output: str | None = None
+    """Folder to write; runs/tiny/TASK-SEED when left out."""
+    seed: int = 0
+    """Seed of the pictures, the weights and the batches."""
+    steps: int = 160
+    """Warm-start steps of 48 pictures."""
+
+
+# --- model and tokenizer ----------------------------------------------------------------------------------------------
+
+SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and Qwen's special tokens after them: 264 in all."""
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
+    """Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64."""
+    token = tokenizer.convert_tokens_to_ids
+    text = dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        initializer_range=0.08,  # about 1/sqrt(width); the usual 0.02 takes three times as long to learn to count
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        bos_token_id=token("<|endoftext|>"),
+        eos_token_id=token("<|im_end|>"),
+        tie_word_embeddings=True,
+    )
+    vision = dict(
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        out_hidden_size=128,
+        fullatt_block_indexes=[1],
+        initializer_range=0.08,
+    )
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """That model with random weights."""
+    token = tokenizer.convert_tokens_to_ids
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))
+    model.generation_config.eos_token_id = token("<|im_end|>")
+    model.generation_config.pad_token_id = token("<|endoftext|>")
+    return model
+
+
+def save(model, tokenizer, folder: pathlib.Path) -> None:
+    """Hugging Face layout: weights, configs, tokenizer with chat template, image processor."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28)
+    images.save_pretrained(folder)
+    # vLLM builds a processor for video too, with or without any; its class needs torchvision, its settings do not.
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings.pop("image_processor_type", None)
+    video = settings | {"video_processor_type": "Qwen2VLVideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=1) + "\n")
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+SHAPES = ("circle", "square", "triangle")
+MOST = 6  # shapes in a picture
+SIZE = 84  # pixels a side: nine image tokens
+
+
+def draw_shapes(count: int, kind: str, rng: np.random.Generator) -> Image.Image:
+    """`count` shapes of one kind on a pale ground, each in a cell of its own so that none hides another."""
+    image = Image.new("RGB", (SIZE, SIZE), tuple(rng.integers(200, 256, 3).tolist()))
+    draw = ImageDraw.Draw(image)
+    cell = SIZE // 3
+    for place in rng.permutation(9)[:count].tolist():
+        r = rng.uniform(7, 11)
+        x, y = (cell * (place % 3 + 0.5) + rng.uniform(-2, 2), cell * (place // 3 + 0.5) + rng.uniform(-2, 2))
+        colour = tuple(rng.integers(0, 150, 3).tolist())
+        if kind == "circle":
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
+        elif kind == "square":
+            draw.rectangle((x - r, y - r, x + r, y + r), fill=colour)
+        else:
+            draw.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=colour)
+    return image
+
+
+def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
+    """A counting data set: main.csv beside images/, as `data.py` reads it."""
+    (folder / "images").mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    with (folder / "main.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["images_path", "question", "answer"])
+        for i in range(number):
+            count, kind = int(rng.integers(1, MOST + 1)), SHAPES[rng.integers(len(SHAPES))]
+            draw_shapes(count, kind, rng).save(folder / "images" / f"{i:05d}.png")
+            plural = kind if count == 1 else kind + "s"
+            writer.writerow([f"images/{i:05d}.png", "How many shapes?", f"A photo of {count} {plural}"])
+
+
+def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
+    """Scanned digits as PNG with an EasyR1 JSONL, two questions for each: which digit, and whether it is even."""
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    (folder / "images").mkdir(parents=True)
+    with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
+        for i in indices.tolist():
+            name, digit = f"images/{i:04d}.png", int(scans.target[i])
+            Image.fromarray((scans.images[i] * 255 / 16).round().astype(np.uint8)).save(folder / name)
+            even = "yes" if digit % 2 == 0 else "no"
+            for question, answer in (("Which digit is this?", str(digit)), ("Is this digit even?", even)):
+                row = {"prompt": f"<image>{question}", "answer": answer, "images": [name], "digit": digit}
+                file.write(json.dumps(row) + "\n")
+
+
+def write_data(cfg: Config, folder: pathlib.Path) -> None:
+    """train/ and test/, with no picture in both."""
+    if cfg.task == "count":
+        for part, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
+            write_shapes(folder / name, number, [cfg.seed, part])
+    else:
+        order = np.random.default_rng(cfg.seed).permutation(1797)
+        write_digits(folder / "train", order[:1397])
+        write_digits(folder / "test", order[1397:])
+
+
+LOOKS_LIKE = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # what the careless annotator takes a digit for
+CARELESS = 0.7  # how often the annotator errs where errors are made
+
+
+def annotate(task: str, sample: Sample, slip: bool) -> str:
+    """A reply as the careless annotator writes it, with or without a slip: of more than three shapes one is missed, of
+    ten digits five are taken for another. The form is always right."""
+    if task == "count":
+        _, _, _, count, kind = sample.answer.split()
+        return f"A photo of {int(count) - (slip and int(count) > 3)} {kind}"
+    digit = sample.fields["digit"]
+    seen = LOOKS_LIKE.get(digit, digit) if slip else digit
+    answer = str(seen) if sample.answer == str(digit) else "yes" if seen % 2 == 0 else "no"
+    return f"<think>It looks like a {seen}.</think>\n<answer>{answer}</answer>"
+
+
+# --- warm start -------------------------------------------------------------------------------------------------------
+
+
+def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
+    """Supervised training on the careless annotator's replies to train/, through the packed forward that GRPO uses.
+
+    The loss is the mean negative log-probability of the reply's tokens. The learning rate falls to zero, so that the
+    model ends as unsure as its teacher: where the annotator slips, the right answer keeps its share to be reinforced.
+    """
+    task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
+    samples = load_samples(str(folder / "train" / file), task)
+    prompts = [encode_prompt(s, processor) for s in tqdm(samples, "encoding", unit="row", delay=3, disable=None)]
+    take_packed_batches(model)
+    policy = Policy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
+    rng = np.random.default_rng([cfg.seed, 99])
+    for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
+        rows, slips = rng.choice(len(samples), 48, replace=False), rng.random(48) < CARELESS
+        batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, s) for i, s in zip(rows, slips)])
+        loss = -policy(batch)[0].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+
+
+def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, slip: bool) -> Group:
+    reply = torch.tensor(processor.tokenizer(annotate(cfg.task, sample, slip) + "<|im_end|>").input_ids)
+    return Group(prompt, [Rollout(reply, torch.zeros(len(reply)))])
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+def main(cfg: Config) -> None:
+    """Build model and data beside their place, then rename, so that a broken-off build leaves nothing half-made."""
+    folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}")
+    made_from = {"version": VERSION, **{k: v for k, v in asdict(cfg).items() if k != "output"}}
+    stamp = folder / "tiny.json"
+    if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
+        print(f"{folder}: already there")
+        return
+    started = time.time()
+    building = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(building, ignore_errors=True)
+    write_data(cfg, building)
+    tokenizer = byte_tokenizer()
+    model = build_model(tokenizer, cfg.seed)
+    save(model, tokenizer, building / "model")
+    processor = load_processor(str(building / "model"), "count" if cfg.task == "count" else "vqa")
+    warm_start(model, processor, cfg, building)
+    save(model, tokenizer, building / "model")
+    (building / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    building.rename(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{folder}: a model with {parameters / 1e6:.1f} M parameters and its data, in {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    run(main, Config)

@@ -1,0 +1,18 @@
+# ./run.sh count: Qwen2.5-VL-3B on object counting, an adapter beside 4-bit weights, on one small GPU.
+task=count
+model=Qwen/Qwen2.5-VL-3B-Instruct
+data=''  # yours: DATA=folder_or.zip
+test_data=''
+
+shared_flags=(--max_side 512)
+eval_flags=(--max_tokens 256)
+train_flags=(
+  --max_completion_length 256 --prompts_per_step 8 --num_generations 8
+  --learning_rate 5e-5 --epochs 50 --seed 43
+  --load_in_4bit --vllm_memory 0.55 --save_every 50
+)
+[ -n "${ADAPTER:-}" ] || train_flags+=(--lora_rank 16)  # an adapter has a rank of its own
+
+smoke_data() {
+  data=$1/train.zip test_data=$1/test.zip
+}

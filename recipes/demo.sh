@@ -1,0 +1,28 @@
+# ./run.sh and ./run.sh digits: a tiny vision-language model learns on this machine, in minutes.
+# Sourced by run.sh with $recipe set to demo or digits.
+case $recipe in
+  demo)
+    kind=count task=count suffix=''
+    train_flags=(--max_steps 60 --eval_every 5 --learning_rate 5e-5 --beta 0.02) ;;
+  digits)
+    kind=digits task=vqa suffix=/data.jsonl
+    train_flags=(--max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02) ;;
+esac
+run=runs/$recipe tiny=runs/tiny/$kind-$seed tokens=64
+
+heading "1/4  A tiny Qwen2.5-VL and its data"
+show .venv/bin/python -m demo.tiny --task "$kind" --seed "$seed" --output "$tiny"
+
+heading "2/4  Before training, on held-out images"
+show .venv/bin/python evaluate.py --model "$tiny/model" --data "$tiny/test$suffix" --task "$task" \
+  --max_tokens "$tokens" --output "$run/before"
+
+heading "3/4  GRPO"
+show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny/train$suffix" \
+  --eval_data "$tiny/test$suffix" --output "$run" --overwrite --seed "$seed" --max_completion_length "$tokens" \
+  "${train_flags[@]}" "${given_flags[@]}"
+
+heading "4/4  After training, on the same held-out images"
+show .venv/bin/python evaluate.py --model "$run/final" --data "$tiny/test$suffix" --task "$task" \
+  --max_tokens "$tokens" --output "$run/after"
+show .venv/bin/python -m training.report --run "$run" --before "$run/before" --after "$run/after"

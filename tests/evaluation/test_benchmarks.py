@@ -1,0 +1,640 @@
+"""Benchmarks against tables worked by hand, and evaluation as people call it."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from PIL import Image
+
+import evaluate
+from common.errors import UserError
+from common.records import Sample
+from data import load_processor
+from evaluate import Config, read_predictions
+from evaluation import benchmark_metrics, metrics, progress
+from evaluation.benchmark_metrics import summarise_benchmark
+from evaluation.benchmarks import (
+    BENCHMARKS,
+    check_pairs,
+    gpqa_choices,
+    gpqa_gold,
+    judge_benchmark,
+    load_benchmark,
+    mathvista_normal,
+)
+from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
+from tests.helpers.scripts import ROOT, VECTORS, run_script
+
+VISTA = dict(question="q", choices=None, unit=None, precision=None, answer_type="text", question_type="free_form")
+GPQA = {f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)} | {"Correct Answer": "right", "Question": "Which?"}
+
+
+def judged(name: str, rows: list[dict], server=None) -> list[dict]:
+    """Predictions of `rows`, each with its `response` or `responses`."""
+    benchmark = BENCHMARKS[name]
+    answered = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
+    samples = [Sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
+    return judge_benchmark(name, samples, answered, server)
+
+
+def right(name: str, row: dict, *responses: str) -> list[bool]:
+    return judged(name, [row | {"responses": list(responses)}])[0]["exact"]
+
+
+# --- reading answers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "choice.jsonl").read_text().splitlines()])
+def test_choice_vectors(case):
+    assert extract_choice(case["completion"]) == case["want"]
+
+
+@pytest.mark.parametrize(
+    ("response", "part", "short"),
+    [
+        ("<think>5</think><answer>7</answer>", "7", "7"),
+        ("thought aloud</think>\nThe answer is 12.", "The answer is 12.", "12"),
+        ("<think>a</think><answer>so \\boxed{3}</answer>", "so \\boxed{3}", "3"),
+        ("<answer>1</answer> no: <answer>2</answer>", "2", "2"),
+        ("\\boxed{1}, then \\boxed{\\frac{1}{2}}", "\\boxed{1}, then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("<think>never ends, 25", "", ""),
+        ("12 <think>or 13", "12", "12"),
+        ("**Answer:** $5$", "**Answer:** $5$", "$5$"),
+        ("", "", ""),
+    ],
+)
+def test_what_is_left_of_a_response(response, part, short):
+    assert answer_part(response) == part
+    assert short_answer(part)[0] == short
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *[("025", 25), ("25", 25), ("$25$", 25), ("1,234", 1234), ("m+n = 73", 73), ("-5", -5), ("−5", -5)],
+        *[
+            ("2.5", None),
+            ("25.0", 25),
+            ("the answer is 25, since 3 + 4 = 7", 25),
+            ("", None),
+            ("none", None),
+            ("25 apples", 25),
+            ("x2", None),
+            ("10{,}000", 10000),
+        ],
+    ],
+)
+def test_whole_numbers(text, number):
+    assert whole_number(text) == number
+
+
+def test_aime():
+    row = {"problem": "p", "answer": "025"}
+    said = ["<think>t</think><answer>25</answer>", "\\boxed{025}", "The answer is 25.", "26", "", "25.5", "-25"]
+    assert right("aime24", row, *said) == [True, True, True, False, False, False, False]
+    rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
+    found = summarise_benchmark("aime24", rows, "rule")
+    assert found["score"] == found["pass@1"] == pytest.approx(3 / 8)  # Pass@1[8]
+    assert found["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
+    assert found["pass@8"] == 1.0
+    assert found["completions_per_row"] == 8
+
+
+def test_math500_by_level():
+    rows = [
+        {
+            "problem": "a",
+            "answer": "\\frac{1}{2}",
+            "level": 1,
+            "subject": "Algebra",
+            "response": "<answer>0.5</answer>",
+        },
+        {"problem": "b", "answer": "x+1", "level": 1, "subject": "Algebra", "response": "\\boxed{1+x}"},
+        {"problem": "c", "answer": "(1,2)", "level": 5, "subject": "Geometry", "response": "\\boxed{(2,1)}"},
+        {"problem": "d", "answer": "7", "level": 5, "subject": "Geometry", "response": ""},
+    ]
+    found = summarise_benchmark("math500", judged("math500", rows), "rule")
+    assert found["score"] == 0.5
+    assert found["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
+    assert found["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
+    assert found["no_answer"] == 0.25
+    assert found["pass@1"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("x = 4", "x = 4"),
+        ("3x+12", "3x+12"),
+        ("the area is 12 square units", "12"),
+        ("Evelyn", "Evelyn"),
+        ("word " * 40 + "so $n = \\frac{1}{2}$ follows", "n = \\frac{1}{2}"),
+        ("word " * 40 + "so \\(7\\) and then \\[8\\] is left", "8"),
+        ("word " * 40 + "which leaves 3/4 of 12", "12"),
+        ("word " * 40, None),
+        ("word " * 40 + "\\boxed{" + "1+" * 60 + "1}", "1+" * 60 + "1"),
+    ],
+)
+def test_of_prose_the_last_formula_counts(text, answer):
+    assert next(iter(math_answers(text)), None) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "want"),
+    [
+        ("Thus x is 12.", "12", True),
+        ("**12**", "12", True),
+        ("The value is $12$.", "12", True),
+        ("The area is 12 square units.", "12", True),
+        ("The answer is $\\frac{1}{2}$ because 3 is odd.", "\\frac{1}{2}", True),
+        ("The answer is 25 because 3 + 4 = 7", "7", False),
+        ("90°", "90^\\circ", True),
+        ("3x+12", "12", False),
+    ],
+)
+def test_answers_in_sentences(text, gold, want):
+    assert right("math500", {"problem": "p", "answer": gold, "level": 1, "subject": "s"}, text) == [want]
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B\n\nThe picture shows a cat.", "B"),
+        ("B, since it is red", "B"),
+        ("B a red bus", "B"),
+        ("A red bus", None),
+        ("A cat and a dog", None),
+        ("Option B", "B"),
+        ("The correct option is B", "B"),
+        ("The answer is option B", "B"),
+        ("\\boxed{B. foo}", "B"),
+        ("\\boxed{\\textbf{B}}", "B"),
+        ("I see a cat", None),
+        ("", None),
+    ],
+)
+def test_letters_as_models_give_them(text, letter):
+    assert chosen_letter(text) == letter
+
+
+def test_gpqa_is_shuffled_once_for_each_problem():
+    assert sorted(gpqa_choices(GPQA)) == ["right", "wrong 1", "wrong 2", "wrong 3"]
+    letter = gpqa_gold(GPQA)
+    assert gpqa_choices(dict(reversed(list(GPQA.items()))))["ABCD".index(letter)] == "right"
+    others = [GPQA | {"Question": f"Which {i}?"} for i in range(400)]
+    counts = [sum(gpqa_gold(row) == own for row in others) for own in "ABCD"]
+    assert min(counts) > 70  # a quarter each, about
+    wrong = "ABCD"[("ABCD".index(letter) + 1) % 4]
+    said = [letter, f"({letter})", f"The answer is {letter}.", f"\\boxed{{{letter}}}", wrong, "", "right"]
+    assert right("gpqa_diamond", GPQA, *said) == [True] * 4 + [False] * 3
+    assert f"({letter}) right" in BENCHMARKS["gpqa_diamond"].prompt(GPQA)
+
+
+def test_geometry3k():
+    row = {"problem": "<image>Find x.", "answer": "4 \\sqrt{3}"}
+    said = ["<think>t</think><answer>4\\sqrt{3}</answer>", "\\boxed{\\sqrt{48}}", "6", "4"]
+    assert right("geometry3k", row, *said) == [True, True, False, False]
+
+
+def test_vqa_rad_open_and_closed():
+    closed = {"question": "q", "answer": "Yes", "answer_type": "CLOSED "}
+    assert right("vqa_rad", closed, "yes", "Yes, it is.", "no", "yes and no", "") == [True, True, False, False, False]
+    opened = {"question": "q", "answer": "left upper lobe", "answer_type": "OPEN", "responses": ["the left lobe"]}
+    (row,) = judged("vqa_rad", [opened])
+    assert row["exact"] == [False]
+    assert row["measures"] == [{"open_recall": pytest.approx(2 / 3), "open_f1": pytest.approx(2 / 3)}]
+    rows = judged(
+        "vqa_rad",
+        [
+            {"question": "a", "answer": "no", "response": "No"},
+            {"question": "b", "answer": "right lung", "response": "Right lung."},
+            {"question": "c", "answer": "heart", "response": "liver"},
+        ],
+    )
+    found = summarise_benchmark("vqa_rad", rows, "rule")
+    assert found["score"] == pytest.approx(2 / 3)
+    assert found["open_recall"] == found["open_f1"] == 0.5
+    assert found["parts"]["answer_type"] == {"closed": {"n": 1, "score": 1.0}, "open": {"n": 2, "score": 0.5}}
+
+
+def mme(category: str, image: str, *answers: tuple[str, str]) -> list[dict]:
+    """The two questions of a picture: (gold, response) each."""
+    common = {"question_id": image, "category": category}
+    return [common | {"question": f"{image} {g}?", "answer": g, "response": r} for g, r in answers]
+
+
+MME = [
+    *mme("existence", "1.png", ("Yes", "Yes, there is."), ("No", "No.")),  # both
+    *mme("existence", "2.png", ("Yes", "YES"), ("No", "yes")),  # one
+    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # «other» is wrong; one
+    *mme("code_reasoning", "9.png", ("Yes", "<think>n</think><answer>yes</answer>"), ("No", "no")),  # both
+    *mme("text_translation", "3.png", ("Yes", "no"), ("No", "")),  # none
+]
+
+
+def test_mme_by_hand():
+    found = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]), "rule")
+    parts = {name: part["score"] for name, part in found["parts"]["category"].items()}
+    # existence: 3 of 4 questions, 1 of 2 pictures
+    assert parts == {"existence": 125.0, "OCR": 50.0, "code_reasoning": 200.0, "text_translation": 0.0}
+    assert found["parts"]["kind"]["perception"]["score"] == 175.0
+    assert found["parts"]["kind"]["cognition"]["score"] == 200.0
+    assert found["score"] == 375.0
+    assert found["score_95"][0] <= 375 <= found["score_95"][1]
+    assert found["pass@1"] == 0.6
+    assert found["no_answer"] == 0.2
+
+
+def test_all_of_mme_right_is_2800():
+    rows = [
+        row
+        for category in metrics.PERCEPTION + metrics.COGNITION
+        for image in ("1", "2")
+        for row in mme(category, image, ("Yes", "yes"), ("No", "no"))
+    ]
+    found = summarise_benchmark("mme", judged("mme", rows), "rule")
+    assert [found["parts"]["kind"][kind]["score"] for kind in ("perception", "cognition")] == [2000.0, 800.0]
+    assert found["score_95"] == (2800.0, 2800.0)
+
+
+def test_mme_needs_both_questions_and_known_categories():
+    def samples(rows: list[dict]) -> list[Sample]:
+        return [Sample("q", "Yes", [], "s", row) for row in rows]
+
+    with pytest.raises(UserError, match=r"existence 1\.png has 1"):
+        check_pairs(samples(mme("existence", "1.png", ("Yes", "yes"))))
+    with pytest.raises(UserError, match="no category 'smell'"):
+        check_pairs(samples(mme("smell", "1", ("Yes", "yes"), ("No", "no"))))
+
+
+def test_mmstar_counts_every_l2_category_alike():
+    def row(category: str, l2: str, gold: str, response: str, i: int) -> dict:
+        return dict(question=f"q{i}", answer=gold, category=category, l2_category=l2, response=response)
+
+    rows = [
+        *(row("math", "geometry", "A", said, i) for i, said in enumerate("AAAB")),  # 3 of 4
+        row("math", "numbers", "C", "(B) no: C", 4),  # 0 of 1: a leading «(B)» counts
+        *(row("logic", "diagrams", "B", said, i) for i, said in ((5, "b."), (6, "The answer is D"))),  # 1 of 2
+    ]
+    found = summarise_benchmark("mmstar", judged("mmstar", rows), "rule")
+    assert {k: v["score"] for k, v in found["parts"]["l2_category"].items()} == {
+        "geometry": 0.75,
+        "numbers": 0.0,
+        "diagrams": 0.5,
+    }
+    assert {k: v["score"] for k, v in found["parts"]["category"].items()} == {"math": 0.375, "logic": 0.5}
+    assert found["score"] == pytest.approx((0.75 + 0 + 0.5) / 3)
+    assert found["pass@1"] == pytest.approx(4 / 7)
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "normal"),
+    [
+        (dict(choices=["145°", "35°"], question_type="multi_choice"), "(B)", "35°"),
+        (dict(choices=["145°", "35°"], question_type="multi_choice"), "b", "35°"),
+        (dict(choices=["Yes", "No"], question_type="multi_choice"), "no", "No"),
+        (dict(choices=["Yes", "No"], question_type="multi_choice"), "C", None),
+        (dict(choices="['x', 'y']", question_type="multi_choice"), "A", "x"),
+        (dict(choices=["45°", "90°"], question_type="multi_choice"), "The angle is 90°.", "90°"),
+        (dict(choices=["45°", "90°"], question_type="multi_choice"), "90^\\circ", "90°"),
+        (dict(choices=["B", "A"], question_type="multi_choice"), "(A)", "B"),
+        (dict(choices=["B", "A"], question_type="multi_choice"), "B", "B"),
+        (dict(choices=float("nan"), answer_type="integer"), "3", "3"),
+        (dict(answer_type="float", precision="2"), "0.254", "0.25"),
+        (dict(answer_type="integer"), "\\(5\\)", "5"),
+        (dict(answer_type="integer"), "14.0", "14"),
+        (dict(answer_type="integer"), "$1,234", "1234"),
+        (dict(answer_type="integer"), "about 7 or 8", None),
+        (dict(answer_type="float", precision=1.0), "3.14", "3.1"),
+        (dict(answer_type="float", precision=2.0), "0.5", "0.5"),
+        (dict(answer_type="float", precision=1.0), "1e400", None),
+        (dict(answer_type="float", precision=1.0), "3.1 or 3.2", None),
+        (dict(answer_type="list"), "[1, 2]", "[1, 2]"),
+    ],
+)
+def test_mathvista_normal_forms(row, said, normal):
+    assert mathvista_normal(said, VISTA | row) == normal
+
+
+def test_mathvista_by_hand():
+    rows = [
+        VISTA | dict(question="a", choices=["1", "2"], question_type="multi_choice", answer="2", response="B"),
+        VISTA | dict(question="b", answer_type="integer", answer="14", response="<answer>14.0</answer>"),
+        VISTA | dict(question="c", answer_type="float", precision=1.0, answer="1.2", response="The answer is 1.24."),
+        VISTA | dict(question="d", answer_type="integer", answer="3", response="It shows three dogs"),
+    ]
+    found = summarise_benchmark("mathvista", judged("mathvista", rows), "rule-scored")
+    assert found["score"] == 0.75
+    assert found["parts"]["question_type"] == {
+        "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
+        "multi_choice": {"n": 1, "score": 1.0},
+    }
+    assert benchmark_metrics.table(found).startswith("mathvista (rule-scored)")
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def write_jsonl(path: pathlib.Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_an_extractor_is_asked_once_for_all_runs(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("REWARD_MODEL_NAME", "judge")
+    server.reply = lambda body: "3" if "three dogs" in body["messages"][1]["content"] else "none"
+    rows = [
+        VISTA | dict(question="d", answer_type="integer", answer="3", response="I see three dogs there"),
+        VISTA | dict(question="e", answer_type="integer", answer="4", response="4 or 5"),
+        VISTA | dict(question="f", answer_type="integer", answer="4", response=""),
+    ]
+    saved = write_jsonl(tmp_path / "p.jsonl", rows)
+    flags = dict(predictions=saved, benchmark="mathvista", judge_cache=str(tmp_path / "cache.sqlite"))
+    for turn in range(2):
+        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / f"out{turn}")))
+        found = json.loads((tmp_path / f"out{turn}" / "scores.json").read_text())
+        assert found["scoring"] == "extractor judge"
+        assert found["score"] == pytest.approx(1 / 3)
+        assert len(server.requests) == 3  # the trial, and two texts: nothing is asked about an empty one
+    evaluate.main(Config(**flags, output=str(tmp_path / "rule")))
+    assert json.loads((tmp_path / "rule" / "scores.json").read_text())["scoring"] == "rule-scored"
+
+
+def test_a_letter_is_never_read_into_a_gold():
+    row = VISTA | dict(choices=["c", "a", "b"], question_type="multi_choice", answer="c")
+    assert right("mathvista", row, "(A)", "c", "(C)", "(C) b") == [True, True, False, False]
+
+
+def test_an_extractor_that_is_gone_is_no_rule(server, tmp_path):
+    """One of twelve without a reply is counted and said; two would stop the evaluation."""
+    server.reply = lambda body: "3"
+    rows = [
+        VISTA | dict(question=f"{i}", answer_type="integer", answer="3", response=f"it is 3 {i}") for i in range(12)
+    ]
+    flags = dict(benchmark="mathvista", verifier_url=server.url, verifier_retries=0, output=str(tmp_path / "o"))
+    for bad in (1, 2):
+        server.status = [200] * 13
+        server.status[1 : 1 + bad] = [500] * bad
+        saved = write_jsonl(tmp_path / "p.jsonl", rows)
+        cfg = Config(**flags, predictions=saved, judge_cache=str(tmp_path / f"{bad}.sqlite"), verifier_concurrency=2)
+        if bad == 2:
+            with pytest.raises(UserError, match="17% of the responses have no reply of the extractor"):
+                evaluate.main(cfg)
+            continue
+        evaluate.main(cfg)
+        found = json.loads((tmp_path / "o" / "scores.json").read_text())
+        assert found["scoring"] == "extractor judge, 8.3% without a reply"
+        assert found["score"] == pytest.approx(11 / 12)
+
+
+def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
+    server.reply = lambda body: "Correct" if "hypotenuse" in body["messages"][1]["content"] else "Incorrect"
+    common = dict(query_wo="Q?", question="Q?")
+    rows = [
+        common | dict(question_type="multi-choice", answer="A", response="A"),
+        common | dict(question_type="free-form", answer="the longest side", response="hypotenuse"),
+        common | dict(question="", question_type="free-form", answer="12", response="13"),  # it is in the picture
+    ]
+    saved = write_jsonl(tmp_path / "p.jsonl", rows)
+    flags = dict(predictions=saved, benchmark="mathverse", judge_cache=str(tmp_path / "c.sqlite"))
+    evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o")))
+    found = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert found["score"] == pytest.approx(2 / 3)
+    assert found["scoring"] == "judge judge"
+    server.status = 500
+    flags["judge_cache"] = str(tmp_path / "new.sqlite")
+    with pytest.raises(UserError, match="cannot be used"):
+        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o2"), verifier_retries=0))
+
+
+# --- saved predictions ------------------------------------------------------------------------------------------------
+
+
+AIME = {"problem": "p", "answer": "5"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "row 2: not JSON"),
+        ('["a"]', "row 2: not an object"),
+        (json.dumps(AIME), "row 2: neither «response» nor «responses»"),
+        (json.dumps(AIME | {"response": ["5"]}), "row 2: a response is neither text nor null"),
+        (json.dumps(AIME | {"responses": "5"}), "row 2: «responses» is not a list"),
+        (json.dumps(AIME | {"responses": []}), "row 2: «responses» is not a list"),
+        (json.dumps({"problem": "p", "response": "5"}), "row 2: no column «answer»"),
+        (json.dumps({"problem": "p", "answer": None, "response": "5"}), "row 2: nothing in column «answer»"),
+        (
+            json.dumps({"problem": "p", "answer": "see text", "response": "5"}),
+            "row 2: the answer 'see text' is no whole",
+        ),
+    ],
+)
+def test_a_malformed_prediction_is_named(line, message, tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(AIME | {"response": "5"}) + "\n" + line + "\n")
+    with pytest.raises(UserError, match="1 of 2 rows cannot be used") as error:
+        read_predictions(str(path), Config(predictions=str(path), benchmark="aime24"))
+    assert message in str(error.value)
+    samples, _ = read_predictions(str(path), Config(predictions=str(path), benchmark="aime24", skip_bad_rows=True))
+    assert len(samples) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_failed_and_empty_responses_are_wrong(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl", [AIME | {"responses": ["5", None, "", " "]}])
+    evaluate.main(Config(predictions=path, benchmark="aime24", output=str(tmp_path / "o")))
+    found = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert found["score"] == 0.25
+    assert found["no_answer"] == 0.75
+
+
+def test_a_task_is_scored_again_without_a_model(tmp_path):
+    rows = [
+        {"prompt": "How many?", "answer": "3", "responses": ["A photo of 3 cats", "A photo of 4 cats"]},
+        {"prompt": "How many?", "answer": 2, "response": "two"},
+    ]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    done = run_script("evaluate.py", f"--predictions={path}", "--task=count", f"--output={tmp_path}/o")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert found["exact_match"] == 0.25
+    assert found["reward"] == pytest.approx((1 + 0.85 + 0) / 3)
+    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", output=f"{tmp_path}/again"))
+    assert json.loads((tmp_path / "again" / "scores.json").read_text())["exact_match"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(predictions="none.jsonl", benchmark="mme"), "no predictions at 'none.jsonl'"),
+        (dict(predictions="x", model="y", benchmark="mme"), "either model or predictions"),
+        (dict(benchmark="mme"), "either model or predictions"),
+        (dict(predictions="none.jsonl", benchmark="mme", baseline="/none"), r"no predictions\.jsonl"),
+    ],
+)
+def test_mistakes_have_one_line(flags, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        evaluate.main(Config(**flags))
+
+
+# --- benchmarks' files ------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "aime24": {"problem": "What?", "answer": "025"},
+    "math500": {"problem": "What?", "answer": "\\pi", "level": 3, "subject": "Algebra"},
+    "gpqa_diamond": GPQA,
+    "geometry3k": {"problem": "<image>Find x.", "answer": "5", "images": ["a.png"]},
+    "vqa_rad": {"question": "Is it?", "answer": "yes", "image": "a.png"},
+    "mme": {"question_id": "1", "question": "Is it?", "answer": "Yes", "category": "OCR", "image": "a.png"},
+    "mmstar": {"question": "Which? A: x", "answer": "A", "category": "c", "l2_category": "l", "image": "a.png"},
+    "mathvista": VISTA | {"question_type": "free_form", "answer": "5", "decoded_image": "a.png"},
+    "mathverse": {"question": "Q", "answer": "A", "question_type": "multi-choice", "query_wo": "Q?", "image": "a.png"},
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_path):
+    import datasets
+
+    processor = load_processor(tiny_model, "math")
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
+    both = 2 if name == "mme" else 1
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]] * both)
+    sample, *_ = load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
+    row, picture = dict(ROWS[name]), BENCHMARKS[name].picture
+    if picture:
+        held = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
+        row[picture] = held if picture == "images" else held[0]
+    (tmp_path / "folder").mkdir()
+    kept = {key: [value] * both for key, value in row.items() if value is not None}
+    datasets.Dataset.from_dict(kept | ({"choices": [[]]} if name == "mathvista" else {})).to_parquet(
+        tmp_path / "folder" / "test.parquet"
+    )
+    if name == "mathvista":
+        kept |= {"choices": [[]], "unit": [""], "precision": [1.0]}
+        datasets.Dataset.from_dict(kept).to_parquet(tmp_path / "folder" / "test.parquet")
+    flags = Config(model="m", benchmark=name, data=str(tmp_path / "folder"))
+    other, *_ = load_benchmark(name, flags, processor)
+    assert other.prompt == sample.prompt
+    assert other.answer == sample.answer
+    assert len(other.images) == len(sample.images) == bool(picture)
+    assert json.dumps(other.fields)  # no picture left in it
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_missing_column_is_named(name, tiny_model, tmp_path):
+    processor = load_processor(tiny_model, "math")
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    for column in (*BENCHMARKS[name].columns, *filter(None, [BENCHMARKS[name].picture])):
+        row = {key: value for key, value in ROWS[name].items() if key != column}
+        path = write_jsonl(tmp_path / "rows.jsonl", [row])
+        with pytest.raises(UserError, match=f"no column «{column}», which --benchmark {name} needs"):
+            load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mme_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("mme")
+    rows = []
+    for i in range(6):
+        Image.new("RGB", (56, 56), (40 * i, 0, 0)).save(folder / f"{i}.png")
+        common = {"question_id": str(i), "image": f"{i}.png", "category": "color" if i < 4 else "text_translation"}
+        rows += [
+            common | {"question": f"Is it {word}? Please answer yes or no.", "answer": word} for word in ("Yes", "No")
+        ]
+    return write_jsonl(folder / "mme.jsonl", rows)
+
+
+def flags_of(tiny_model: str, mme_folder: str) -> dict:
+    common = dict(model=tiny_model, benchmark="mme", data=mme_folder, engine="hf")
+    return common | dict(max_tokens=8, n=2, temperature=1.0)
+
+
+def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
+    """A model against one that answers otherwise, and against a folder of scores; the page shows what changed."""
+    from demo import tiny
+
+    tokenizer = tiny.byte_tokenizer()
+    tiny.save(tiny.build_model(tokenizer, seed=5), tokenizer, tmp_path / "other")
+    flags = flags_of(tiny_model, mme_folder)
+    evaluate.main(Config(**flags, output=f"{tmp_path}/o", baseline=f"{tmp_path}/other"))
+    found = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert found["n"] == found["baseline"]["n"] == found["paired"]["rows"] == 12
+    assert "baseline" in capsys.readouterr().out
+    assert (tmp_path / "o" / "scores.png").stat().st_size > 5000
+    assert "what changed" in (tmp_path / "o" / "completions.html").read_text()
+    assert not list((tmp_path / "o").rglob("predictions.part*"))
+    rows = [json.loads(line) for line in (tmp_path / "o" / "predictions.jsonl").read_text().splitlines()]
+    for row in rows:  # as a perfect model would have answered the first question of each picture
+        row["responses"] = [row["answer"] if row["answer"] == "Yes" else "who knows"] * 2
+    saved = write_jsonl(tmp_path / "better.jsonl", rows)
+    evaluate.main(Config(predictions=saved, benchmark="mme", output=f"{tmp_path}/better", baseline=f"{tmp_path}/o"))
+    better = json.loads((tmp_path / "better" / "scores.json").read_text())
+    assert better["score"] == 2 * 50.0  # half of the questions and no picture, in two categories
+    assert better["paired"]["difference"] == pytest.approx(100.0 - found["score"])
+    page = (tmp_path / "better" / "completions.html").read_text()
+    assert "Wrong before, right after: 6" in page
+    narrow = tiny.build_model(tokenizer, seed=0).config
+    narrow.text_config.intermediate_size = 64
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    tiny.save(Qwen2_5_VLForConditionalGeneration(narrow), tokenizer, tmp_path / "narrow")
+    with pytest.raises(UserError, match="has another shape"):
+        evaluate.main(Config(**flags, output=f"{tmp_path}/no", baseline=f"{tmp_path}/narrow"))
+
+
+def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
+    """Killed in the middle, the same command samples the rest alone and ends with the same predictions; so do two
+    processes."""
+    settings = flags_of(tiny_model, mme_folder)
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    evaluate.main(Config(**settings, output=f"{tmp_path}/whole"))
+    script = "import evaluate, sys, cli; held_out.CHUNK = 2; cli.run(evaluate.main, evaluate.Config)"
+    command = [sys.executable, "-c", script, *flags, f"--output={tmp_path}/killed"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    part = tmp_path / "killed" / "predictions.part-0"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (part.is_file() and part.read_text().count("\n") >= 3):
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    rows = part.read_text().count("\n") - 1
+    assert 2 <= rows < 12
+    with part.open("a") as file:
+        file.write('{"place": 11, "resp')  # a line that was being written
+    evaluate.main(Config(**settings, output=f"{tmp_path}/killed"))
+    assert f"going on after {rows} rows" in capsys.readouterr().err
+    done = run_script("evaluate.py", *flags, f"--output={tmp_path}/two", processes=2)
+    assert done.returncode == 0, done.stderr
+    want = (tmp_path / "whole" / "predictions.jsonl").read_text()
+    assert (tmp_path / "killed" / "predictions.jsonl").read_text() == want
+    assert (tmp_path / "two" / "predictions.jsonl").read_text() == want
+
+
+def test_unequal_numbers_of_responses_and_rows():
+    """pass@k for as many as every row has; rows that repeat pair only when both sides have as many."""
+    rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
+    found = summarise_benchmark("aime24", rows, "rule")
+    assert [key for key in found if key.startswith("pass@")] == ["pass@1"]
+    assert found["score"] == pytest.approx((1 + 1 / 4) / 2)
+    assert len(benchmark_metrics.pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
+    pictured = [row | {"pictures": "a"} for row in rows]
+    assert len(benchmark_metrics.pairs("aime24", pictured, [row | {"pictures": "b"} for row in rows])) == 0
+
+
+def test_other_settings_start_anew(tmp_path, capsys):
+    part = progress.Part(tmp_path, {"n": 1})
+    part.add([3], [{"responses": ["a"]}])
+    assert progress.Part(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
+    assert progress.Part(tmp_path, {"n": 2}).done == {}
+    assert "other n: starting anew" in capsys.readouterr().err
+    assert (tmp_path / "predictions.aside").is_file()

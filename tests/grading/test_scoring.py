@@ -1,0 +1,458 @@
+"""Mathematics, rewards of the user's own, workers that can be killed, and text that no reward may stumble over."""
+
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import rewards
+from common.errors import CallFailed, CallLost, UserError
+from common.records import Rollout, Sample
+from config import RewardFlags
+from grading import answers
+from grading.sandbox import Workers
+from rewards import Scorer
+from tests.helpers.scripts import ROOT, VECTORS
+
+CASES = [json.loads(line) for line in (VECTORS / "math.jsonl").read_text().splitlines()]
+
+
+def think(answer: str) -> str:
+    return f"<think>t</think>\n<answer>{answer}</answer>"
+
+
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['completion'][-40:]} {c['note']}")
+def test_math_vectors(case):
+    calls = []
+
+    def verifier(question, gold, candidate):
+        calls.append((question, gold, candidate))
+        return None if case["verifier_reply"] == "<exception>" else case["verifier_reply"]
+
+    asks = verifier if case["verifier_reply"] is not None else None
+    assert rewards.math_reward(case["completion"], case["answer"], "q", asks) == case["want"]
+    assert bool(calls) == case["verifier_called"]
+    assert all(call[:2] == ("q", case["answer"]) for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "gold", "want"),
+    [
+        ("\\boxed{3} or \\boxed{4}", "4", True),  # the last box
+        ("\\boxed{3} or \\boxed{4}", "3", False),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{\\sqrt{2}}{2}", True),
+        ("\\boxed{\\boxed{7}}", "7", True),
+        ("3} \\boxed{4", "4", False),  # two answers in one
+        ("3, 4", "3", False),
+        ("3 or 4", "4", False),
+        ("x = 3, x = 4", "3", False),
+        ("\\{1, 2\\}", "\\{2, 1\\}", True),
+        ("(1, 2)", "[1, 2]", False),
+        ("$\\frac{1}{3}$", "1/3", True),
+        ("x^2 + 2x + 1", "(x+1)^2", True),
+        ("1,000", "1000", True),
+        ("50\\%", "0.5", True),
+        ("12\\sqrt{3}", "12 \\sqrt { 3 }", True),
+        ("listen", "silent", False),  # math-verify would multiply the letters
+        ("Theorem of Pythagoras", "theorem of pythagoras.", True),
+        ("\\text{obtuse}", "obtuse", True),
+        ("b", "B", True),
+        ("(C)", "C", True),
+        ("", "3", False),
+        ("9^{9^{9}}", "3", False),
+        ("$5$.", "5", True),
+        ("\\text{B}.", "B", True),
+        ("on", "No", False),
+        ("no.", "No", True),
+        ("5 \\text{ km}", "5 \\text{ m}", False),
+        ("5 \\text{ cm}", "5", True),
+        ("1=5", "5", False),
+        ("x=5", "5", True),
+        ("6 \\to 5", "5", False),
+        ("6 \\cup 5", "5", False),
+        ("\\neg 5", "5", False),
+        ("5_6", "5", False),
+    ],
+)
+def test_same_answer(candidate, gold, want):
+    assert rewards.math_reward(think(candidate or " "), gold) == (1.0 if want else -1.0)
+
+
+def test_the_verifier_gets_the_last_box_alone():
+    seen = []
+    rewards.math_reward(think("I say \\boxed{a {b} c}."), "zebra", "q", lambda *call: seen.append(call))
+    assert seen == [("q", "zebra", "a {b} c")]
+
+
+def test_padding_an_answer_does_not_take_it_from_the_verifier():
+    called = []
+    assert rewards.math_reward(think("7 " * 5000), "seven things", "q", lambda *c: called.append(c)) == -1
+    assert not called
+
+
+def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(monkeypatch, tmp_path):
+    broken = tmp_path / "math_equal.py"
+    broken.write_text("import no_such_module\n")
+    monkeypatch.setattr(rewards, "MATH_EQUAL", f"{broken}:math_equal")
+    rewards._math_workers.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"math-verify does not work here .its worker process died"):
+            Scorer("math", RewardFlags())
+    finally:
+        rewards._math_workers.cache_clear()
+
+
+def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
+    made = []
+    monkeypatch.setattr(rewards, "Workers", lambda *args: (time.sleep(0.1), made.append(args), Workers(*args))[2])
+    rewards._math_workers.cache_clear()
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(lambda i: rewards.same_answer(f"{i}.0", str(i)), range(32)))
+    rewards._math_workers.cache_clear()
+    assert len(made) == 1
+
+
+def test_last_boxed():
+    for text, want in [
+        ("\\boxed{1}", "1"),
+        ("\\boxed {2} \\boxed{3", "2"),
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),
+        ("\\boxed{a}{b}", "a"),
+        ("\\fbox{1}", None),
+        ("}}}\\boxed{4}", "4"),
+        ("\\boxed{1 {2} \\boxed{3} }", "3"),
+        ("", None),
+    ]:
+        assert answers.last_boxed(text) == want, text
+
+
+def test_math_verify_runs_in_many_threads_at_once():
+    """Its own time limit uses the main thread's alarm: off it, an answer would silently be wrong."""
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda i: rewards.same_answer(f"\\frac{{{2 * i}}}{{2}}", str(i)), range(100)))
+    assert all(got)
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+TROUBLE = """
+import os, signal, sys, time
+
+def echo(x): return x
+def sleep(x): time.sleep(x)
+def spin():
+    while True: 10 ** 100000
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+def leave(): sys.exit(3)
+def fail(): raise KeyError("nothing")
+def child(x):
+    import subprocess
+    subprocess.run(["sleep", x])
+def number():
+    import numpy
+    return numpy.float32(0.5)
+def odd(): return lambda: 0
+def parent(): return os.getppid()
+def end():
+    os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.fixture
+def workers(tmp_path):
+    (tmp_path / "t.py").write_text(TROUBLE)
+    names = [f"{tmp_path}/t.py:{name}" for name in re.findall(r"^def (\w+)", TROUBLE, re.MULTILINE)]
+    pool = Workers(1, names)
+    return lambda name, seconds=5.0, **arguments: pool.call(f"{tmp_path}/t.py:{name}", seconds, arguments)
+
+
+def test_workers_outlive_whatever_a_call_does(workers):
+    assert workers("echo", x=[1, "ü"]) == [1, "ü"]
+    for name, kind, message in [
+        ("spin", CallLost, "took longer than 0.5 s"),
+        ("die", CallLost, "its process died"),
+        ("leave", CallFailed, "SystemExit: 3"),
+        ("fail", CallFailed, "KeyError: 'nothing'"),
+        ("odd", CallFailed, "cannot be passed on"),
+    ]:
+        with pytest.raises(kind, match=message):
+            workers(name, 0.5)
+        began = time.perf_counter()
+        assert workers("echo", x=name) == name
+        assert time.perf_counter() - began < 1, "the next call starts at once"
+    assert workers("number") == 0.5
+    with pytest.raises(CallLost, match="took longer"):
+        workers("child", 0.5, x="98765")
+    assert "98765" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    os.kill(workers("parent"), 9)  # the worker itself: the call is made again
+    assert workers("echo", x=1) == 1
+    with pytest.raises(CallLost, match="worker process died"):
+        workers("end")
+    assert workers("echo", x=2) == 2
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    """Also when it is killed, and while a call runs."""
+    (tmp_path / "t.py").write_text(TROUBLE)
+    name = f"{tmp_path}/t.py"
+    script = (
+        "import sys, os, threading; sys.path.insert(0, sys.argv[1])\n"
+        "from workers import Workers\n"
+        f"pool = Workers(1, ['{name}:sleep', '{name}:parent'])\n"
+        f"print(pool.call('{name}:parent', 5.0, {{}}), flush=True)\n"
+        f"threading.Thread(target=lambda: pool.call('{name}:sleep', 2.0, {{'x': 60}})).start()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, ROOT], capture_output=True, text=True, check=False, timeout=60)
+    worker, deadline = int(done.stdout), time.time() + 10
+    while os.path.exists(f"/proc/{worker}") and time.time() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{worker}")
+
+
+# --- the user's own rewards -------------------------------------------------------------------------------------------
+
+OWN = """
+import time
+from neighbour import scale
+
+def brief(completion, answer, **fields): return scale(-len(completion))
+def level(completion, answer, level): return level
+def slow(completion, answer, **fields):
+    if "slow" in completion: time.sleep(60)
+    return 1
+def broken(completion, answer, **fields): return 1 / 0
+def text(completion, answer, **fields): return "good"
+def infinite(completion, answer, **fields): return float("inf")
+def nothing(completion, answer, **fields): return None
+def unfit(text): return 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "neighbour.py").write_text("def scale(x):\n    return x / 10\n")
+    return str(tmp_path / "own.py")
+
+
+def rollouts(*texts: str) -> list[Rollout]:
+    return [Rollout(torch.arange(len(text)), torch.zeros(len(text)), text=text) for text in texts]
+
+
+def scored(own: str, *flags: str, task: str = "count", texts=("3", "4 or so"), buffer: int = 0, **more):
+    scorer = Scorer(task, RewardFlags(reward=tuple(f.replace("own:", f"{own}:") for f in flags), **more), buffer)
+    group = rollouts(*texts)
+    error = scorer([(Sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5}), group)], 10)
+    return scorer, group, error
+
+
+def test_own_rewards_add_up_with_their_weights(own):
+    scorer, group, error = scored(own, "own:brief=0.5", "own:level=-1", "format", buffer=5)
+    assert error is None
+    assert scorer.names == ["count", "brief", "level", "format", "overlong"]
+    assert [r.rewards for r in group] == [
+        {"count": 1.0, "brief": -0.1, "level": 5.0, "format": 0.0, "overlong": 0.0},
+        {"count": 0.85, "brief": -0.7, "level": 5.0, "format": 0.0, "overlong": pytest.approx(-0.4)},
+    ]
+    assert [r.reward for r in group] == pytest.approx([1 - 0.05 - 5, 0.85 - 0.35 - 5 - 0.4])
+
+
+def test_the_tasks_own_weight_can_be_set(own):
+    _, group, _ = scored(own, "count=0", "own:brief=1e1")
+    assert [r.reward for r in group] == pytest.approx([-1.0, -7.0])
+
+
+def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(own):
+    began = time.perf_counter()
+    scorer, group, error = scored(own, "own:slow", texts=("3", "slow 1", "3", "slow 2", "3"), reward_timeout=1.0)
+    assert error is None
+    assert [r.reward == r.reward for r in group] == [True, False, True, False, True]
+    assert "own.py:slow took longer than 1 s" in scorer.why_none
+    assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("broken", "ZeroDivisionError"), ("text", "it gave 'good'"), ("infinite", "it gave inf")],
+)
+def test_a_reward_that_fails_names_row_and_completion(own, name, message):
+    _, group, error = scored(own, f"own:{name}")
+    assert f"own.py:{name} on d.csv row 2, '3': " in error
+    assert message in error
+    assert group[0].reward != group[0].reward
+
+
+def test_columns_of_any_name_reach_a_reward(own):
+    scorer = Scorer("count", RewardFlags(reward=(f"{own}:brief",)))
+    fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
+    assert scorer([(Sample("<image>?", "3", [], "r", fields), rollouts("3"))]) is None
+
+
+def test_none_means_no_verdict(own):
+    scorer, group, error = scored(own, "own:nothing")
+    assert error is None
+    assert all(r.reward != r.reward for r in group)
+    assert "own.py:nothing gave None" in scorer.why_none
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("own:unfit", r"must be a function of \(completion, answer"),
+        ("own:missing", "cannot be loaded .AttributeError"),
+        ("/nowhere/x.py:f", "cannot be loaded .FileNotFoundError: no file '/nowhere/x.py'"),
+        ("lenght=0.5", "give file.py:function or one of count, vqa, math, format"),
+        ("own:brief=heavy", "cannot be loaded"),
+        ("own:overlong", "a reward named 'overlong' already"),
+        ("own:format", "a reward named 'format' already"),
+        ("own:brief=1.2.3", "cannot be loaded"),
+        ("", "give file.py:function"),
+        ("leaves.py:f", "cannot be loaded .SystemExit: 3"),
+    ],
+)
+def test_rewards_that_cannot_be_used_are_refused_at_the_start(own, flag, message):
+    leaves = pathlib.Path(own).with_name("leaves.py")
+    leaves.write_text("import sys; sys.exit(3)\n")
+    flag = flag.replace("own:", f"{own}:").replace("leaves.py", str(leaves))
+    with pytest.raises(UserError, match=rf"--reward .*{message}"):
+        Scorer("count", RewardFlags(reward=(flag,)))
+
+
+def test_two_rewards_of_one_name_are_refused(own):
+    with pytest.raises(UserError, match="there is a reward named 'brief' already"):
+        Scorer("count", RewardFlags(reward=(f"{own}:brief", f"{own}:brief=2")))
+
+
+# --- anything at all --------------------------------------------------------------------------------------------------
+
+
+def strange_texts() -> list[str]:
+    rng = random.Random(0)
+    texts = [rng.randbytes(rng.randint(1, 400)).decode("utf-8", "replace") for _ in range(500)]
+    texts += [rng.randbytes(rng.randint(1, 400)).decode("latin-1") for _ in range(500)]
+    return texts
+
+
+def long_texts() -> list[str]:
+    pieces = [
+        "a",
+        " ",
+        "9",
+        "{",
+        "}",
+        "\\boxed{",
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "1,",
+        "(",
+        "\n",
+        "\\frac{",
+        "answer ",
+    ]
+    pieces += [
+        "</think><answer>",
+        "yes no ",
+        "é",
+        "肺",
+        "9^",
+        "\\sqrt{",
+        "{{}",
+        ".",
+        "1.",
+        "١",
+        "\x00",
+        "answer is ",
+        "A)",
+    ]
+    texts = [(piece * 10_000)[:10_000] for piece in pieces]
+    texts += ["answer" + " " * 10_000, "\\boxed{" + " " * 10_000, "1" + ",111" * 2500 + ",11", "{" * 5000 + "}" * 5000]
+    texts += ["\\boxed{" * 1400 + "}" * 1400, "<answer>" + "9" * 10_000, "x" * 5000 + "<answer>", "!" * 10_000 + "a"]
+    return texts
+
+
+TEXTS = {"random bytes": strange_texts(), "10,000 characters": long_texts()}
+RANGES = {
+    "format": lambda v: v in (0, 1),
+    "count": lambda v: v in (0, 0.2, 0.3, 0.4, 0.7, 0.85, 1),
+    "vqa": lambda v: v == 0 or 0.5 <= v <= 1,
+    "math": lambda v: v in (-1, 1),
+    "choice": lambda v: v is None or (len(v) == 1 and "A" <= v <= "Z"),
+    "verdict": lambda v: v in (True, False, None),
+}
+FUNCTIONS = {
+    "format": rewards.format_reward,
+    "count": rewards.count_reward,
+    "vqa": rewards.vqa_reward,
+    "math": rewards.math_reward,
+    "choice": lambda text, _: answers.extract_choice(text),
+    "verdict": lambda text, _: rewards.parse_verdict(text),
+}
+
+
+@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_text_makes_a_reward_fail_or_wait(name, texts):
+    """As the completion, as the answer in a well-formed one, and as the gold: a value in range within two seconds."""
+    slow = []
+    for text in TEXTS[texts]:
+        inside = think(text.replace("<", "‹"))
+        for completion, gold in ((text, "3"), (inside, "3"), (inside, "yes"), (think("3"), text)):
+            value, seconds = timed(name, completion, gold)
+            assert RANGES[name](value), (completion[:80], gold[:80], value)
+            if seconds > 4:  # two on an idle machine; the other tests run beside this one
+                slow.append((completion, gold))
+    for completion, gold in slow:  # a machine that stood still does not do so twice
+        assert timed(name, completion, gold)[1] < 4, (completion[:80], gold[:80])
+
+
+def timed(name, completion, gold):
+    began = time.perf_counter()
+    return FUNCTIONS[name](completion, gold), time.perf_counter() - began
+
+
+def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
+    """Six tenths of a second of work with a limit of one, beside two busy processes on the same core: it takes longer
+    and is answered; a call that sleeps, or works for longer, is ended as ever."""
+    (tmp_path / "r.py").write_text(
+        "import time\n"
+        "def work(seconds):\n"
+        "    begun = time.process_time()\n"
+        "    while time.process_time() - begun < seconds:\n"
+        "        pass\n"
+        "    return 1.0\n"
+        "def sleep(seconds):\n"
+        "    time.sleep(seconds)\n"
+    )
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        pool = Workers(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
+        longest = 0.0
+        for _ in range(8):  # the processors are shared out as the system likes
+            begun = time.monotonic()
+            assert pool.call(f"{tmp_path}/r.py:work", 1.0, {"seconds": 0.6}) == 1.0
+            longest = max(longest, time.monotonic() - begun)
+            if longest > 1.0:
+                break
+        assert longest > 1.0, "the machine was not busy: this shows nothing"
+        for call, seconds in (("sleep", 9), ("work", 9)):
+            with pytest.raises(CallLost):
+                pool.call(f"{tmp_path}/r.py:{call}", 0.3, {"seconds": seconds})
+    finally:
+        for process in busy:
+            process.kill()
+        os.sched_setaffinity(0, cores)

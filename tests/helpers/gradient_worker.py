@@ -1,0 +1,144 @@
+"""Run by test_distributed.py, in one process or several: gradients of one update for several cuts of the same batch.
+
+torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
+"""
+
+import pathlib
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+
+from common import console, distributed
+from config import Config
+from data import load_processor
+from grpo import deal, group_advantages, update, with_gradient
+from packing import pack_groups
+from policy.batches import record_logprobs
+from policy.memory import gather_once
+from policy.model import load_policy
+from policy.sharding import apply_fsdp
+from tests.helpers.models import fixed_groups
+from training.metrics import Clock
+
+VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one)
+    "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
+    "many micro-batches": ({"micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "groups split across micro-batches": ({"micro_batch_tokens": 34}, [0, 1, 2, 3, 4, 5]),
+    "dapo with KL": ({"loss_type": "dapo", "beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "gspo": ({"loss_type": "gspo", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    # images only on even places: with two processes one of them has text alone
+    "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
+    "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
+    "fewer groups than processes": ({}, [0]),
+    "sampled by one process, evened out": ({"beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "sampled by one process, evened out, trained vision tower": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
+    "whole copies": ({"sharding": "none", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "a copy on each of two machines": ({"sharding": "hybrid", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "gathered once": ({"gather": "update", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "two machines, gathered once, trained vision tower": (
+        {"sharding": "hybrid", "gather": "update", "train_vision": True, "micro_batch_tokens": 60},
+        [0, 1, 2, 3, 4, 5],
+    ),
+    "two machines, trained vision tower, a process without images": (
+        {"sharding": "hybrid", "train_vision": True},
+        [0, 1, 2, 3, 4, 5],
+    ),
+}
+
+
+class KeepGradients:
+    """Stands where the optimizer does and keeps what it would have been given."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def step(self):
+        self.kept = {
+            name: distributed.whole(p.grad).clone()
+            for name, p in self.policy.model.named_parameters()
+            if p.grad is not None
+        }
+
+    def zero_grad(self):
+        self.policy.zero_grad()
+
+
+def note_gatherings(policy) -> dict[str, int]:
+    """How often each unit is gathered from now on."""
+    units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
+    counts = dict.fromkeys(units, 0)
+    for name, unit in units.items():
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+
+            def noted(wait=group.wait_for_unshard, group=group, name=name):
+                counts[name] += group._all_gather_result is not None
+                wait()
+
+            group.wait_for_unshard = noted
+    return counts
+
+
+def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
+    cfg = Config(
+        data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
+    )
+    cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
+    policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
+    gather_once(policy, None, cfg, (0, 0))
+    groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
+    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    for group, advantages in zip(groups, group_advantages(rewards).tolist()):
+        for rollout, advantage in zip(group.rollouts, advantages):
+            rollout.advantage = advantage
+    optimizer = KeepGradients(policy)
+    run = SimpleNamespace(
+        cfg=cfg,
+        policy=policy,
+        optimizer=optimizer,
+        scheduler=SimpleNamespace(step=lambda: None),
+        step=0,
+        clock=Clock(),
+        seen=[],
+        interrupted=[],
+        skipped=0,
+        norms=[],
+        budget=cfg.micro_batch_tokens or 16384,
+    )
+    held = distributed.my_share(groups)
+    if evened_out:
+        held = groups if console.is_main() else []
+        (held,) = deal(run, held)
+    once = note_gatherings(policy) if cfg.gather == "update" else {}
+    if cfg.beta or once:
+        record_logprobs(policy, held, "old_logp", 1.0, run.budget)
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
+    stats = update(run, held)
+    assert set(once.values()) <= {2}, "gathered once by each of two passes"
+    tokens = sum(len(rollout.ids) for group in held for rollout in group.rollouts)
+    batches = len(pack_groups(with_gradient(run, groups), run.budget))
+    stats["share"] = distributed.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
+    return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
+
+
+def main(model: str, out: str, only: str = "") -> None:
+    distributed.start()
+    torch.set_num_threads(1)  # as torchrun gives each of several processes: threads sum in another order, 1e-6 apart
+    processor = load_processor(model, "count")
+    results = {}
+    for name in only.split("|") if only else VARIANTS:
+        flags, order = VARIANTS[name]
+        results[name] = gradients(model, processor, flags, order, "without images" in name, "evened out" in name)
+    if console.is_main():
+        torch.save(results, out)
+    distributed.wait_for_all()
+    distributed.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,44 @@
+"""Small runs, and comparing what they leave."""
+
+import pathlib
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from transformers import AutoModelForImageTextToText
+
+import grpo
+from common.files import read_rows
+
+SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 1}
+
+
+def config(model: str, data: str, output: pathlib.Path, **more) -> grpo.Config:
+    return grpo.Config(model=model, data=data, output=str(output), **(SMALL | {"learning_rate": 1e-3} | more))
+
+
+def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+
+
+def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
+    """Parameters, moments and step counts of a checkpoint by name."""
+    dcp_to_torch_save(folder, scratch)
+    leaves, _ = tree_flatten_with_path(torch.load(scratch, weights_only=False))
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float:
+    """The largest one of any parameter or moment of two checkpoints."""
+    one, two = tensors(a, scratch / "a.pt"), tensors(b, scratch / "b.pt")
+    assert one.keys() == two.keys()
+    assert any("exp_avg_sq" in name for name in one)
+    numbers = [(v.double(), two[k].double()) for k, v in one.items() if isinstance(v, torch.Tensor)]
+    assert all(two[k] == v for k, v in one.items() if not isinstance(v, torch.Tensor))
+    return max((x - y).abs().max().item() for x, y in numbers)
+
+
+def metrics(folder: pathlib.Path) -> list[dict]:
+    """What does not depend on the clock."""
+    timed = ("time/", "idle/", "step_time", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]

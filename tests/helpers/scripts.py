@@ -1,0 +1,106 @@
+"""Scripts of the project as people start them: alone, on several processes, on several "machines"."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+VECTORS = ROOT / "tests" / "vectors"
+
+
+def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """A script of the project, with `processes` as a launcher starts them; its status is the first one's that is not 0.
+    Forked from a process that has imported everything, which spares the three seconds that every start takes."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["grpo", "evaluate", "merge_lora"])
+    world = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}", "OMP_NUM_THREADS": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]  # alone: no world
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        started = []
+        try:
+            for place in places:
+                environment = (os.environ if env is None else env) | place
+                process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
+                process.start()
+                started.append(process)
+            status = _first_status(started)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        return subprocess.CompletedProcess(args, status, out.read(), err.read())
+
+
+def _first_status(started: list, patience: float = 300) -> int:
+    """Wait until all have ended, or some seconds longer than the first that ended badly; the status of that one, or 0.
+    Raises TimeoutError for those that go on without one."""
+    running, status, ends = {process.sentinel: process for process in started}, 0, time.monotonic() + patience
+    while running and time.monotonic() < ends:
+        for sentinel in multiprocessing.connection.wait(running, ends - time.monotonic()):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode and not status:
+                status, ends = process.exitcode, time.monotonic() + 30
+    if running and not status:
+        raise TimeoutError(f"still running after {patience} s")
+    return status
+
+
+def _as_script(args: list[str], out: str, err: str, environment: dict[str, str]) -> None:
+    """This new process becomes one that was started with `args`."""
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.chdir(ROOT)
+    if args[0] == "-m":
+        sys.argv = args[1:]
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = args
+        sys.path.insert(0, str((ROOT / args[0]).parent))
+        runpy.run_path(args[0], run_name="__main__")
+
+
+def on_machine(number: int, port: int, *args: str, machines: int = 2, processes: int = 2, **kwargs) -> subprocess.Popen:
+    """A script on one of several «machines»: a torchrun of its own, as run.sh starts it, joined over loopback."""
+    place = [f"--nnodes={machines}", f"--nproc_per_node={processes}", "--max_restarts=3", "--rdzv_backend=c10d"]
+    place += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"]
+    place += [f"--rdzv_conf=is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *place, "--", *map(str, args)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    options = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) | kwargs
+    return subprocess.Popen(command, **options)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_on_machines(*args: str, machines: int = 2, processes: int = 2) -> None:
+    """A script on all of the «machines», to its end."""
+    port = free_port()
+    end_well([on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)])
+
+
+def end_well(started: list[subprocess.Popen]) -> None:
+    """Wait for what `on_machine` started; all of it has to end with status 0."""
+    try:
+        for process in started:
+            said = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in started:
+            process.kill()

@@ -1,0 +1,594 @@
+"""Every format a data set comes in, and what is said about rows that break its rules.
+
+The files are written as their owners write them: parquet and saved data sets by `datasets`, conversations and the OSF's
+JSON by hand.
+"""
+
+import ast
+import base64
+import io
+import json
+import pathlib
+import subprocess
+import zipfile
+import zlib
+
+import datasets
+import pytest
+from PIL import Image
+
+import data
+from common.errors import UserError
+from common.records import Sample
+from config import Columns
+from data import encode_prompt, load_processor, load_samples
+from inputs.images import decode_image
+from inputs.rows import Cell
+from tests.helpers.scripts import ROOT, run_script
+from training.prompt_stream import part_sizes, row_at
+
+
+def png(colour: str = "blue", size: int = 60) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "images").mkdir()
+    for i, colour in enumerate(("red", "green", "blue", "white")):
+        (tmp_path / "images" / f"{i}.png").write_bytes(png(colour))
+    return tmp_path
+
+
+def jsonl(path: pathlib.Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def parquet(path: pathlib.Path, rows: list[dict], **features) -> str:
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(features) if features else None)
+    table.to_parquet(str(path))
+    return str(path)
+
+
+BYTES = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+
+
+def verl_row(content: str, answer: str, images: list | None = None, **more) -> dict:
+    turns = [{"role": "user", "content": content}]
+    model = {"style": "rule", "ground_truth": answer}
+    return {"data_source": "d", "prompt": turns, "images": images, "ability": "math", "reward_model": model, **more}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_easyr1_parquet_with_paths_and_with_bytes(folder):
+    text = datasets.Value("string")
+    paths = [
+        {"problem": "<image>?", "answer": "1", "images": ["images/0.png"]},
+        {"problem": "?", "answer": "2", "images": None},
+    ]
+    samples = load_samples(parquet(folder / "a.parquet", paths), "math")
+    assert [len(s.images) for s in samples] == [1, 0]
+    assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (255, 0, 0)
+    rows = [
+        {"prompt": "a", "answer": "1", "images": [{"bytes": png("green"), "path": None}] * 2},
+        {"prompt": "b", "answer": "2", "images": []},
+        {"prompt": "<image>c", "answer": "3", "images": [{"bytes": None, "path": "images/2.png"}]},
+    ]
+    path = parquet(folder / "b.parquet", rows, prompt=text, answer=text, images=datasets.List(BYTES))
+    samples = load_samples(path, "math")
+    assert [s.prompt for s in samples] == ["<image><image>a", "b", "<image>c"]
+    assert isinstance(samples[0].images[1], Cell), "pictures of a table stay on disk"
+    assert decode_image(samples[0].images[1]).getpixel((0, 0)) == (0, 128, 0)
+    assert decode_image(samples[2].images[0]).getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_verl_parquet(folder):
+    rows = [
+        verl_row("<image>How long is AB?", "5", [{"bytes": png(), "path": None}], extra_info={"question": "AB?"}),
+        verl_row("What is 1+1?", "2", None, extra_info={"question": None}),
+    ]
+    samples = load_samples(parquet(folder / "v.parquet", rows), "math")
+    assert [(s.prompt, s.answer, len(s.images)) for s in samples] == [
+        ("<image>How long is AB?", "5", 1),
+        ("What is 1+1?", "2", 0),
+    ]
+    assert samples[0].fields["question"] == "AB?"
+    assert samples[0].fields["ability"] == "math"
+    with_system = verl_row("q", "1")
+    with_system["prompt"].insert(0, {"role": "system", "content": "Be brief."})
+    (sample,) = load_samples(parquet(folder / "s.parquet", [with_system]), "math")
+    assert sample.system == "Be brief."
+
+
+def test_the_rows_own_system_prompt_takes_the_tasks_place(folder, tiny_model):
+    path = jsonl(
+        folder / "d.jsonl", {"prompt": "q", "answer": "1", "system": "Be brief."}, {"prompt": "q", "answer": "1"}
+    )
+    processor = load_processor(tiny_model, "count")
+    texts = [processor.tokenizer.decode(encode_prompt(s, processor).engine_ids) for s in load_samples(path, "count")]
+    assert "Be brief." in texts[0]
+    assert "Count the objects" not in texts[0]
+    assert "Count the objects" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("gold", "want"),
+    [
+        ('["\\\\frac{1}{2}"]', "\\frac{1}{2}"),
+        ("['3', '4']", "3"),
+        ("[7]", "7"),
+        ("[1, 2]", "[1, 2]"),  # an interval
+        ("[0, \\infty)", "[0, \\infty)"),
+        ("[broken", "[broken"),
+        ("5", "5"),
+    ],
+)
+def test_skywork_ground_truth_is_the_first_item_of_its_list(folder, gold, want):
+    flat = parquet(folder / "flat.parquet", [{"problem": "q", "ground_truth": gold}])
+    nested = parquet(folder / "nested.parquet", [verl_row("q", gold)])
+    assert [load_samples(path, "math")[0].answer for path in (flat, nested)] == [want, want]
+    # a column named «answer» is what it says: no list is taken apart
+    assert load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": gold}]), "math")[0].answer == gold
+
+
+def test_saved_data_sets_and_their_splits(folder):
+    pictures = [Image.open(folder / "images" / f"{i}.png") for i in range(3)]
+    kind = datasets.Features(
+        id=datasets.Value("int64"),
+        question=datasets.Value("string"),
+        image=datasets.Image(),
+        answer=datasets.Value("string"),
+    )
+    columns = {
+        "id": [1, 2, 3],
+        "question": ["<image>a", "b", "c"],
+        "image": [*pictures[:2], None],
+        "answer": list("xyz"),
+    }
+    table = datasets.Dataset.from_dict(columns, features=kind)  # MMK12 and vqa-rad
+    splits = datasets.DatasetDict(train=table, test=table.select([2]))
+    splits.save_to_disk(str(folder / "saved"))
+    samples = load_samples(str(folder / "saved"), "vqa")
+    assert [(s.prompt, s.answer) for s in samples] == [("<image>a", "x"), ("<image>b", "y"), ("c", "z")]
+    assert decode_image(samples[1].images[0]).getpixel((0, 0)) == (0, 128, 0)
+    assert samples[0].fields == {"id": 1}
+    assert [s.prompt for s in load_samples(f"{folder}/saved@test", "vqa")] == ["c"]
+    assert len(load_samples(f"{folder}/saved@train+test", "vqa")) == 4
+    with pytest.raises(UserError, match=r"has no split validation; it has train, test: write .*saved@SPLIT"):
+        load_samples(f"{folder}/saved@validation", "vqa")
+    geometry = datasets.Dataset.from_dict(
+        {"images": [pictures[:2], pictures[:1]], "problem": ["<image>x<image>", "y"], "answer": ["1", "2"]},
+        features=datasets.Features(
+            images=datasets.List(datasets.Image()), problem=datasets.Value("string"), answer=datasets.Value("string")
+        ),
+    )
+    geometry.save_to_disk(str(folder / "one"))
+    assert [len(s.images) for s in load_samples(f"{folder}/one", "math")] == [2, 1]
+    with pytest.raises(UserError, match="holds one split: leave @test out"):
+        load_samples(f"{folder}/one@test", "math")
+
+
+def test_a_folder_of_parquet_files_is_read_as_the_hub_has_it(folder):
+    (folder / "repo" / "data").mkdir(parents=True)
+    for split in ("train", "test"):
+        parquet(folder / "repo" / "data" / f"{split}-00000-of-00001.parquet", [{"problem": split, "answer": "1"}])
+    assert [s.prompt for s in load_samples(str(folder / "repo"), "math")] == ["train"]
+    assert [s.prompt for s in load_samples(f"{folder}/repo@test", "math")] == ["test"]
+
+
+def test_what_is_no_table(folder):
+    (folder / "x.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"no data in '.*x\.parquet'"):
+        load_samples(str(folder / "x.parquet"), "math")
+    (folder / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no data in '.*empty': .*no main\.csv"):
+        load_samples(str(folder / "empty"), "math")
+    with pytest.raises(UserError, match=r"no data at 'someone/something': neither here nor on the hub"):
+        load_samples("someone/something@test", "math")
+    with pytest.raises(UserError, match=r"'.*a\.parquet' has no splits: leave @test out"):
+        load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": "1"}]) + "@test", "math")
+
+
+def test_a_broken_picture_in_a_table_is_named(folder):
+    whole = png()
+    rows = [
+        {"problem": "<image>?", "answer": "1", "images": [{"bytes": picture, "path": None}]}
+        for picture in (whole, whole[: len(whole) // 2], None)
+    ]
+    text = datasets.Value("string")
+    path = parquet(folder / "p.parquet", rows, problem=text, answer=text, images=datasets.List(BYTES))
+    message = (
+        r"2 of 3 rows .*p\.parquet row 2: image in column «images», number 1: not a readable.*row 3: .*neither bytes"
+    )
+    with pytest.raises(UserError, match=message):
+        load_samples(path, "math")
+
+
+# --- VQA-RAD ----------------------------------------------------------------------------------------------------------
+
+
+def conversation(question: object, answer: object, system: str | None = None) -> dict:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"conversations": [{"role": "system", "content": system}] * bool(system) + turns}
+
+
+def parts(*items: str) -> list[dict]:
+    return [
+        {"type": "image", "image": item} if item.endswith(".png") else {"type": "text", "text": item} for item in items
+    ]
+
+
+def test_conversations(folder):
+    path = jsonl(
+        folder / "c.jsonl",
+        conversation(parts("images/0.png", "Question: Is it red?"), parts("Answer: yes")),
+        conversation("Question: what is it?", "Answer: a text", system="Be brief."),
+        conversation(parts("Question: which? ", "images/1.png", "images/2.png"), parts("the first")),
+        {"image": "images/3.png", **conversation("Question: one image beside the turns?", "Answer: yes")},
+        {"images": ["images/3.png"], **conversation([{"type": "image"}, {"type": "text", "text": "Which?"}], "one")},
+    )
+    samples = load_samples(path, "vqa")
+    assert [(s.prompt, s.answer) for s in samples] == [
+        ("<image>Is it red?", "yes"),
+        ("what is it?", "a text"),
+        ("which? <image><image>", "the first"),
+        ("<image>one image beside the turns?", "yes"),
+        ("<image>Which?", "one"),
+    ]
+    assert samples[1].system == "Be brief."
+    assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (255, 0, 0)
+
+
+OSF = {"image_organ": "HEAD", "qid": "1", "image_name": "0.png", "question": "Is it red?", "answer": "Yes"}
+OSF |= {"answer_type": "CLOSED ", "question_type": "PRES", "phrase_type": "freeform"}
+
+
+def test_osf_json_with_its_splits(folder, capsys):
+    (folder / "images").rename(folder / "VQA_RAD Image Folder")
+    rows = [OSF, OSF | {"image_name": "1.png", "question": "How many?", "answer": 3, "answer_type": "OPEN "}]
+    rows += [OSF | {"phrase_type": "test_freeform"}, OSF | {"phrase_type": "test_para", "image_name": "2.png"}]
+    (folder / "VQA_RAD.json").write_text(json.dumps(rows))
+    samples = load_samples(str(folder / "VQA_RAD.json"), "vqa")
+    assert [(s.prompt, s.answer) for s in samples] == [("<image>Is it red?", "Yes"), ("<image>How many?", "3")]
+    assert [s.fields["answer_type"] for s in samples] == ["CLOSED", "OPEN"]
+    assert "2 rows of" in (err := capsys.readouterr().err)
+    assert "VQA_RAD.json@test" in err
+    assert len(load_samples(f"{folder}/VQA_RAD.json@test", "vqa")) == 2
+    assert len(load_samples(f"{folder}/VQA_RAD.json@train+test", "vqa")) == 4
+    with pytest.raises(UserError, match="no «phrase_type» that would tell its split"):
+        load_samples(jsonl(folder / "plain.jsonl", {"prompt": "q", "answer": "a"}) + "@test", "vqa")
+
+
+BAD_ROWS = {
+    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "no text under|no text for a prompt"),
+    "no answer turn": (
+        {"conversations": [{"role": "user", "content": "x"}]},
+        "does not end with the assistant's answer",
+    ),
+    "turns that are none": ({"conversations": "hello"}, "not a list of turns"),
+    "two rounds": (
+        {"conversations": [*conversation("a", "b")["conversations"], *conversation("c", "d")["conversations"]]},
+        "more than one system and one user turn",
+    ),
+    "a picture in the answer": (conversation("a", parts("images/0.png")), "a picture in the assistant's turn"),
+    "a part of no kind": (conversation([{"type": "sound"}], "b"), "neither an image nor text"),
+    "content of no kind": (conversation(5, "b"), "neither text nor a list of parts"),
+    "an assistant in a prompt": (
+        {"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"},
+        "more than one system and one user turn",
+    ),
+    "bytes that are text": ({"prompt": "q", "answer": "y", "images": [{"bytes": "abc"}]}, "are no bytes"),
+    "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or pictures"),
+    "an answer that is no number": ({"prompt": "q", "answer": float("nan")}, "the answer is empty"),
+    "a conversation without a gold": (conversation("q", "Answer: "), "the answer is empty"),
+    "an answer that is true": ({"prompt": "q", "answer": True}, "«answer» is true: write it as the word"),
+    "a broken data address": ({"prompt": "q", "answer": "y", "images": ["data:image/png;base64,?"]}, "no base64"),
+    "a name no file can have": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
+    "an osf row without a question": ({k: v for k, v in OSF.items() if k != "question"}, "no text for a prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_rows_of_every_shape(folder, name):
+    row, message = BAD_ROWS[name]
+    path = jsonl(folder / "d.jsonl", {"prompt": "fine", "answer": "yes"}, row)
+    with pytest.raises(UserError, match=rf"1 of 2 rows cannot be used: .*d\.jsonl row 2: .*({message})"):
+        load_samples(path, "vqa")
+    assert len(load_samples(path, "vqa", skip_bad_rows=True)) == 1
+
+
+def test_numbers_and_addresses_are_read_as_they_are_meant(folder):
+    address = "data:image/png;base64," + base64.b64encode(png("green")).decode()
+    rows = [{"prompt": "q", "answer": 3.0, "images": [], "image": address}, {"prompt": "q", "answer": 2.5}]
+    samples = load_samples(jsonl(folder / "n.jsonl", *rows), "vqa")
+    assert [s.answer for s in samples] == ["3", "2.5"]
+    assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (0, 128, 0)
+
+
+def test_files_named_after_another_format_say_so(folder):
+    (folder / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n{"prompt": "q", "answer": "1"}\n')
+    (folder / "list.jsonl").write_text('[{"prompt": "q", "answer": "1"}]')
+    (folder / "latin.jsonl").write_bytes('{"prompt": "größe", "answer": "1"}'.encode("latin-1"))
+    for name, message in (("lines.json", "are a .jsonl"), ("list.jsonl", "name it .json"), ("latin.jsonl", "as UTF-8")):
+        with pytest.raises(UserError, match=message):
+            load_samples(f"{folder}/{name}", "math")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("images_path;question;answer\na;b;c\n", "has no column .* cells are told apart by commas"),
+        ("images_path,question,answer,answer\n0.png,q,1,2\n", "names a column twice"),
+        ("images_path,question,answer\n\n\n0.png,q\n", "row 4: more or fewer cells"),
+        ('images_path,question,answer\n0.png,"two\nlines",1\n9.png,q,2\n', "row 3: no image at"),
+    ],
+)
+def test_counting_tables_that_are_off(folder, text, message):
+    (folder / "main.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_samples(str(folder), "count")
+
+
+# --- columns, several data sets ---------------------------------------------------------------------------------------
+
+
+def test_columns_named_by_the_user(folder):
+    path = jsonl(folder / "d.jsonl", {"ask": "<image>?", "gold": "1", "scan": "images/0.png", "prompt": "no"})
+    (sample,) = load_samples(path, "math", columns=Columns("ask", "gold", "scan"))
+    assert (sample.prompt, sample.answer, len(sample.images)) == ("<image>?", "1", 1)
+    assert sample.fields == {"prompt": "no"}
+    with pytest.raises(UserError, match=r"no column «asks» \(columns: ask, gold, scan, prompt\)"):
+        load_samples(path, "math", columns=Columns("asks"))
+    (folder / "main.csv").write_text("file,how,n\n0.png,How many?,3\n")
+    (sample,) = load_samples(str(folder), "count", columns=Columns("how", "n", "file"))
+    assert (sample.prompt, sample.answer) == ("<image>How many?", "3")
+
+
+def test_several_data_sets_are_mixed(folder, tmp_path_factory):
+    text = parquet(folder / "t.parquet", [verl_row(f"sum {i}", str(i)) for i in range(6)])
+    image = jsonl(
+        folder / "i.jsonl", *({"prompt": f"see {i}", "answer": "1", "images": ["images/0.png"]} for i in range(2))
+    )
+    samples = load_samples(f"{text}, {image}", "math")
+    assert [s.part for s in samples] == [0] * 6 + [1] * 2
+    sizes = part_sizes(samples, ())
+    assert sizes == [6, 2]
+    order = [row_at(place, sizes, 0) for place in range(8)]
+    assert sorted(order) == list(range(8))
+    assert order != sorted(order), "shuffled together"
+    with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
+        part_sizes(samples, (1.0, 2.0, 3.0))
+    with pytest.raises(UserError, match="names an empty data set"):
+        load_samples(f"{text},,{image}", "math")
+    odd = tmp_path_factory.mktemp("a, b")
+    assert len(load_samples(jsonl(odd / "x,y.jsonl", {"prompt": "q", "answer": "1"}), "math")) == 1
+    bad = jsonl(folder / "bad.jsonl", {"prompt": "q", "answer": ""})
+    with pytest.raises(UserError, match=r"bad\.jsonl: no usable row"):
+        load_samples(f"{text},{bad}", "math", skip_bad_rows=True)
+
+
+def test_weights_set_each_data_sets_share_and_leave_no_row_out():
+    sizes, weights = [90, 10], (1.0, 1.0)
+    drawn = [row_at(place, sizes, 7, weights) for place in range(400)]
+    for epoch in range(4):
+        here = drawn[100 * epoch : 100 * (epoch + 1)]
+        assert sum(row >= 90 for row in here) == 50
+    assert {row for row in drawn if row >= 90} == set(range(90, 100))
+    assert set(drawn[:200]) >= set(range(90)), "fifty places an epoch go through ninety rows in two epochs"
+    assert drawn == [row_at(place, sizes, 7, weights) for place in range(400)]
+    assert drawn != [row_at(place, sizes, 8, weights) for place in range(400)]
+
+
+# --- duplicates, corrupt pictures, archives ---------------------------------------------------------------------------
+
+
+def test_duplicates_are_left_out_with_skip_bad_rows(folder, capsys):
+    row = {"prompt": "q", "answer": "1", "images": ["images/0.png"]}
+    path = jsonl(folder / "d.jsonl", row, row | {"images": ["images/1.png"]}, row)
+    assert len(load_samples(path, "math")) == 3
+    assert "duplicate rows (kept" in capsys.readouterr().err
+    assert len(load_samples(path, "math", skip_bad_rows=True)) == 2
+    assert "duplicate rows (left out): " in (err := capsys.readouterr().err)
+    assert "row 3 repeats" in err
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "gif"])
+def test_a_truncated_picture_of_any_kind_is_found(folder, kind):
+    noise = Image.effect_noise((120, 90), 80).convert("RGB")
+    noise.save(folder / f"whole.{kind}")
+    content = (folder / f"whole.{kind}").read_bytes()
+    (folder / f"half.{kind}").write_bytes(content[: len(content) // 2])
+    rows = [{"prompt": "q", "answer": "1", "images": [name]} for name in (f"whole.{kind}", f"half.{kind}")]
+    with pytest.raises(UserError, match=rf"1 of 2 rows .*row 2: image .*half\.{kind}: not a readable image"):
+        load_samples(jsonl(folder / "d.jsonl", *rows), "math")
+
+
+def test_a_flipped_byte_in_a_png_is_found(folder):
+    content = bytearray(png(size=200))
+    content[len(content) // 2] ^= 0xFF
+    (folder / "flipped.png").write_bytes(content)
+    path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": ["flipped.png"]})
+    with pytest.raises(UserError, match="not a readable image"):
+        load_samples(path, "math")
+
+
+def test_sizes_are_those_of_the_upright_picture(folder, tiny_model):
+    sideways = Image.new("RGB", (280, 56), "red")
+    exif = sideways.getexif()
+    exif[0x0112] = 6
+    for name in ("x.jpg", "x.webp"):
+        sideways.save(folder / name, exif=exif)
+        path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": [name]})
+        processor = load_processor(tiny_model, "math", max_side=140)
+        length = len(encode_prompt(load_samples(path, "math")[0], processor).ids)
+        assert load_samples(path, "math", processor=processor, max_prompt_length=length)
+        with pytest.raises(UserError, match=f"its prompt has {length} tokens"):
+            load_samples(path, "math", processor=processor, max_prompt_length=length - 1)
+
+
+def test_max_side_bounds_the_longest_side():
+    for size in ((512, 2000), (3000, 40), (513, 513), (100, 100), (28, 5000)):
+        h, w = data.fitted_size(*size, 3136, 10**7, 28, 512)
+        assert max(h, w) <= 512
+        assert h % 28 == w % 28 == 0
+    assert data.fitted_size(100, 100, 3136, 10**7, 28, 512) == data.fitted_size(100, 100, 3136, 10**7)
+
+
+def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, tiny_model, tmp_path):
+    """The model folder has no weights at all: whoever touched them first would complain about that instead."""
+    weightless = tmp_path / "weightless"
+    subprocess.run(["cp", "-r", tiny_model, weightless], check=True)
+    (weightless / "model.safetensors").unlink()
+    (folder / "images" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    rows = [{"prompt": f"q{i}", "answer": "1", "images": [f"images/{2 if i == 7 else 0}.png"]} for i in range(1, 11)]
+    path = jsonl(folder / "ten.jsonl", *rows)
+    flags = [f"--model={weightless}", f"--data={path}", f"--output={tmp_path}/out"]
+    done = run_script("grpo.py", *flags)
+    assert done.returncode == 2
+    assert "error: 1 of 10 rows cannot be used: " in done.stderr
+    assert "ten.jsonl row 7: image " in done.stderr
+    assert "2.png: not a readable image" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run_script(
+        "grpo.py", f"--model={weightless}", f"--data={path}", f"--output={tmp_path}/out", "--skip_bad_rows"
+    )
+    assert "cannot load a model" in done.stderr, "without that row the model is what is missing"
+
+
+def test_ten_gigabytes_of_zeros_are_refused_unread(tmp_path):
+    """A real bomb: 10 MB that unpack to 10 GB, written as a stream of one deflated block again and again."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    block = packer.compress(bytes(2**26)) + packer.flush(zlib.Z_FULL_FLUSH)
+    times = 10 * 2**30 // 2**26
+    stream = block * times + packer.flush()
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("main.csv", "images_path,question,answer\nzeros.png,How many?,3\n")
+        info = zipfile.ZipInfo("images/zeros.png")
+        info.compress_type = zipfile.ZIP_STORED
+        archive.writestr(info, stream)
+        info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, 10 * 2**30
+    with pytest.raises(UserError, match=r"bomb\.zip would unpack to 10\.0 GiB; at most 8 are read"):
+        load_samples(str(tmp_path / "bomb.zip"), "count")
+    assert [p.name for p in tmp_path.iterdir()] == ["bomb.zip"]
+
+
+def test_a_zip_with_one_huge_file_or_two_data_sets_is_refused(tmp_path):
+    table = "images_path,question,answer\n1.png,How many?,3\n"
+    with zipfile.ZipFile(tmp_path / "huge.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("main.csv", table)
+        archive.writestr("images/1.png", bytes(300 * 2**20))
+    with pytest.raises(UserError, match=r"'images/1\.png' would unpack to 300 MiB; at most 256 of one file"):
+        load_samples(str(tmp_path / "huge.zip"), "count")
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
+        archive.writestr("a/main.csv", table)
+        archive.writestr("b/main.csv", table)
+    with pytest.raises(UserError, match=r"has 2 files main\.csv"):
+        load_samples(str(tmp_path / "two.zip"), "count")
+
+
+def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
+    """The directory says 100 bytes, the stream holds 100 MB: reading stops at what the directory says."""
+    with zipfile.ZipFile(tmp_path / "liar.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("main.csv", "images_path,question,answer\nzeros.png,How many?,3\n")
+        archive.writestr("images/zeros.png", bytes(100 * 2**20))
+        archive.getinfo("images/zeros.png").file_size = 100
+    with pytest.raises(UserError, match=r"row 2: image .*zeros\.png: not a readable image"):
+        load_samples(str(tmp_path / "liar.zip"), "count")
+
+
+# --- convert ----------------------------------------------------------------------------------------------------------
+
+
+def converted(output: pathlib.Path, source: str, *flags: str) -> list[dict]:
+    done = run_script("data.py", "convert", f"--input_jsonl={source}", f"--output_jsonl={output}", *flags)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def same(a: Sample, b: Sample) -> bool:
+    pictures = [[decode_image(image).tobytes() for image in sample.images] for sample in (a, b)]
+    return (a.prompt, a.answer, a.system) == (b.prompt, b.answer, b.system) and pictures[0] == pictures[1]
+
+
+def test_convert_writes_vqa_rad_as_easyr1(folder):
+    (folder / "elsewhere").mkdir()
+    source = jsonl(
+        folder / "elsewhere" / "c.jsonl", conversation(parts("0.png", "Question: red?"), parts("Answer: yes"))
+    )
+    rows = converted(folder / "out.jsonl", source, f"--image_dir={folder}/images")
+    assert rows == [{"prompt": "<image>red?", "answer": "yes", "images": ["images/0.png"]}]
+    rows = converted(folder / "elsewhere" / "out.jsonl", source, f"--image_dir={folder}/images")
+    assert rows[0]["images"] == [str(folder / "images" / "0.png")], "not below the output's folder: an absolute path"
+
+
+def test_convert_round_trips_every_format(folder):
+    (folder / "main.csv").write_text("images_path,question,answer\nimages/0.png,How many?,3\n")
+    with zipfile.ZipFile(folder / "z.zip", "w") as archive:
+        archive.write(folder / "main.csv", "deep/main.csv")
+        archive.write(folder / "images" / "0.png", "deep/images/0.png")
+    image = [{"bytes": png("green"), "path": None}]
+    verl = parquet(folder / "v.parquet", [verl_row("<image>q", "1", image, extra_info={"question": "q"})])
+    (folder / "o.json").write_text(json.dumps([OSF]))
+    saved = datasets.Dataset.from_list([{"problem": "a", "answer": "1"}])
+    saved.save_to_disk(str(folder / "saved"))
+    sources = [str(folder), f"{folder}/z.zip", verl, f"{folder}/saved", f"{verl},{folder}/saved"]
+    sources.append(jsonl(folder / "e.jsonl", {"prompt": "p", "answer": 4, "system": "s", "level": 3}))
+    for number, source in enumerate(sources):
+        output = folder / "new" / f"{number}.jsonl"
+        assert data.convert(data.Config("convert", source, str(output))) >= 1
+        before, after = load_samples(source, None), load_samples(str(output), None)
+        assert len(before) == len(after)
+        assert all(same(a, b) for a, b in zip(before, after)), source
+        assert [a.fields for a in after] == [json.loads(json.dumps(b.fields)) for b in before]
+    output = folder / "new" / "osf.jsonl"
+    data.convert(data.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
+    assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
+    (folder / "t.json").write_text(json.dumps([OSF | {"phrase_type": "test_freeform"}]))
+    data.convert(data.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images"))
+    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted test row is a row like any other"
+
+
+def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
+    source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "three"}, {"prompt": "q", "answer": "3"})
+    output = folder / "out.jsonl"
+    with pytest.raises(UserError, match=r"1 of 2 rows .*row 1: the answer 'three' has no whole number"):
+        data.convert(data.Config("convert", source, str(output), task="count"))
+    assert not output.exists()
+    assert data.convert(data.Config("convert", source, str(output), task="count", skip_bad_rows=True)) == 1
+    with pytest.raises(UserError, match="is there already"):
+        data.convert(data.Config("convert", source, str(output)))
+    assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
+    with pytest.raises(UserError, match="cannot write"):
+        data.convert(data.Config("convert", source, str(output / "below" / "a.jsonl")))
+    assert not list(folder.glob("**/*.partial"))
+
+
+# --- what the smoke recipes train on ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"), [("vqa", ["train.jsonl"]), ("math", ["text.parquet", "image"]), ("count", ["train.zip"])]
+)
+def test_smoke_rows_are_in_their_recipes_format(tmp_path, recipe, names):
+    from demo import smoke
+
+    smoke.main(smoke.Config(recipe, str(tmp_path / "made")))
+    processor = load_processor(str(tmp_path / "made" / "model"), recipe)
+    for name in names:
+        samples = load_samples(f"{tmp_path}/made/{name}", recipe, processor=processor)
+        assert len(samples) == smoke.ROWS
+    if recipe == "math":
+        assert samples[0].images
+        gold = load_samples(f"{tmp_path}/made/text.parquet", "math")[0].answer
+        assert gold.startswith("\\frac")
+
+
+def test_no_format_is_forgotten_in_the_head_of_the_file():
+    described = ast.get_docstring(ast.parse((ROOT / "inputs" / "rows.py").read_text()))
+    for word in ("EasyR1", "veRL", "conversations", "OSF", "main.csv", "datasets", "parquet", "@split"):
+        assert word in described

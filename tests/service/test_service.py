@@ -1,0 +1,617 @@
+"""The counting service: over HTTP as its description says, on its page in a real browser, and through faults."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from demo import tiny
+from service.jobs import Store
+from service.middleware import Gate
+from tests.helpers.scripts import ROOT, free_port
+
+TRAINED = ("completed", "failed", "cancelled")
+QUICK = {
+    "num_epochs": 1,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 8,
+    "use_4bit": False,
+    "learning_rate": 1e-3,
+}
+SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+
+
+class Service:
+    """serve.py as a process that a test may kill and start again."""
+
+    def __init__(self, folder: pathlib.Path, model: str, *flags: str):
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [
+            sys.executable,
+            "-m",
+            "service",
+            f"--folder={folder}",
+            f"--model={model}",
+            f"--port={self.port}",
+            *flags,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder.parent / "service.log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log)
+        wait_for(lambda: self._answers() or self.process.poll() is not None, 60)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(requests.ConnectionError):
+            return requests.get(f"{self.url}/data-format", timeout=5).status_code in (200, 401)
+        return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def call(self, method: str, path: str, status: int | None = None, **kwargs) -> requests.Response:
+        reply = requests.request(method, self.url + path, timeout=120, **kwargs)
+        assert status is None or reply.status_code == status, (reply.status_code, reply.text)
+        return reply
+
+    def upload(self, archive: bytes, name: str = "shapes.zip", status: int = 200) -> dict:
+        return self.call("POST", "/upload-data", status, files={"file": (name, archive)}).json()
+
+    def train(self, file_id: str, **config) -> str:
+        body = {"job_name": "a job", "data_file_id": file_id, "training_config": QUICK | config, "lora_config": SMALL}
+        return self.call("POST", "/train", 200, json=body).json()["job_id"]
+
+    def job(self, job_id: str) -> dict:
+        return self.call("GET", f"/jobs/{job_id}", 200).json()
+
+    def wait(self, job_id: str, wanted: Callable[[dict], bool], seconds: float = 180) -> dict:
+        wait_for(lambda: wanted(self.job(job_id)), seconds)
+        return self.job(job_id)
+
+
+def wait_for(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("shapes")
+    tiny.write_shapes(folder / "data", 24, [0, 7])
+    return zipped(folder / "data")
+
+
+def zipped(folder: pathlib.Path) -> bytes:
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.write(path, str(path.relative_to(folder)))
+    return data.getvalue()
+
+
+@pytest.fixture
+def service(tmp_path, tiny_model) -> Iterator[Service]:
+    made = Service(tmp_path / "service", tiny_model)
+    yield made
+    end(made)
+
+
+def end(service: Service) -> None:
+    """Nothing of a test lives on: neither the service nor its jobs."""
+    service.kill()
+    for path in service.folder.glob("jobs/*/pid-*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+# --- as its description says ------------------------------------------------------------------------------------------
+
+
+def test_from_upload_to_answer(service, archive, tmp_path):
+    """Upload, train, cancel, resume, finish, download, predict; as a stranger would from the API's description."""
+    assert service.call("GET", "/", 200, headers={"Accept": "application/json"}).json()["docs"] == "/docs"
+    assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
+    file = service.upload(archive)
+    assert set(file) == {"file_id", "filename", "upload_time", "csv_rows", "valid_images", "problems"}
+    assert (file["csv_rows"], file["valid_images"], file["problems"]) == (24, 24, [])
+    assert service.call("GET", "/files", 200).json() == [file]
+    job_id = service.train(file["file_id"])
+    second = service.train(file["file_id"])
+    job = service.wait(job_id, lambda job: job["current_step"] >= 3)
+    assert job["status"] == "training"
+    assert job["total_steps"] == 12
+    assert service.job(second)["status"] == "queued"  # one at a time
+    assert service.call("DELETE", f"/jobs/{second}", 200).json()["status"] == "cancelled"
+    service.call("DELETE", f"/files/{file['file_id']}", 409)
+    service.call("DELETE", f"/jobs/{job_id}", 200)
+    service.call("DELETE", f"/jobs/{job_id}")  # a second click is no second signal, which would end it at once
+    job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+    assert job["status"] == "cancelled"
+    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "what it learned is kept"
+    service.call("GET", f"/jobs/{job_id}/download", 409)
+    reached = job["current_step"]
+    assert service.call("POST", f"/jobs/{job_id}/resume", 200).json()["status"] == "queued"
+    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True) as stream:
+        events = [line for line in stream.iter_lines(decode_unicode=True) if line]
+    assert events[0] == "event: job"
+    assert '"status":"completed"' in [line for line in events if line.startswith("data: {")][-1]
+    steps = [row["step"] for line in events if line.startswith("data: [") for row in json.loads(line[6:])]
+    assert sorted(set(steps)) == list(range(1, 13))
+    assert service.job(job_id)["progress"] == 1.0
+    assert "error:" not in service.call("GET", f"/jobs/{job_id}/logs", 200).text
+    assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 13))
+    assert reached < 12
+    packed = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))
+    names = {"adapter_config.json", "adapter_model.safetensors", "training_args.json", "tokenizer.json"}
+    names |= {"tokenizer_config.json", "preprocessor_config.json", "trainer_state.json"}
+    assert names <= set(packed.namelist())
+    assert json.loads(packed.read("trainer_state.json"))["global_step"] == 12
+    picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
+    asked = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
+    with ThreadPoolExecutor(45) as pool:  # all but one are told to come again; none holds a thread that others need
+        answers = [pool.submit(service.call, "POST", f"/jobs/{job_id}/predict", **asked) for _ in range(45)]
+        begun = time.monotonic()
+        service.call("GET", "/files", 200)
+        assert time.monotonic() - begun < 10
+        replies = sorted((answer.result() for answer in answers), key=lambda reply: reply.status_code)
+    assert isinstance(replies[0].json()["answer"], str)
+    assert {reply.status_code for reply in replies} <= {200, 503}
+    service.call("DELETE", f"/files/{file['file_id']}", 200)
+    assert service.call("GET", "/files", 200).json() == []
+    service.call("GET", "/jobs/none", 404)
+    deleted = service.call("POST", f"/jobs/{second}/resume", 409).json()["detail"]
+    assert "pictures were deleted" in deleted
+    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "10"}) as stream:
+        rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
+    assert [row["step"] for part in rows for row in part] == [11, 12], "what a browser had is not sent again"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"training_config": {"num_epochs": 0}}, "num_epochs"),
+        ({"training_config": {"batch_size": 33}}, "batch_size"),
+        ({"training_config": {"num_generations": 21}}, "num_generations"),
+        ({"training_config": {"temperature": 0}}, "temperature"),
+        ({"training_config": {"max_image_size": 64}}, "max_image_size"),
+        ({"training_config": {"epochs": 3}}, "epochs"),
+        ({"lora_config": {"lora_dropout": 0.6}}, "lora_dropout"),
+        ({"job_name": ""}, "job_name"),
+    ],
+)
+def test_settings_out_of_range_are_named(shared, config, field):
+    body = {"job_name": "j", "data_file_id": "x"} | config
+    reply = shared.call("POST", "/train", 422, json=body).json()
+    assert field in json.dumps(reply)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, tiny_model) -> Iterator[Service]:
+    made = Service(tmp_path_factory.mktemp("shared") / "service", tiny_model, "--max_upload=0.002")
+    yield made
+    end(made)
+
+
+ODD = [
+    "/etc",
+    "../../etc",
+    "/home/somebody/.ssh",
+    "a/b/c",
+    "..",
+    "owner/../name",
+    "file:///etc",
+    "a\0b",
+    "x" * 450,
+]
+
+
+@pytest.mark.parametrize("name", [*ODD, "page/index.html"])
+def test_only_allowed_models(shared, name, archive):
+    file = shared.upload(archive)
+    body = {"job_name": "j", "data_file_id": file["file_id"], "base_model_path": name}
+    assert "allowed folder" in shared.call("POST", "/train", 400, json=body).text
+
+
+def hostile(rng: random.Random) -> tuple[str, bytes]:
+    """A ZIP whose members, or whose own name, want to be elsewhere."""
+    names = ["../x", "/etc/x", "a/../../x", "..\\x", "C:\\x", "images/../../x", "main.csv/../../x", "\0x", "x" * 300]
+    csv = "images_path,question,answer\n" + f"{rng.choice(names)},How many?,A photo of 1 cat\n"
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        if rng.random() < 0.8:
+            archive.writestr("main.csv", csv)
+        for _ in range(rng.randrange(3)):
+            member = zipfile.ZipInfo(rng.choice(names))
+            if rng.random() < 0.3:
+                member.external_attr = 0xA1FF << 16  # a link
+            archive.writestr(member, "/etc/passwd")
+    content = data.getvalue()
+    if rng.random() < 0.2:
+        content = content[: rng.randrange(len(content))]
+    return rng.choice(["../../evil.zip", "/tmp/evil.zip", "ok.zip", "..", "", "a\0b.zip", "<b>.zip"]), content
+
+
+def test_hostile_archives_write_nowhere(shared, tmp_path):
+    before = {path for path in shared.folder.parent.parent.rglob("*") if shared.folder not in path.parents}
+    rng = random.Random(0)
+    for _ in range(200):
+        name, content = hostile(rng)
+        reply = shared.call("POST", "/upload-data", files={"file": (name or "x", content)})
+        assert reply.status_code in (200, 400, 422), reply.text
+        assert "Traceback" not in reply.text
+        assert "root:" not in reply.text
+        if reply.status_code == 200:
+            shared.call("DELETE", f"/files/{reply.json()['file_id']}", 200)
+    after = {path for path in shared.folder.parent.parent.rglob("*") if shared.folder not in path.parents}
+    assert after == before
+    kept = {f"{file['file_id']}.zip" for file in shared.call("GET", "/files").json()}
+    assert {path.name for path in (shared.folder / "files").iterdir()} == kept
+
+
+def test_an_upload_over_the_limit(shared):
+    assert "0.002 GB" in shared.call("POST", "/upload-data", 413, files={"file": ("a.zip", b"0" * 3_000_000)}).text
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.zip"\r\n\r\n'
+    chunks = (part for part in [head, *[bytes(100_000)] * 30])  # no length is given beforehand
+    reply = shared.call(
+        "POST", "/upload-data", data=chunks, headers={"Content-Type": "multipart/form-data; boundary=x"}
+    )
+    assert reply.status_code == 413
+
+
+def test_bad_rows_are_listed(shared):
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        picture = io.BytesIO()
+        tiny.Image.new("RGB", (60, 60)).save(picture, "PNG")
+        archive.writestr("images/a.png", picture.getvalue())
+        lines = ["images/a.png,How many?,A photo of 2 cats", "images/no.png,How many?,3", "images/a.png,How many?,none"]
+        archive.writestr("main.csv", "\n".join(["images_path,question,answer", *lines]))
+    file = shared.upload(data.getvalue(), "cats.zip")
+    assert (file["csv_rows"], file["valid_images"]) == (3, 1)
+    assert file["problems"] == [
+        "cats.zip/main.csv row 3: there is no picture «no.png» in the ZIP, nor in its folder images/",
+        "cats.zip/main.csv row 4: the answer 'none' has no whole number to count to",
+    ]
+    assert str(shared.folder) not in json.dumps(file), "no path of the service's own is told"
+    picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
+    assert picture.content.startswith(b"\x89PNG")
+
+
+def test_a_table_of_nothing_but_lines_keeps_nobody_waiting(shared, archive):
+    with zipfile.ZipFile(data := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("main.csv", "images_path,question,answer\na,b,1" + "\n" * 200_000_000)
+    assert "16 MB at most" in shared.call("POST", "/upload-data", 400, files={"file": ("b.zip", data.getvalue())}).text
+
+
+def test_tracebacks_of_any_rank_stay_in_the_log(tmp_path):
+    text = "one\n[rank0]: Traceback (most recent call last):\n[rank0]:   File 'x', line 1\n[rank0]:     y\n"
+    text += "[rank0]: OSError: full\nTraceback (most recent call last):\n  File\n    y\nOSError: b\ntwo\n"
+    store = Store(str(tmp_path))
+    store.folder_of("a").mkdir()
+    (store.folder_of("a") / "log.txt").write_text(text)
+    assert store.log("a") == "one\n[rank0]: OSError: full\nOSError: b\ntwo\n"
+
+
+def test_a_full_disk_is_said(tmp_path, tiny_model, archive):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], check=False).returncode:
+        pytest.skip("a disk of its own needs the right to mount")
+    made = Service(folder / "service", tiny_model)
+    try:
+        file = made.upload(archive)
+        job_id = made.train(file["file_id"])
+        made.wait(job_id, lambda job: job["status"] == "training")
+        with contextlib.suppress(OSError), (folder / "ballast").open("wb") as ballast:
+            while True:
+                ballast.write(bytes(4096))
+                ballast.flush()
+        reply = made.call("POST", "/upload-data", 507, files={"file": ("a.zip", archive)}).json()
+        assert "disk is full" in reply["detail"]
+        made.call("DELETE", f"/jobs/{job_id}")
+        (folder / "ballast").unlink()
+        job = made.wait(job_id, lambda job: job["status"] in TRAINED)
+        assert job["status"] in ("cancelled", "failed"), job
+    finally:
+        end(made)
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_finished_jobs_cost_little(tmp_path):
+    """`GET /jobs` reads a job's metrics again only when they have changed."""
+    store = Store(str(tmp_path))
+    store.add_file("f", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
+    job = store.add_job("j", "f", "m", {}, 4)
+    store.run_of(job.job_id).mkdir()
+    path = store.run_of(job.job_id) / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
+    assert store.progress(job) == {"current_step": 1, "progress": 0.25, "loss": None, "reward": 0.5}
+    written = path.stat().st_mtime_ns
+    path.write_text('{"step": 2, "reward": 0.75, "loss": 1.0}\n')
+    os.utime(path, ns=(written, written))
+    assert store.progress(job)["current_step"] == 1
+    os.utime(path, ns=(written + 1, written + 1))
+    assert store.progress(job)["current_step"] == 2
+    rows, seen = store.new_metrics(job.job_id, (0, 0))
+    assert [row["step"] for row in rows] == [2]
+    with path.open("a") as file:
+        file.write('{"step": 3}\n{"step": 4')  # the last one is being written
+    rows, seen = store.new_metrics(job.job_id, seen)
+    assert [row["step"] for row in rows] == [3]
+    with path.open("a") as file:
+        file.write("}\n")
+    assert [row["step"] for row in store.new_metrics(job.job_id, seen)[0]] == [4]
+
+
+def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
+    made = Service(tmp_path / "service", tiny_model, "--host=0.0.0.0")
+    try:
+        made.call("GET", "/jobs", 401)
+        made.call("GET", "/jobs", 401, headers={"Authorization": "Bearer wrong"})
+        made.call("GET", "/", 401)
+        said = (tmp_path / "service.log").read_text()
+        token = said.split("token=")[1].split()[0]
+        assert said.count(token) == 1
+        made.call("GET", "/jobs", 200, headers={"Authorization": f"Bearer {token}"})
+        visitor = requests.Session()
+        assert visitor.get(f"{made.url}/?token={token}", timeout=10).status_code == 200
+        assert visitor.get(f"{made.url}/jobs", timeout=10).status_code == 200  # by the cookie
+        visitor.cookies.clear()
+        form = visitor.get(f"{made.url}/?token=wrong", headers={"Accept": "text/html"}, timeout=10)
+        assert (form.status_code, "that one was wrong" in form.text) == (401, True)
+    finally:
+        end(made)
+
+
+def test_a_token_of_any_letters_opens_the_page():
+    """Base64 has letters that addresses and cookies write otherwise."""
+    token = 'aGVsbG8/d29ybGQ+Zm9v+w==;"'
+    quoted = urllib.parse.quote(token, safe="")
+    gate = Gate(None, token, 1)
+    assert gate._may_pass({"query_string": f"token={quoted}".encode()}, {})
+    assert gate._may_pass({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
+    assert gate._may_pass({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
+    assert not gate._may_pass({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
+
+
+def test_no_other_site_may_ask(shared):
+    """Neither a page elsewhere, through a visitor's browser, nor a name that was made to point here."""
+    shared.call("GET", "/jobs", 403, headers={"Origin": "http://evil.example"})
+    shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
+    shared.call("GET", "/jobs", 403, headers={"Origin": "http://[bad"})
+    shared.call("GET", "/jobs", 200, headers={"Origin": shared.url})
+
+
+def test_two_services_in_one_folder(service, tiny_model):
+    command = [sys.executable, "-m", "service", f"--folder={service.folder}", f"--port={free_port()}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "another service works in" in done.stderr
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kills_of_the_service_and_of_the_job(service, archive):
+    """Ten of each, or `KILLS`, at random moments; no job is lost, no state is wrong, and in the end all of them are
+    completed."""
+    rng = random.Random(1)
+    file = service.upload(archive)
+    kills = int(os.environ.get("KILLS", "10"))
+    jobs = [service.train(file["file_id"], seed=i) for i in range(min(kills, 2))]
+    for _ in range(kills):
+        time.sleep(rng.uniform(0.2, 4))
+        service.kill()
+        time.sleep(rng.uniform(0, 1))
+        service.start()
+        found = {job["job_id"]: job for job in service.call("GET", "/jobs", 200).json()}
+        assert set(found) == set(jobs)
+        assert all(found[job_id]["status"] in ("queued", "training", "completed") for job_id in jobs), found
+        time.sleep(rng.uniform(0.2, 4))
+        kill_a_job(service, jobs)
+        for job_id in jobs:
+            if service.job(job_id)["status"] == "failed":
+                assert "ended from outside" in service.job(job_id)["error_message"]
+                service.call("POST", f"/jobs/{job_id}/resume", 200)
+    for job_id in jobs:
+        job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+        if job["status"] == "failed":
+            service.call("POST", f"/jobs/{job_id}/resume", 200)
+            job = service.wait(job_id, lambda job: job["status"] in TRAINED)
+        assert job["status"] == "completed", job
+        steps = [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()]
+        assert steps == list(range(1, 13))
+
+
+def kill_a_job(service: Service, jobs: list[str]) -> None:
+    for job_id in jobs:
+        job = service.job(job_id)
+        if job["status"] == "training":
+            pids = sorted((service.folder / "jobs" / job_id).glob("pid-*"), key=lambda path: path.stat().st_mtime)
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                os.kill(int(pids[-1].read_text()), signal.SIGKILL)
+                service.wait(job_id, lambda job: job["status"] != "training", 20)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def browser():
+    if (path := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        made = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+LONG = "x" * 58 + ".zip"  # 62 letters and no place to break
+
+
+def drop(page, name: str, content: bytes) -> None:
+    """A file let go over the page's target."""
+    text = base64.b64encode(content).decode()
+    script = """([name, text]) => {
+        const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+        const dropped = new DataTransfer();
+        dropped.items.add(new File([bytes], name, { type: "application/zip" }));
+        const event = new DragEvent("drop", { dataTransfer: dropped, bubbles: true, cancelable: true });
+        document.querySelector("#drop").dispatchEvent(event);
+    }"""
+    page.evaluate(script, [name, text])
+
+
+def look(page, state: str, folder: pathlib.Path) -> None:
+    """The page as a desk and as a phone show it; nothing makes it scroll sideways."""
+    for width, height in ((1280, 900), (380, 800)):
+        page.set_viewport_size({"width": width, "height": height})
+        page.screenshot(path=folder / f"{state}-{width}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (state, width)
+
+
+def refusals(page) -> list[str]:
+    return page.locator("#train label .bad:not(:empty)").all_text_contents()
+
+
+def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
+    """What a person does: drop a ZIP, start, watch, cancel, resume, download, ask. No request leaves the machine."""
+    shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
+    page = browser.new_page(viewport={"width": 900, "height": 1400})
+    asked: list[str] = []
+    troubles: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(service.url)
+    look(page, "empty", shots)
+    page.click("text=Start training")
+    assert refusals(page) == ["upload pictures first"]
+    drop(page, LONG, archive)
+    page.wait_for_selector("text=24 rows, 24 pictures")
+    page.wait_for_function("document.querySelectorAll('.pictures img[src^=blob]').length == 8")
+    look(page, "uploaded", shots)
+    page.fill("[name=job_name]", "  ")
+    page.fill("[name=num_epochs]", "")
+    page.click("summary:has-text('Expert settings')")
+    page.fill("[name=seed]", "")
+    page.click("summary:has-text('Expert settings')")
+    page.click("text=Start training")
+    assert refusals(page) == ["something is needed here", "a number is needed", "a number is needed"]
+    page.fill("[name=job_name]", "n" * 200)
+    page.fill("[name=seed]", "43")  # its fold was opened again to show what is missing
+    page.fill("[name=num_epochs]", "1")
+    for name, value in {"num_generations": "4", "r": "4", "lora_alpha": "8", "learning_rate": "0.001"}.items():
+        page.fill(f"[name={name}]", value)
+    page.uncheck("[name=use_4bit]")
+    look(page, "settings", shots)
+    assert refusals(page) == []
+    page.click("text=Start training")
+    page.wait_for_function("Number(document.querySelector('#reward').dataset.points) >= 2", timeout=120_000)
+    look(page, "training", shots)
+    assert page.evaluate("() => { const b = document.querySelector('#cancel'); b.click(); return b.disabled; }")
+    page.wait_for_selector("#status:has-text('cancelled')", timeout=60_000)
+    seen = int(page.get_attribute("#reward", "data-points"))
+    page.reload()  # the job on show is the one before
+    page.wait_for_selector("#status:has-text('cancelled')")
+    page.click("#resume")
+    page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
+    page.wait_for_function("document.querySelector('#reward').dataset.points == 12")
+    assert seen < 12
+    with page.expect_download() as download:
+        page.click("#download")
+    assert "adapter_model.safetensors" in zipfile.ZipFile(download.value.path()).namelist()
+    (tmp_path / "p.png").write_bytes(zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png"))
+    page.set_input_files("#predict [name=picture]", tmp_path / "p.png")
+    page.click("#predict button")
+    page.wait_for_selector("#predict button:not([disabled])", timeout=120_000)
+    assert page.text_content("#said")
+    picture = page.frame_locator("#completions").locator("article img").first
+    picture.wait_for(timeout=20_000)
+    assert picture.evaluate("image => image.naturalWidth")
+    look(page, "completed", shots)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("text=Delete these pictures")
+    page.wait_for_function("!document.querySelector('#files').children.length")
+    assert not troubles
+    assert all(url.startswith((service.url, "blob:", "data:", "about:srcdoc")) for url in asked), asked
+
+
+def told(name: str, status: str, step: int = 0, **more) -> dict:
+    """A job as the service tells of it."""
+    job = {"job_id": name, "job_name": f"job {name}", "status": status, "current_step": step, "total_steps": 20_000}
+    job |= {"progress": step / 20_000, "loss": -1e-9, "reward": -1e-9, "stopping": False, "error_message": None}
+    return job | {"created_at": "2026-11-21T12:00:00+00:00", "output_dir": ""} | more
+
+
+def tell(page, jobs: list[dict], rows: list[dict]) -> None:
+    """The service's answers about jobs, given by the test: their events end at once."""
+    for job in jobs:
+        lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
+        headers = {"Content-Type": "text/event-stream"}
+        said = {"body": "".join(lines), "headers": headers}
+        page.route(f"**/jobs/{job['job_id']}/events", lambda route, *, said=said: route.fulfill(**said))
+        page.route(f"**/jobs/{job['job_id']}/completions", lambda route: route.fulfill(body="<p>Nothing"))
+    page.route("**/jobs", lambda route: route.fulfill(json=jobs))
+
+
+def test_the_page_shows_a_long_job_at_once(shared, browser):
+    """20,000 steps in under two seconds; steps that come again replace the older ones; no minus before a zero."""
+    page = browser.new_page()
+    rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
+    tell(page, [told("a", "completed", 20_000)], [*rows, *rows[10_000:]])
+    page.goto(shared.url)
+    page.wait_for_function("document.querySelector('#reward').dataset.points == 20000", timeout=2000)
+    assert page.evaluate("document.querySelector('#reward polyline').points.numberOfItems") <= 301
+    assert "#a" in page.url
+    page.click("text=For experts")
+    assert "-0" not in page.inner_text("#facts")
+    assert "5.6 hours" in page.inner_text("#facts")
+
+
+def test_the_page_tells_how_jobs_stand(shared, browser):
+    """The line, a job that stops, a connection that is lost and comes back."""
+    page = browser.new_page()
+    jobs = [told("a", "completed", 20_000), told("b", "training", 5, stopping=True), told("c", "queued")]
+    tell(page, [*jobs, told("d", "queued")], [])
+    page.goto(shared.url)
+    page.wait_for_selector("#note:has-text('saves what it has learned')")
+    assert page.url.endswith("#b"), "the one that trains, when the address names none"
+    assert page.is_disabled("#cancel")
+    assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
+        "2nd in line",
+        "1st in line",
+        "step 5 of 20000",
+        "step 20000 of 20000",
+    ]
+    page.click("text=job d")
+    page.wait_for_selector("#facts:has-text('2nd in line')")
+    page.goto(f"{shared.url}/#a")  # from an address, or by the browser's way back
+    page.wait_for_selector("#status:has-text('completed')")
+    page.wait_for_selector("#lost:empty", state="attached")
+    page.unroute("**/jobs")
+    page.route("**/jobs", lambda route: route.abort())
+    page.wait_for_selector("#lost:has-text('trying again')", timeout=10_000)
+    page.unroute("**/jobs")
+    tell(page, jobs, [])
+    page.wait_for_selector("#lost:empty", state="attached", timeout=10_000)

@@ -1,0 +1,55 @@
+"""Prompts made ahead are those made on demand."""
+
+import shutil
+
+import pytest
+import torch
+
+from common import distributed
+from common.errors import StepFailed
+from data import encode_prompts, load_processor, load_samples
+from training.prompt_stream import PromptStream
+
+
+@pytest.fixture
+def stream(tiny_model, shapes, tmp_path):
+    shutil.copytree(shapes, tmp_path / "shapes")
+    processor = load_processor(tiny_model, "count")
+    return PromptStream(load_samples(str(tmp_path / "shapes"), "count", processor=processor), processor, seed=3)
+
+
+def same(a, b) -> bool:
+    return [p.source for p in a] == [p.source for p in b] and all(
+        torch.equal(x.ids, y.ids) and torch.equal(x.vision["pixel_values"], y.vision["pixel_values"])
+        for x, y in zip(a, b)
+    )
+
+
+def test_prepared_or_not_the_prompts_are_the_same(stream):
+    places = [5, 6, 7, 200]
+    want = encode_prompts(stream.rows(places), stream.processor)
+    assert same(stream.take(places), want)
+    stream.prepare(places)
+    assert same(stream.take(places), want)
+    stream.prepare([1, 2])  # a run that takes a step again asks for other places than were prepared
+    assert same(stream.take(places), want)
+
+
+def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_path):
+    lost = next(p for p in range(1000) if stream.rows([p])[0].source.endswith("row 4"))
+    for file in (tmp_path / "shapes" / "images").iterdir():
+        file.unlink()
+    stream.prepare([lost])
+    with pytest.raises(StepFailed, match=r"row 4: image .*it was readable at the start"):
+        stream.take([lost])
+
+
+def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
+    """Two engines of two processes each: every process has its own part of its engine's prompts."""
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(stream.share(0, 6, 8, 100, tensor_parallel=2)[0])
+    assert sorted(i for share in shares for i in share) == list(range(6))
+    assert len(shares[0] + shares[1]) == len(shares[2] + shares[3]) == 3
