@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common.errors import need
+from common.errors import require
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,11 @@ class RunFlags:
 
     def check_run(self) -> None:
         """Raise ValueError for settings that cannot be."""
-        need(self.report_every >= 1, "report_every must be at least 1")
+        require(self.report_every >= 1, "report_every must be at least 1")
         steps = min(self.eval_every, self.save_every, self.keep_last)
-        need(steps >= 0, "eval_every, save_every and keep_last must not be negative")
-        need(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
-        need(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to tell which one is best")
+        require(steps >= 0, "eval_every, save_every and keep_last must not be negative")
+        require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
+        require(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to tell which one is best")
 
 
 CLIP = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
@@ -292,22 +292,26 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         self.check_rewards()
         self.check_policy()
         self.check_engine()
-        need(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
-        need(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
+        require(self.num_generations >= 2, "num_generations must be at least 2: an advantage is relative to a group")
+        require(self.temperature > 0, "temperature must be above 0: a group of equal completions teaches nothing")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         step, part = self.prompts_per_step, self.prompts_per_update
-        need(step % part == 0, f"prompts_per_update ({part}) must divide prompts_per_step ({step})")
+        require(step % part == 0, f"prompts_per_update ({part}) must divide prompts_per_step ({step})")
         sizes = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
         for name in sizes:
-            need(getattr(self, name) >= 1, f"{name} must be at least 1")
+            require(getattr(self, name) >= 1, f"{name} must be at least 1")
         for name in ["seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference"]:
-            need(getattr(self, name) >= 0, f"{name} must not be negative")
-        need(0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length")
-        need(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
+            require(getattr(self, name) >= 0, f"{name} must not be negative")
+        require(
+            0 <= self.overlong_buffer <= self.max_completion_length, "overlong_buffer exceeds max_completion_length"
+        )
+        require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         low, high = CLIP[self.loss_type]
         self.clip_low = low if self.clip_low is None else self.clip_low
         self.clip_high = high if self.clip_high is None else self.clip_high
-        need(0 <= self.clip_low <= 1 and self.clip_high >= 0, "clip_low must be between 0 and 1, clip_high at least 0")
+        require(
+            0 <= self.clip_low <= 1 and self.clip_high >= 0, "clip_low must be between 0 and 1, clip_high at least 0"
+        )
 
     @property
     def updates_per_step(self) -> int:

@@ -116,7 +116,7 @@ def load_processor(
     return processor
 
 
-def processor_of(flags: DataFlags, model: str, task: str) -> Processor:
+def make_processor(flags: DataFlags, model: str, task: str) -> Processor:
     """`load_processor` with these flags."""
     return load_processor(model, task, flags.template, flags.min_pixels, flags.max_pixels, flags.max_side)
 
@@ -174,7 +174,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         digest.update(b"%d x %d:" % image.size + image.tobytes())
     token = processor.image_token_id
     return Prompt(
-        ids, engine_ids, positions, images, vision, sample.source, image_token=token, pictures=digest.digest()
+        ids, engine_ids, positions, images, vision, sample.source, image_token=token, image_digest=digest.digest()
     )
 
 
@@ -243,10 +243,10 @@ def load_samples(
     none is left. Every process calls it and checks its share of the rows.
     """
     rows = list(read_rows(data, image_dir, columns))
-    return usable_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
+    return validate_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
 
 
-def samples_of(
+def load_split(
     flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
 ) -> list[Sample]:
     """`load_samples` of `data` with these flags."""
@@ -263,7 +263,7 @@ def samples_of(
     )
 
 
-def usable_rows(
+def validate_rows(
     rows: list[Row],
     data: str,
     task: str | None,
@@ -275,9 +275,9 @@ def usable_rows(
     """What `load_samples` keeps of the `rows` that were read from `data`, and says of the others."""
     check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
     with ThreadPoolExecutor() as pool:  # image decoding leaves the interpreter lock
-        mine = distributed.my_share(rows)
+        mine = distributed.shard(rows)
         checked = list(console.progress(pool.map(check, mine), f"checking {data}", total=len(mine), unit="row"))
-    results = distributed.gather_shares(checked)
+    results = distributed.gather_shards(checked)
     good = [(replace(row, tokens=n), key) for row, (problem, key, n) in zip(rows, results) if problem is None]
     bad = [f"{_source(row)}: {problem}" for row, (problem, *_) in zip(rows, results) if problem is not None]
     if bad and not skip_bad_rows:
@@ -286,7 +286,7 @@ def usable_rows(
         )
     if bad and console.is_main():
         print(f"skipped: {_named(bad, f'of {len(rows)} rows')}", file=sys.stderr)
-    parts = {sample.part for sample, _ in good}
+    parts = {sample.source_index for sample, _ in good}
     if empty := [spec for part, spec in enumerate(data_sets(data)) if part not in parts]:
         raise UserError(f"{', '.join(empty)}: no usable row")
     first: dict[str, Sample] = {}
@@ -301,7 +301,7 @@ def usable_rows(
     return list(first.values()) if leave_out else [sample for sample, _ in good]
 
 
-def most_images(samples: list[Sample]) -> int:
+def max_images(samples: list[Sample]) -> int:
     """The pictures of the sample with most of them, at least 1."""
     return max(1, *(len(sample.images) for sample in samples))
 
@@ -325,7 +325,7 @@ def _check(
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
     try:
-        images = [_look_through(image, seen) for image in row.images]
+        images = [_inspect_zip(image, seen) for image in row.images]
         tokens = 0
         if processor is not None:
             tokens = _checked_length(row, processor, max_prompt_length, [seen[image] for image in images])
@@ -335,7 +335,7 @@ def _check(
     return None, hashlib.sha1(known.encode()).hexdigest(), tokens
 
 
-def _look_through(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
+def _inspect_zip(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
     """What an image is recognised by, once it is known to be whole and its (height, width) are in `seen`."""
     try:
         content = read_source(source)

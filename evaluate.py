@@ -38,23 +38,23 @@ from common import console, distributed, errors
 from common.errors import RunStopped, UserError
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
-from data import Processor, most_images, processor_of, samples_of
+from data import Processor, load_split, make_processor, max_images
 from evaluation.benchmark_metrics import difference, pairs, summarise_benchmark, table
 from evaluation.benchmarks import (
     BENCHMARKS,
     RULE_SCORED,
     check_columns,
     check_pairs,
+    drop_images,
     judge_benchmark,
     load_benchmark,
-    plain,
 )
 from evaluation.figures import draw_scores, write_differences
 from evaluation.held_out import judge_task, sample_rows
 from evaluation.metrics import pass_at_k, summarise
-from evaluation.progress import Part
+from evaluation.progress import EvalProgress
 from grading.verifier import make_verifier
-from inputs.rows import BadRow, raw_rows
+from inputs.rows import RowError, raw_rows
 from policy.model import Policy, auto_class, compute_dtype, load_policy
 from rewards import Scorer, check_math
 from rollout import make_engine
@@ -103,13 +103,15 @@ class Config(EngineFlags, RewardFlags, DataFlags):
         self.check_data()
         self.check_rewards()
         self.check_engine()
-        errors.need((self.model is None) == (self.predictions is not None), "give either model or predictions")
-        errors.need(bool(self.data or self.benchmark or self.predictions), "data is needed, or a benchmark")
-        errors.need(self.model is not None or self.adapter is None, "adapter needs its model")
-        errors.need(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
+        errors.require((self.model is None) == (self.predictions is not None), "give either model or predictions")
+        errors.require(bool(self.data or self.benchmark or self.predictions), "data is needed, or a benchmark")
+        errors.require(self.model is not None or self.adapter is None, "adapter needs its model")
+        errors.require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
-        errors.need(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0: all would be the same")
+        errors.require(
+            self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0: all would be the same"
+        )
 
     def sampling(self) -> tuple[int, int, float, float, int]:
         """What `sample_rows` takes of it."""
@@ -126,12 +128,12 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
         raise UserError(f"no predictions at {path!r}: give a .jsonl file")
     for source, row, _ in raw_rows(path, None, "train"):
         try:
-            if isinstance(row, BadRow):
+            if isinstance(row, RowError):
                 raise row
-            responses = _responses(row := plain(row))
+            responses = _responses(row := drop_images(row))
             samples.append(_saved_sample(cfg, source, row))
             answered.append(responses)
-        except BadRow as problem:
+        except RowError as problem:
             bad.append(f"{source}: {problem}")
     what = f"{len(bad)} of {len(bad) + len(samples)} rows cannot be used: {'; '.join(bad[:5])}"
     if bad and not cfg.skip_bad_rows:
@@ -149,13 +151,13 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
 def _responses(row: dict) -> dict:
     """{responses, and lengths and truncated where they are there} of a row, which loses them."""
     if "responses" not in row and "response" not in row:
-        raise BadRow(f"neither «response» nor «responses» (columns: {', '.join(row)})")
+        raise RowError(f"neither «response» nor «responses» (columns: {', '.join(row)})")
     responses = row.pop("responses", None)
     responses = [row.pop("response", None)] if responses is None else responses
     if not isinstance(responses, list) or not responses:
-        raise BadRow("«responses» is not a list of texts")
+        raise RowError("«responses» is not a list of texts")
     if not all(isinstance(response, str | int | float | None) for response in responses):
-        raise BadRow("a response is neither text nor null")
+        raise RowError("a response is neither text nor null")
     found: dict[str, Any] = {"responses": ["" if response is None else str(response) for response in responses]}
     for name in ("lengths", "truncated"):
         numbers = row.pop(name, None)
@@ -173,7 +175,7 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
         row.pop("prompt", None)
         return Sample(BENCHMARKS[cfg.benchmark].prompt(row), BENCHMARKS[cfg.benchmark].gold(row), [], source, row)
     if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
-        raise BadRow(f"no «{missing[0]}» (columns: {', '.join(row)})")
+        raise RowError(f"no «{missing[0]}» (columns: {', '.join(row)})")
     return Sample(str(row.pop("prompt")), str(row.pop("answer")), [], source, row)
 
 
@@ -216,32 +218,36 @@ def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
     """The rows of the benchmark or the data set, the first `limit` of them."""
     if cfg.benchmark:
         return load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
-    return samples_of(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
+    return load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
 
 
-def answers_of(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None, list[Part]]:
+def generate_responses(
+    cfg: Config, device: torch.device
+) -> tuple[list[Sample], list[dict], list[dict] | None, list[EvalProgress]]:
     """The rows, what the model responded to each, the same of the baseline when that is a model, and the files that
     hold both until everything is written."""
-    processor = processor_of(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
+    processor = make_processor(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
-    limits = (cfg.max_prompt_length + cfg.max_tokens, most_images(samples))
+    limits = (cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
     other = load_baseline(cfg) if cfg.baseline else None
     adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
     engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), *limits)
     if adapted is not None:
         engine.sync_weights(adapted)
-    settings = what_decides(cfg, samples)
-    parts = [Part(pathlib.Path(cfg.output), settings)]
-    with _going_on_later(cfg):
+    settings = resume_key(cfg, samples)
+    parts = [EvalProgress(pathlib.Path(cfg.output), settings)]
+    with _resumable(cfg):
         answered = sample_rows(engine, processor, samples, *cfg.sampling(), parts[0])
         if other is None:
             return samples, answered, None, parts
-        parts.append(Part(pathlib.Path(cfg.output) / "baseline", settings | stamp("baseline", cfg.baseline)))
+        parts.append(
+            EvalProgress(pathlib.Path(cfg.output) / "baseline", settings | weights_mtime("baseline", cfg.baseline))
+        )
         engine.sync_weights(other)
         return samples, answered, sample_rows(engine, processor, samples, *cfg.sampling(), parts[1]), parts
 
 
-def what_decides(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
+def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Everything that the responses depend on: an evaluation broken off goes on only when all of it is the same."""
     names = (
         "n",
@@ -262,17 +268,17 @@ def what_decides(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
         ]
     )
     found = {name: getattr(cfg, name) for name in names} | {"questions": hashlib.sha1(asked.encode()).hexdigest()}
-    return found | stamp("model", cfg.model) | stamp("adapter", cfg.adapter)
+    return found | weights_mtime("model", cfg.model) | weights_mtime("adapter", cfg.adapter)
 
 
-def stamp(name: str, model: str | None) -> dict[str, Any]:
+def weights_mtime(name: str, model: str | None) -> dict[str, Any]:
     """A model's name and, when it is a folder, when its weights were written."""
     written = [path.stat().st_mtime for path in sorted(pathlib.Path(model or "/none").glob("*.safetensors"))]
     return {name: model, f"weights of the {name}": written}
 
 
 @contextlib.contextmanager
-def _going_on_later(cfg: Config) -> Iterator[None]:
+def _resumable(cfg: Config) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -322,7 +328,7 @@ def main(cfg: Config) -> None:
     if cfg.predictions:
         samples, answered = read_predictions(cfg.predictions, cfg)
     else:
-        samples, answered, before, parts = answers_of(cfg, device)
+        samples, answered, before, parts = generate_responses(cfg, device)
     about = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     scores, predictions = judge(samples, answered)
     scores = {key: value for key, value in about.items() if value is not None} | scores
@@ -332,13 +338,13 @@ def main(cfg: Config) -> None:
     elif before is not None:
         old = judge(samples, before)
     if console.is_main():
-        write_all(cfg, folder, samples, scores, predictions, old)
-    distributed.wait_for_all()
+        write_results(cfg, folder, samples, scores, predictions, old)
+    distributed.barrier()
     for part in parts:
         part.remove()
 
 
-def write_all(
+def write_results(
     cfg: Config, folder: pathlib.Path, samples: list[Sample], scores: dict, new: list[dict], old: tuple | None
 ) -> None:
     """Everything in `folder`, and the table on the screen."""

@@ -24,23 +24,30 @@ from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.records import Group, Rollout, Sample
 from config import Config
-from data import most_images, processor_of, samples_of
+from data import load_split, make_processor, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
-from policy.batches import micro_batches, record_logprobs, vision_share
+from policy.batches import micro_batches, record_logprobs, vision_cost_per_patch
 from policy.lora import reference_weights
-from policy.memory import check_room, choose_sharding, fit, retried
-from policy.model import Policy, check_trained, compute_dtype, load_policy, look
+from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, with_oom_retry
+from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, gathered, load_reference
-from rewards import MOST_WITHOUT_VERDICT, Scorer
+from policy.sharding import apply_fsdp, load_reference, unsharded
+from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, make_engine
-from training.balance import even_out
-from training.checkpoint import PROGRESS, Checkpoints, load_checkpoint
-from training.guards import NOT_FINITE, Seen, how_far_apart, is_spike, not_finite, too_far_apart
+from training.balance import rebalance
+from training.checkpoint import RUN_STATE, Checkpoints, load_checkpoint
+from training.guards import (
+    NONFINITE_HINT,
+    MicroBatchLogps,
+    check_logp_difference,
+    describe_nonfinite,
+    is_spike,
+    logp_difference,
+)
 from training.metrics import Clock, step_metrics
 from training.prompt_stream import PromptStream, prompt_seed
-from training.run_log import RunLog, refuse_to_mix_runs
+from training.run_log import RunLog, check_output_folder
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
@@ -85,7 +92,7 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     return weights.float()
 
 
-def grpo_loss(
+def grpo_loss(  # noqa: PLR0913 - the tensors of the loss and its options
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
@@ -166,7 +173,7 @@ class Run:
     unscored: bool = False  # an evaluation is due
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
     norms: list[float] = field(default_factory=list)  # gradient norms of the last updates
-    seen: Seen = field(default_factory=list)  # what the current update's micro-batches gave
+    micro_batch_logps: MicroBatchLogps = field(default_factory=list)  # what the current update's micro-batches gave
     features: dict[bytes, Tensor] = field(default_factory=dict)  # of images that a frozen vision tower has seen
 
 
@@ -181,15 +188,15 @@ def train_step(run: Run) -> dict[str, float]:
         run.engine.sleep()
     advantages = group_advantages(rewards, cfg.scale_rewards)  # line 9, (P, G)
     for group in groups:
-        for rollout, advantage in zip(group.rollouts, advantages[group.ordinal].tolist()):
+        for rollout, advantage in zip(group.rollouts, advantages[group.group_index].tolist()):
             rollout.advantage = advantage
     run.log.completions(run.step + 1, groups)
-    parts = deal(run, groups)
+    parts = split_into_minibatches(run, groups)
     groups = [group for part in parts for group in part]
     if cfg.beta:
-        record(run, run.reference, groups, "ref_logp")
+        recompute_logprobs(run, run.reference, groups, "ref_logp")
     if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
-        record(run, run.policy, groups, "old_logp")
+        recompute_logprobs(run, run.policy, groups, "old_logp")
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
         for part in parts:
@@ -202,12 +209,12 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     the total, the total before the overlong penalty, and its parts."""
     cfg = run.cfg
     cost = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
-    mine, places = run.stream.share(run.position, *cost)
+    mine, places = run.stream.assign_prompts(run.position, *cost)
     run.position += cfg.prompts_per_step
     samples, seeds = run.stream.rows(places), [prompt_seed(cfg.seed, place) for place in places]
     with run.clock("prompts"):
-        prompts = run.stream.take(places)
-        look(run.policy, prompts, run.features)
+        prompts = run.stream.get(places)
+        cache_image_features(run.policy, prompts, run.features)
     with run.clock("rollout"):
         completed = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
     groups = [Group(*row) for row in zip(prompts, completed, mine, samples)]
@@ -217,15 +224,15 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     with run.clock("reward"):
         error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
     names = run.scorer.names
-    rewards = [[[r.reward, r.unpenalised, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
+    rewards = [[[r.reward, r.raw_reward, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
     lengths = [[len(r.ids) for r in g.rollouts] for g in groups]
-    found = distributed.gather_from_all((error, list(zip(mine, places, lengths, rewards))))
+    found = distributed.all_gather((error, list(zip(mine, places, lengths, rewards))))
     if error := next((error for error, _ in found if error), None):
         raise StepFailed(error)
     everyone = sorted(row for _, rows in found for row in rows)
     for _, place, of_row, _ in everyone:
-        run.stream.note(place, of_row)
-    run.stream.prepare(run.stream.share(run.position, *cost)[1])
+        run.stream.record_length(place, of_row)
+    run.stream.prefetch(run.stream.assign_prompts(run.position, *cost)[1])
     return groups, torch.tensor([row[-1] for row in everyone])
 
 
@@ -239,16 +246,18 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     cfg, groups, kept, drawn = run.cfg, [], [], []
     for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
         sampled, rewards = sample_round(run)
-        stop_if_asked(run)
+        raise_if_interrupted(run)
         drawn.append(rewards)
         without = torch.cat(drawn)[..., 0].isnan().double().mean().item()
-        if without > MOST_WITHOUT_VERDICT:
-            why = next(filter(None, distributed.gather_from_all(run.scorer.why_none)), "unknown")
+        if without > MAX_UNSCORED:
+            why = next(filter(None, distributed.all_gather(run.scorer.why_none)), "unknown")
             raise StepFailed(f"{without:.0%} of the completions have no verdict, at most 10% may lack one ({why})")
         varied = group_advantages(rewards[..., 1], "none").any(1).tolist()
         wanted = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
         place = {i: len(kept) + k for k, i in enumerate(wanted[: cfg.prompts_per_step - len(kept)])}
-        groups += [replace(group, ordinal=place[group.ordinal]) for group in sampled if group.ordinal in place]
+        groups += [
+            replace(group, group_index=place[group.group_index]) for group in sampled if group.group_index in place
+        ]
         kept += [rewards[i, :, 0] for i in place]
         if len(kept) == cfg.prompts_per_step:
             break
@@ -257,12 +266,12 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     return groups, torch.stack(kept), torch.cat(drawn)
 
 
-def deal(run: Run, groups: list[Group]) -> list[list[Group]]:
+def split_into_minibatches(run: Run, groups: list[Group]) -> list[list[Group]]:
     """What this process trains on in each update: as many tokens as the others, wherever they were sampled."""
-    cfg, patch_cost = run.cfg, vision_share(run.policy)
+    cfg, patch_cost = run.cfg, vision_cost_per_patch(run.policy)
     firsts = range(0, cfg.prompts_per_step, cfg.prompts_per_update)
-    parts = [[g for g in groups if first <= g.ordinal < first + cfg.prompts_per_update] for first in firsts]
-    return [even_out(part, lambda rollout: has_gradient(run, rollout), patch_cost) for part in parts]
+    parts = [[g for g in groups if first <= g.group_index < first + cfg.prompts_per_update] for first in firsts]
+    return [rebalance(part, lambda rollout: has_gradient(run, rollout), patch_cost) for part in parts]
 
 
 def has_gradient(run: Run, rollout: Rollout) -> bool:
@@ -277,12 +286,12 @@ def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
     return [group for group in kept if group.rollouts]
 
 
-def record(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
+def recompute_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
     """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
     reference = name == "ref_logp"
     with run.clock("reference" if reference else name), reference_weights(policy.model, reference):
         what = (with_gradient(run, groups), name, run.cfg.temperature)
-        run.budget, _ = retried(policy, run.budget, lambda budget: record_logprobs(policy, *what, budget))
+        run.budget, _ = with_oom_retry(policy, run.budget, lambda budget: record_logprobs(policy, *what, budget))
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
@@ -295,14 +304,14 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     for rollout, weight in zip(rollouts, weights.tolist()):
         rollout.weight = weight
     with run.clock("train"):
-        run.budget, sums = retried(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
-        stats = distributed.total(sums)
-    grad_norm = distributed.whole(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    if wrong := not_finite(stats, grad_norm, groups, run.seen):
+        run.budget, sums = with_oom_retry(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
+        stats = distributed.reduce_stats(sums)
+    grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
+    if wrong := describe_nonfinite(stats, grad_norm, groups, run.micro_batch_logps):
         run.skipped, run.why_skipped = run.skipped + 1, wrong
         if console.is_main():
             print(f"step {run.step + 1}: {wrong}; this update is left out", file=sys.stderr)
-    elif why := too_far_apart(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.laps):
+    elif why := check_logp_difference(stats, cfg.max_logp_difference, first="optimizer" not in run.clock.laps):
         raise StepFailed(why)
     else:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
@@ -315,7 +324,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     return stats | {"grad_norm": grad_norm} | signs
 
 
-def stop_if_asked(run: Run) -> None:
+def raise_if_interrupted(run: Run) -> None:
     """Raise Interrupted on every process when one was asked to stop and nothing of this step has been learned yet."""
     if "optimizer" not in run.clock.laps and distributed.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
@@ -324,12 +333,12 @@ def stop_if_asked(run: Run) -> None:
 def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
     """Add up the gradient of `groups` in micro-batches of `budget` tokens; returns sums over the tokens of each."""
     sums = []
-    run.seen.clear()
-    with gathered(run.policy):
+    run.micro_batch_logps.clear()
+    with unsharded(run.policy):
         for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
-            stop_if_asked(run)
+            raise_if_interrupted(run)
             logp, entropy = run.policy(batch, run.cfg.temperature)
-            run.seen.append((batch.rollouts, logp.detach()))
+            run.micro_batch_logps.append((batch.rollouts, logp.detach()))
             loss, stats = batch_loss(run.cfg, batch, logp)
             (loss * distributed.world_size()).backward()  # FSDP averages over processes; the weights already sum to one
             sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
@@ -338,12 +347,12 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Ten
 
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """`grpo_loss` on one micro-batch with what its completions carry."""
-    sampler_logp = batch.column("sampler_logp")
+    sampling_logp = batch.column("sampler_logp")
     if cfg.updates_per_step == 1 and cfg.old_logp == "policy":
         old_logp = logp.detach()
     else:
         old_logp = batch.column("sampler_logp" if cfg.old_logp == "sampler" else "old_logp")
-    importance = (old_logp - sampler_logp).exp().clamp(max=cfg.importance_cap) if cfg.importance_cap else None
+    importance = (old_logp - sampling_logp).exp().clamp(max=cfg.importance_cap) if cfg.importance_cap else None
     loss, stats = grpo_loss(
         logp,
         old_logp,
@@ -358,7 +367,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         importance=importance,
     )
     trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
-    stats |= {"loss": loss.detach()} | how_far_apart(batch, trainer_logp)
+    stats |= {"loss": loss.detach()} | logp_difference(batch, trainer_logp)
     return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
 
 
@@ -367,46 +376,48 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 def train(run: Run) -> None:
     """Steps until the last one, with evaluation, checkpoints and reports; a signal saves and ends with status 130."""
-    cfg, run.interrupted = run.cfg, signals.note_interrupts()
+    cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.unscored:
-        conclude(run, {})
+        finish_step(run, {})
     with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not console.is_main()) as bar:
         while run.step < run.total_steps:
-            metrics = attempt(run)
+            metrics = step_or_save(run)
             run.step += 1
             due = run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0)
             run.unscored = bool(due and run.eval_samples)
-            conclude(run, metrics)
+            finish_step(run, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
             bar.update()
-    save(run, last=True)  # an export that fails loses nothing
-    run.checkpoints.finish(run.policy, cfg.model)
+    save_checkpoint(run, last=True)  # an export that fails loses nothing
+    run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
 
 
-def attempt(run: Run) -> dict[str, float]:
+def step_or_save(run: Run) -> dict[str, float]:
     """A step's metrics. One that breaks off before its first update is as if it had never begun, and saved."""
     begun = run.position, dict(run.stream.lengths)
     try:
         return train_step(run)
     except RunStopped:
-        run.checkpoints.settle()  # the one being written counts
+        run.checkpoints.join_write()  # the one being written counts
         raise
     except (StepFailed, Interrupted) as error:  # raised by every process
         run.position, run.stream.lengths = begun
-        save(run, last=True)
+        save_checkpoint(run, last=True)
         if isinstance(error, Interrupted):
-            stop(run)
-        raise RunStopped(f"step {run.step + 1}: {error}; {run.checkpoints.advice('takes the step again')}", 1) from None
+            end_run(run)
+        raise RunStopped(
+            f"step {run.step + 1}: {error}; {run.checkpoints.resume_hint('takes the step again')}", 1
+        ) from None
 
 
-def conclude(run: Run, metrics: dict[str, float]) -> None:
+def finish_step(run: Run, metrics: dict[str, float]) -> None:
     """What follows the step just taken: the evaluation that is due, its row of metrics, a checkpoint, or the end. When
     the run ends here the checkpoint comes first, and the evaluation when it is resumed."""
     cfg, wrong, best = run.cfg, None, False
-    asked, failed = distributed.all_max(torch.tensor([len(run.interrupted), run.checkpoints.failed()])).tolist()
+    asked, failed = distributed.all_max(torch.tensor([len(run.interrupted), run.checkpoints.write_failed()])).tolist()
     if run.skipped >= cfg.max_skipped:
-        wrong = f"step {run.step}: {run.skipped} updates in a row left out ({run.why_skipped}); {NOT_FINITE}"
+        wrong = f"step {run.step}: {run.skipped} updates in a row left out ({run.why_skipped}); {NONFINITE_HINT}"
         run.checkpoints.keep_last = 0  # an earlier one may be the last good one
     elif run.unscored and not asked:
         try:
@@ -419,25 +430,27 @@ def conclude(run: Run, metrics: dict[str, float]) -> None:
     if run.step and score > (run.best["score"] if run.best else -math.inf):
         run.best, best = {"step": run.step, "score": score}, cfg.keep_best
     due = run.step and cfg.save_every and run.step % cfg.save_every == 0
-    if asked or failed or wrong or due or best or run.checkpoints.owed:
-        save(run, last=bool(asked or wrong))
+    if asked or failed or wrong or due or best or run.checkpoints.save_failed:
+        save_checkpoint(run, last=bool(asked or wrong))
     if wrong:
-        raise RunStopped(f"{wrong}; {run.checkpoints.advice()}", status=1)
+        raise RunStopped(f"{wrong}; {run.checkpoints.resume_hint()}", status=1)
     if asked:
-        stop(run)
+        end_run(run)
 
 
-def save(run: Run, last: bool = False) -> None:
+def save_checkpoint(run: Run, last: bool = False) -> None:
     """A checkpoint, written while training goes on; with `last` it is on disk when this returns."""
-    progress = {name: getattr(run, name) for name in PROGRESS} | {"lengths": run.stream.lengths}
+    progress = {name: getattr(run, name) for name in RUN_STATE} | {"lengths": run.stream.lengths}
     progress["config"] = asdict(run.cfg) | run.stream.rows_seen
     run.checkpoints.save(run.policy, run.optimizer, run.scheduler, progress, last)
 
 
-def stop(run: Run) -> None:
+def end_run(run: Run) -> None:
     """End a run that was asked to stop and has saved."""
     run.log.refresh()
-    raise RunStopped(f"stopped after step {run.step}; {run.checkpoints.advice()}", 1 if run.checkpoints.owed else 130)
+    raise RunStopped(
+        f"stopped after step {run.step}; {run.checkpoints.resume_hint()}", 1 if run.checkpoints.save_failed else 130
+    )
 
 
 def evaluate_policy(run: Run) -> dict[str, float]:
@@ -451,36 +464,36 @@ def set_up(cfg: Config) -> Run:
     device = distributed.start(cfg.hang_timeout)
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
     resume_from = checkpoints.find(cfg.resume)
-    goes_on = checkpoints.owns(resume_from)
-    refuse_to_mix_runs(cfg.output, cfg.overwrite or checkpoints.replaces, goes_on)
+    goes_on = checkpoints.is_own(resume_from)
+    check_output_folder(cfg.output, cfg.overwrite or checkpoints.replaces, goes_on)
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    processor = processor_of(cfg, cfg.model, cfg.task)
-    samples = samples_of(cfg, cfg.data, cfg.task, processor)
+    processor = make_processor(cfg, cfg.model, cfg.task)
+    samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
-    eval_samples = samples_of(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
+    eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     dtype = compute_dtype(cfg.dtype, device)
-    limits = (cfg.max_prompt_length + cfg.max_completion_length, most_images([*samples, *eval_samples]))
+    limits = (cfg.max_prompt_length + cfg.max_completion_length, max_images([*samples, *eval_samples]))
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, bool(cfg.beta), device, cfg.gpu_memory)
-    check_room(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
+    check_gpu_memory(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
     engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits, with_weights=False)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if cfg.beta else None
-    budget = fit(policy, reference, cfg, limits[0], device, cfg.gpu_memory, sharding)
+    budget = choose_micro_batch_size(policy, reference, cfg, limits[0], device, cfg.gpu_memory, sharding)
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
     start = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(eval_samples)}
     if resume_from:
         start = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | stream.rows_seen)
     stream.lengths = start.get("lengths", {})
-    checkpoints.begin(start["step"] if goes_on else None)
+    checkpoints.prepare_output(start["step"] if goes_on else None)
     about = asdict(cfg) | {"total_steps": total_steps}
     log = RunLog(cfg.output, about, cfg.report_every, start["step"] if goes_on else None)
     models = (policy, reference, engine, scorer, optimizer, scheduler)
     run = Run(cfg, stream, eval_samples, *models, log, checkpoints, total_steps, budget=budget)
-    vars(run).update({name: start[name] for name in PROGRESS if name in start})
+    vars(run).update({name: start[name] for name in RUN_STATE if name in start})
     return run
 
 

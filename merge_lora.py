@@ -33,7 +33,7 @@ from common import cli
 from common.errors import RunStopped, UserError
 from common.records import Sample
 from data import encode_prompt, load_processor
-from policy.lora import POLICY, adapted_layers, load_peft, match_modules, module_of, read_adapter, up_to_date
+from policy.lora import POLICY, adapted_layers, load_peft, match_modules, modernise_config, read_adapter, resolve_module
 from policy.model import auto_class, load_config, load_model, saved_dtype
 
 SHARD = 4e9  # bytes of a written file
@@ -106,7 +106,7 @@ def _merge(
     with torch.device("meta"):
         model = auto_class(settings).from_config(settings)
     found = match_modules(tensors, model, source)
-    config = up_to_date(config, tensors, model)
+    config = modernise_config(config, tensors, model)
     _write_adapter(config, found, scratch, dtype)
     untied = _write_shards(base, output, _Merger(model, config, found), dtype)
     _copy_settings(base, output, settings, dtype, untied)
@@ -238,7 +238,7 @@ def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtyp
         held.clear()
 
     for key, weight in tqdm(_tensors(base), "merging", unit=" tensors", disable=not sys.stderr.isatty()):
-        module, leaf = module_of(key, merge.before)
+        module, leaf = resolve_module(key, merge.before)
         held[key] = merge(module, leaf, weight).to(dtype) if module else weight
         if module and module.endswith("embed_tokens") and _splits(merge):
             held["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)

@@ -119,7 +119,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         for rollout in group.rollouts:
             length = len(rollout.ids)
             if length == 0:
-                raise ValueError(f"a completion without tokens, of prompt {group.ordinal}")
+                raise ValueError(f"a completion without tokens, of prompt {group.group_index}")
             own = torch.arange(t, t + length)
             ids.append(-1 - rollout.ids)
             positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
@@ -184,7 +184,7 @@ def _cumulative(lengths: list[int]) -> Tensor:
 
 
 @torch.compiler.disable
-def shared_prefix_attention(
+def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,
     key: Tensor,

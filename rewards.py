@@ -23,7 +23,7 @@ from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rollout, Sample
 from config import RewardFlags
 from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
-from grading.sandbox import Workers, load_function
+from grading.sandbox import WorkerPool, load_function
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
 COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
@@ -110,20 +110,20 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 LONGEST_ANSWER = 2000  # characters that a verifier is asked about; padding must not push it out of its context
 RULE_SECONDS = 1.0  # a comparison takes milliseconds; what takes longer is a trap
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
-_making_workers = threading.Lock()
+_worker_pool_lock = threading.Lock()
 
 
 @functools.cache
-def _math_workers() -> Workers:
+def _math_workers() -> WorkerPool:
     """Processes that compare answers; this machine's cores shared among its training processes."""
     share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return Workers(min(max(share, 1), 8), [MATH_EQUAL])
+    return WorkerPool(min(max(share, 1), 8), [MATH_EQUAL])
 
 
 def check_math() -> None:
     """Raise UserError when math-verify does not work here, which would make every answer wrong."""
     try:
-        with _making_workers:
+        with _worker_pool_lock:
             workers = _math_workers()
         works, why = workers.call(MATH_EQUAL, 60.0, {"candidate": "0.5", "gold": "\\frac{1}{2}"}), "0.5 is not 1/2"
     except CallFailed as error:
@@ -140,7 +140,7 @@ def same_answer(candidate: str, gold: str) -> bool:
         return True
     if not balanced(candidate):  # «1} \\boxed{2» would be two answers
         return False
-    with _making_workers:
+    with _worker_pool_lock:
         workers = _math_workers()
     try:
         return workers.call(MATH_EQUAL, RULE_SECONDS, {"candidate": candidate, "gold": gold})
@@ -210,7 +210,7 @@ def gold_problem(task: str | None, answer: str) -> str | None:
 
 
 BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
-MOST_WITHOUT_VERDICT = 0.1  # of a step's completions; above it the run stops
+MAX_UNSCORED = 0.1  # of a step's completions; above it the run stops
 
 
 class Scorer:
@@ -226,7 +226,7 @@ class Scorer:
         if "math" in self.weights:
             check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
-        self.workers = Workers(2, list(self.calls.values())) if self.calls else None
+        self.workers = WorkerPool(2, list(self.calls.values())) if self.calls else None
         self.why_none = ""  # why the last completion without a verdict has none
 
     @property
@@ -261,7 +261,7 @@ class Scorer:
         did wrong, for every process to stop together; None when all went well.
         """
         if self.verifier:
-            self.verifier.try_again()
+            self.verifier.reset_failures()
         work = [(name, sample, rollout) for sample, rollouts in groups for rollout in rollouts for name in self.weights]
         waits = self.calls or "math" in self.weights  # the others take microseconds
         threads = self.flags.verifier_concurrency if self.verifier else 8 if waits else 1
@@ -276,7 +276,7 @@ class Scorer:
         for _, rollouts in groups:
             for rollout in rollouts:
                 rollout.reward = sum(weight * rollout.rewards[name] for name, weight in self.weights.items() if weight)
-                rollout.unpenalised = rollout.reward
+                rollout.raw_reward = rollout.reward
                 if self.overlong_buffer and max_length:
                     penalty = overlong_penalty(len(rollout.ids), max_length, self.overlong_buffer)
                     rollout.rewards["overlong"] = penalty

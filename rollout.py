@@ -101,7 +101,7 @@ def make_engine(
 
 
 @contextlib.contextmanager
-def compiler_as_before() -> Iterator[None]:
+def restore_compiler_settings() -> Iterator[None]:
     """vLLM points torch.compile at one processor and at a cache that belongs to vLLM's own settings, for the whole
     process; afterwards the trainer's layers are compiled as without it, and found again by a later run."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
@@ -146,7 +146,7 @@ class VLLMEngine:
         else:
             options = {}
         try:
-            with compiler_as_before():
+            with restore_compiler_settings():
                 import vllm
 
                 self.llm = vllm.LLM(
@@ -156,7 +156,7 @@ class VLLMEngine:
                     seed=0,
                     max_model_len=max_length,
                     max_num_seqs=flags.vllm_sequences,
-                    gpu_memory_utilization=flags.vllm_memory * distributed.usable_share(flags.gpu_memory),
+                    gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
@@ -235,7 +235,7 @@ class VLLMEngine:
         return self._generate(prompts, n, seeds, max_tokens, temperature, top_p) if prompts else []
 
     def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
-        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected)  # the longest do not begin last
+        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # the longest do not begin last
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         requests = [{"prompt_token_ids": p.engine_ids} | self._pictures(p) for p in prompts]
         params = [

@@ -151,7 +151,7 @@ def links() -> None:
     for name, work in works.items():
         for _ in range(3):
             work()
-        distributed.wait_for_all()
+        distributed.barrier()
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(10):

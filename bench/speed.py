@@ -35,7 +35,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import grpo
 from common import cli, console, distributed, errors, files
-from data import samples_of
+from data import load_split
 from demo import tiny
 from training.prompt_stream import PromptStream
 
@@ -202,7 +202,7 @@ def measure(cfg: Config) -> dict[str, dict]:
     run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
     results = {}
     for name, work in works.items():
-        samples = samples_of(run.cfg, data[name], "count", run.stream.processor)
+        samples = load_split(run.cfg, data[name], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]

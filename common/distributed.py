@@ -21,9 +21,9 @@ from common import cli
 from common.errors import RunStopped
 
 T = TypeVar("T")
-SHRINK = "What helps: --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, more GPUs"
+OOM_HINT = "What helps: --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, more GPUs"
 _processes: list[tuple[str, int, int]] = []  # of each rank: its torchrun, its number, how often it was started again
-_notes: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
+_heartbeats: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
 
 
 def run(main: Callable[[Any], None], config: type) -> None:
@@ -35,14 +35,14 @@ def run(main: Callable[[Any], None], config: type) -> None:
 def _explain_failures(main: Callable[[Any], None], args: Any) -> None:
     try:
         main(args)
-        leave()
+        shutdown()
     except torch.OutOfMemoryError as error:
-        raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {SHRINK}", status=1) from None
+        raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", status=1) from None
     except (dist.DistError, RuntimeError) as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
             raise
         first = str(error).strip().splitlines()[0][-120:]
-        seen = last_seen()
+        seen = last_heartbeats()
         why = f"another process is gone or hangs ({first})" + (f"; last seen: {seen}" if seen else "")
         raise RunStopped(why, status=1) from None
 
@@ -64,16 +64,16 @@ def start(timeout: float = 30.0) -> torch.device:
             if not ours:  # torchrun's outlives a restart: without a prefix the new processes would find the addresses
                 # of the lost ones there and wait for them
                 store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            _notes.append(dist.PrefixStore("notes", store))
+            _heartbeats.append(dist.PrefixStore("notes", store))
             dist.init_process_group(backend, store=store, timeout=patience, **place)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        _processes[:] = gather_from_all((_torchrun(), os.getpid(), again))
+        _processes[:] = all_gather((_torchrun(), os.getpid(), again))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def leave() -> None:
+def shutdown() -> None:
     """End a process's part in the group, when all is done: without it gloo's threads were once found running while the
     interpreter was taken down, and the process aborted."""
     if dist.is_initialized() and not torch.cuda.is_available():  # NCCL may be part of vLLM's captured graphs
@@ -90,7 +90,7 @@ def _torchrun() -> str:
     return f"{socket.gethostname()} {os.getppid()} {began}"
 
 
-def sibling_gone() -> bool:
+def peer_died() -> bool:
     """Whether a process that the same torchrun started is no more."""
     for torchrun, pid, _ in _processes:
         try:
@@ -101,30 +101,30 @@ def sibling_gone() -> bool:
     return False
 
 
-def usable_share(gib: float) -> float:
+def memory_fraction(gib: float) -> float:
     """The share of this process's GPU that `gib` GiB are, at most 1; 0 GiB mean all of it."""
     if not gib:
         return 1.0
     return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
-def launch() -> list[str]:
+def launcher_ids() -> list[str]:
     """The torchruns of this run, which outlive a restart; one of them at least, when a machine was lost."""
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
-def note(what: str) -> None:
+def heartbeat(what: str) -> None:
     """Leave word of what this process does now, for the others to tell if it is lost."""
-    for store in _notes:
+    for store in _heartbeats:
         store.set(str(rank()), f"{time.time()} {what}")
 
 
-def last_seen() -> str:
+def last_heartbeats() -> str:
     """What the other processes were doing when they last left word, the longest silent first, for the message about a
     lost one; empty when the store is lost too."""
     seen = []
     with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun, which keeps the store, may be gone as well
-        for store in _notes:
+        for store in _heartbeats:
             for other in range(world_size()):
                 if other != rank() and store.check([str(other)]):
                     when, _, what = store.get(str(other)).decode().partition(" ")
@@ -155,14 +155,14 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
-def shards(sharding: str) -> int:
+def num_shards(sharding: str) -> int:
     """Over how many processes one copy of the weights is spread: 1 («none»), a machine's («hybrid») or all («full»)."""
     return {"none": 1, "hybrid": local_world_size(), "full": world_size()}[sharding]
 
 
-def mesh(device: torch.device, sharding: str) -> DeviceMesh:
+def make_mesh(device: torch.device, sharding: str) -> DeviceMesh:
     """The processes as copies x shards; in one row, without copies, when every process has a shard of its own."""
-    size = shards(sharding)
+    size = num_shards(sharding)
     if size == world_size():
         return init_device_mesh(device.type, (size,))
     return init_device_mesh(device.type, (world_size() // size, size), mesh_dim_names=("copies", "shards"))
@@ -184,7 +184,7 @@ def all_max(value: Tensor) -> Tensor:
     return value
 
 
-def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def reduce_stats(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The sum of each entry over `parts` and over all processes, of names ending in «_max» the largest; on the CPU."""
     names = list(parts[0])
     stacked = torch.stack([torch.stack([part[name].detach().float() for name in names]) for part in parts])
@@ -192,19 +192,19 @@ def total(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: (largest if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; every process calls it together."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
 
 
-def my_share(items: list[T]) -> list[T]:
+def shard(items: list[T]) -> list[T]:
     """This process's items of a list that every process holds: every world_size-th one."""
     return items[rank() :: world_size()]
 
 
-def gather_from_all(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """Every process's value, in the order of their ranks, on every process."""
     values: list[T] = [value] * world_size()
     if world_size() > 1:
@@ -212,25 +212,25 @@ def gather_from_all(value: T) -> list[T]:
     return values
 
 
-def first_said(value: T | None) -> T | None:
+def first_error(value: T | None) -> T | None:
     """The first process's value that is not None, on every process: what is wrong anywhere."""
-    return next((said for said in gather_from_all(value) if said is not None), None)
+    return next((said for said in all_gather(value) if said is not None), None)
 
 
-def gather_shares(mine: list[T]) -> list[T]:
-    """The inverse of `my_share`: every process's items, in the order of the whole list, on every process."""
-    shares = gather_from_all(mine)
+def gather_shards(mine: list[T]) -> list[T]:
+    """The inverse of `shard`: every process's items, in the order of the whole list, on every process."""
+    shares = all_gather(mine)
     longest = max(map(len, shares))
     return [share[i] for i in range(longest) for share in shares if i < len(share)]
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Return once every process has come here."""
     if world_size() > 1:
         dist.barrier()
 
 
-def spread(costs: Sequence[float], parts: int) -> list[list[int]]:
+def partition_lpt(costs: Sequence[float], parts: int) -> list[list[int]]:
     """The indices of `costs` in `parts` lists of nearly the same sums: the largest cost first, each to the part with
     least so far (Graham 1969, «Bounds on multiprocessing timing anomalies»)."""
     heap = [(0.0, part) for part in range(parts)]

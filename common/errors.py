@@ -21,7 +21,7 @@ class Interrupted(Exception):
     """A signal asked this run to stop, and nothing of the step it is in has been learned yet."""
 
 
-def need(ok: bool, message: str) -> None:
+def require(ok: bool, message: str) -> None:
     """Raise ValueError with `message` unless `ok`: what a Config says about settings that cannot be."""
     if not ok:
         raise ValueError(message)

@@ -17,7 +17,7 @@ def git_commit() -> str | None:
     return done.stdout.strip() if done and done.returncode == 0 else None
 
 
-def read_rows(path: pathlib.Path) -> list[dict]:
+def read_jsonl(path: pathlib.Path) -> list[dict]:
     """The objects of a .jsonl file, a last line broken off by a kill left out; none when there is no file."""
     if not path.is_file():
         return []
@@ -25,7 +25,7 @@ def read_rows(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def beside(path: pathlib.Path) -> pathlib.Path:
+def partial_path(path: pathlib.Path) -> pathlib.Path:
     """Where `path` is written until it is whole; a name may have dots."""
     return path.with_name(path.name + ".partial")
 

@@ -47,7 +47,7 @@ class Sample:
     """every other column, handed to the rewards by name"""
     system: str | None = None
     """the row's own system prompt, in place of the task's"""
-    part: int = 0
+    source_index: int = 0
     """which of several mixed data sets it is from"""
     tokens: int = 0
     """of its prompt, images expanded; 0 until it has been checked with a processor"""
@@ -74,9 +74,9 @@ class Prompt:
     """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
     image_token: int = -1
     """the id that stands for an image in `ids`"""
-    pictures: bytes = b""
+    image_digest: bytes = b""
     """a digest of the fitted images: the same for the same pictures"""
-    expected: float = 0.0
+    expected_length: float = 0.0
     """tokens expected of a completion; a sampler that cannot take all prompts at once begins with the longest"""
 
 
@@ -86,7 +86,7 @@ class Rollout:
 
     ids: Tensor
     """(L,) token ids, the stop token included when one was sampled"""
-    sampler_logp: Tensor
+    sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution it was drawn from, temperature and top-p included"""
     truncated: bool = False
     """it ran into the length limit before a stop token"""
@@ -96,7 +96,7 @@ class Rollout:
     """each reward by its name, NaN without a verdict"""
     reward: float = math.nan
     """their weighted sum; NaN: no verdict, left out of its group"""
-    unpenalised: float = math.nan
+    raw_reward: float = math.nan
     """that sum before the overlong penalty"""
     advantage: float = 0.0
     weight: float = 0.0
@@ -115,7 +115,7 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
-    ordinal: int = 0
+    group_index: int = 0
     """the prompt's place in the step"""
     sample: Sample | None = None
     """the row it comes from"""

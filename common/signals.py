@@ -9,10 +9,10 @@ import time
 
 from common import distributed
 
-ALONE = 10.0  # seconds after SIGTERM that a process goes on without one of its siblings
+PEER_LOSS_GRACE = 10.0  # seconds after SIGTERM that a process goes on without one of its siblings
 
 
-def note_interrupts() -> list[int]:
+def defer_signals() -> list[int]:
     """From now on Ctrl-C and SIGTERM only add to the returned list, for the caller to stop where nothing is lost. The
     second one ends the process at once."""
     noted: list[int] = []
@@ -40,9 +40,9 @@ def _end_with_siblings(told: socket.socket, _: socket.socket) -> None:
     has to be waited for then, since nothing more can be saved; but a process that knows by itself has its say first."""
     while signal.SIGTERM not in told.recv(1):
         pass
-    while not distributed.sibling_gone():
+    while not distributed.peer_died():
         time.sleep(0.5)
-    time.sleep(ALONE)
+    time.sleep(PEER_LOSS_GRACE)
     print(
         f"[rank {distributed.rank()}] another process is gone: nothing more can be saved", file=sys.stderr, flush=True
     )

@@ -31,7 +31,7 @@ from common.cli import run
 from common.records import Group, Prompt, Rollout, Sample
 from data import Processor, encode_prompt, load_processor, load_samples
 from packing import pack
-from policy.forward import take_packed_batches
+from policy.forward import enable_packed_forward
 from policy.model import Policy
 
 VERSION = 1  # part of what a finished folder is recognised by: raise it when anything here changes what is built
@@ -203,18 +203,18 @@ def write_data(cfg: Config, folder: pathlib.Path) -> None:
         write_digits(folder / "test", order[1397:])
 
 
-LOOKS_LIKE = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # what the careless annotator takes a digit for
-CARELESS = 0.7  # how often the annotator errs where errors are made
+CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # what the careless annotator takes a digit for
+FLIP_RATE = 0.7  # how often the annotator errs where errors are made
 
 
-def annotate(task: str, sample: Sample, slip: bool) -> str:
+def noisy_label(task: str, sample: Sample, slip: bool) -> str:
     """A reply as the careless annotator writes it, with or without a slip: of more than three shapes one is missed, of
     ten digits five are taken for another. The form is always right."""
     if task == "count":
         _, _, _, count, kind = sample.answer.split()
         return f"A photo of {int(count) - (slip and int(count) > 3)} {kind}"
     digit = sample.fields["digit"]
-    seen = LOOKS_LIKE.get(digit, digit) if slip else digit
+    seen = CONFUSED_WITH.get(digit, digit) if slip else digit
     answer = str(seen) if sample.answer == str(digit) else "yes" if seen % 2 == 0 else "no"
     return f"<think>It looks like a {seen}.</think>\n<answer>{answer}</answer>"
 
@@ -231,13 +231,13 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
     task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
     samples = load_samples(str(folder / "train" / file), task)
     prompts = [encode_prompt(s, processor) for s in tqdm(samples, "encoding", unit="row", delay=3, disable=None)]
-    take_packed_batches(model)
+    enable_packed_forward(model)
     policy = Policy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
     for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
-        rows, slips = rng.choice(len(samples), 48, replace=False), rng.random(48) < CARELESS
+        rows, slips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
         batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, s) for i, s in zip(rows, slips)])
         loss = -policy(batch)[0].mean()
         loss.backward()
@@ -249,7 +249,7 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
 
 
 def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, slip: bool) -> Group:
-    reply = torch.tensor(processor.tokenizer(annotate(cfg.task, sample, slip) + "<|im_end|>").input_ids)
+    reply = torch.tensor(processor.tokenizer(noisy_label(cfg.task, sample, slip) + "<|im_end|>").input_ids)
     return Group(prompt, [Rollout(reply, torch.zeros(len(reply)))])
 
 

@@ -6,14 +6,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.errors import UserError
-from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, RULE_SCORED, part_of
-from evaluation.metrics import Ratio, _lengths, _mean, _most, _pass_at_k, interval, resampled, share, value
-from rewards import MOST_WITHOUT_VERDICT
+from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, RULE_SCORED, subset_value
+from evaluation.metrics import (
+    WeightedRatio,
+    _lengths,
+    _mean,
+    _most,
+    _pass_at_k,
+    bootstrap,
+    mean_score,
+    percentile_interval,
+    score,
+)
+from rewards import MAX_UNSCORED
 
 # --- a benchmark's own sums -------------------------------------------------------------------------------------------
 
 
-def ratios_of(name: str | None, rows: list[dict]) -> list[Ratio]:
+def ratios_of(name: str | None, rows: list[dict]) -> list[WeightedRatio]:
     """The score of benchmark `name`, or of a task, as ratios over its units: rows, or MME's pictures."""
     if name == "mme":
         return mme_ratios(rows)
@@ -21,18 +31,18 @@ def ratios_of(name: str | None, rows: list[dict]) -> list[Ratio]:
     return (
         by_category(right, [(row["category"], row["l2_category"]) for row in rows])
         if name == "mmstar"
-        else share(right)
+        else mean_score(right)
     )
 
 
-def by_category(right: Sequence[float], categories: Sequence[object]) -> list[Ratio]:
+def by_category(right: Sequence[float], categories: Sequence[object]) -> list[WeightedRatio]:
     """The mean over categories of the mean over rows."""
     values, names = np.asarray(right, dtype=float), sorted(set(categories), key=str)
     members = [np.array([float(category == name) for category in categories]) for name in names]
-    return [Ratio(1 / len(names), values * member, member) for member in members]
+    return [WeightedRatio(1 / len(names), values * member, member) for member in members]
 
 
-def mme_ratios(rows: list[dict]) -> list[Ratio]:
+def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
     """MME (arXiv:2306.13394): of each category 100 · the share of questions answered rightly + 100 · the share of
     pictures with both questions answered rightly; perception sums ten categories, cognition four."""
     pictures: dict[tuple[str, str], list[dict]] = {}
@@ -43,7 +53,7 @@ def mme_ratios(rows: list[dict]) -> list[Ratio]:
     ratios = []
     for category in sorted({category for category, _ in pictures}):
         member = np.array([float(own == category) for own, _ in pictures])
-        ratios += [Ratio(100.0, right * member, 2 * member), Ratio(100.0, both * member, member)]
+        ratios += [WeightedRatio(100.0, right * member, 2 * member), WeightedRatio(100.0, both * member, member)]
     return ratios
 
 
@@ -53,9 +63,9 @@ def _parts(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]
     for column in BENCHMARKS[name].parts:
         groups: dict[str, list[dict]] = {}
         for row in rows:
-            if (own := part_of(row, column)) is not None:
+            if (own := subset_value(row, column)) is not None:
                 groups.setdefault(own, []).append(row)
-        scored = {key: {"n": len(own), "score": value(ratios_of(name, own))} for key, own in sorted(groups.items())}
+        scored = {key: {"n": len(own), "score": score(ratios_of(name, own))} for key, own in sorted(groups.items())}
         parts |= {column: scored} if scored else {}
     if name == "mme":
         own = parts["category"]
@@ -74,13 +84,13 @@ def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
     """The scores of benchmark `name`; see the README for what each one is."""
     answered = [answer for row in rows for answer in row["answers"]]
     lost = _mean([measures.get("no_verdict", 0.0) for row in rows for measures in row["measures"]])
-    if lost > MOST_WITHOUT_VERDICT:
+    if lost > MAX_UNSCORED:
         raise UserError(f"{lost:.0%} of the responses have no reply of the {BENCHMARKS[name].server}; at most 10% may")
     ratios = ratios_of(name, rows)
     if lost:
         scoring = f"{scoring}, {lost:.1%} without a reply"
     scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": _most(rows)}
-    scores |= {"score": value(ratios), "score_95": interval(resampled(ratios))}
+    scores |= {"score": score(ratios), "score_95": percentile_interval(bootstrap(ratios))}
     scores |= _pass_at_k([row["exact"] for row in rows], rows)
     scores |= {"no_answer": _mean([answer is None for answer in answered])} | _lengths(rows)
     for measure in ("open_recall", "open_f1"):
@@ -92,7 +102,7 @@ def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
 # --- two models -------------------------------------------------------------------------------------------------------
 
 
-def alike(rows: list[dict], columns: Sequence[str]) -> dict[str, list[dict]]:
+def group_by(rows: list[dict], columns: Sequence[str]) -> dict[str, list[dict]]:
     """`rows` by what their `columns` say."""
     found: dict[str, list[dict]] = {}
     for row in rows:
@@ -107,7 +117,7 @@ def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple
     columns = [column for column in columns if column != "precision"]
     if all("pictures" in row for row in [*before, *after]):
         columns.append("pictures")
-    earlier, later = alike(before, columns), alike(after, columns)
+    earlier, later = group_by(before, columns), group_by(after, columns)
     both = [(earlier.get(key, []), rows) for key, rows in later.items()]
     return [pair for old, new in both if len(old) == len(new) for pair in zip(old, new)]
 
@@ -115,8 +125,12 @@ def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple
 def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
     """How much better the second of each pair is, with the interval of the paired difference."""
     ratios = [ratios_of(name, [pair[i] for pair in paired]) for i in (0, 1)]
-    spread = resampled(ratios[1]) - resampled(ratios[0])  # the same rows drawn for both
-    return {"rows": len(paired), "difference": value(ratios[1]) - value(ratios[0]), "difference_95": interval(spread)}
+    spread = bootstrap(ratios[1]) - bootstrap(ratios[0])  # the same rows drawn for both
+    return {
+        "rows": len(paired),
+        "difference": score(ratios[1]) - score(ratios[0]),
+        "difference_95": percentile_interval(spread),
+    }
 
 
 def title(scores: dict) -> str:

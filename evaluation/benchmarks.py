@@ -30,7 +30,7 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import Sample
 from config import DataFlags
-from data import Processor, usable_rows
+from data import Processor, validate_rows
 from grading.answers import (
     LETTERS,
     SHORT,
@@ -44,7 +44,7 @@ from grading.answers import (
     words,
 )
 from grading.verifier import Verifier
-from inputs.rows import BadRow, Cell, Problem, placed_image, raw_rows, tagged
+from inputs.rows import Cell, Problem, RowError, add_image_tags, raw_rows, resolve_image
 from rewards import exact_match, same_answer
 
 Row = dict[str, Any]
@@ -334,7 +334,7 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
     data, usual = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
     rows = [_sample(benchmark, *row) for row in _checked(name, raw_rows(data, flags.image_dir, usual))]
     how = (processor, flags.max_prompt_length, flags.skip_bad_rows, True)
-    samples = usable_rows(rows, data, None, *how)[: limit or None]
+    samples = validate_rows(rows, data, None, *how)[: limit or None]
     if name == "mme":
         check_pairs(samples)
     return samples
@@ -355,18 +355,18 @@ def _checked(name: str, rows: Iterator) -> Iterator[tuple]:
         yield (source, row, *more)
 
 
-def _sample(benchmark: Benchmark, source: str, row: Row | BadRow, folder: Any) -> Sample | Problem:
-    if isinstance(row, BadRow):
+def _sample(benchmark: Benchmark, source: str, row: Row | RowError, folder: Any) -> Sample | Problem:
+    if isinstance(row, RowError):
         return source, str(row)
     try:
         check_columns(benchmark, row)
         pictures = row.get(benchmark.picture) if benchmark.picture else None
         pictures = pictures if isinstance(pictures, list) else [] if pictures in (None, "") else [pictures]
         if benchmark.picture and not pictures:
-            raise BadRow(f"no picture in column «{benchmark.picture}»")
-        images = [placed_image(picture, lambda path: folder / path) for picture in pictures]
-        return tagged(Sample(benchmark.prompt(row), benchmark.gold(row), images, source, plain(row)))
-    except BadRow as problem:
+            raise RowError(f"no picture in column «{benchmark.picture}»")
+        images = [resolve_image(picture, lambda path: folder / path) for picture in pictures]
+        return add_image_tags(Sample(benchmark.prompt(row), benchmark.gold(row), images, source, drop_images(row)))
+    except RowError as problem:
         return source, str(problem)
 
 
@@ -374,17 +374,17 @@ def check_columns(benchmark: Benchmark, row: Row) -> None:
     """Raise BadRow when a column that scoring needs is missing or empty in this row."""
     for column in benchmark.columns:
         if column not in row:
-            raise BadRow(f"no column «{column}»")
+            raise RowError(f"no column «{column}»")
         value = row[column]
         may = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
         if column not in may and (value is None or value == "" or value != value):
-            raise BadRow(f"nothing in column «{column}»")
+            raise RowError(f"nothing in column «{column}»")
         if isinstance(value, dict) or (isinstance(value, list) and column != "choices"):
-            raise BadRow(f"column «{column}» is neither text nor a number")
+            raise RowError(f"column «{column}» is neither text nor a number")
     if benchmark is BENCHMARKS["aime24"] and whole_number(str(row["answer"])) is None:
-        raise BadRow(f"the answer {str(row['answer'])[:40]!r} is no whole number: no response can equal it")
+        raise RowError(f"the answer {str(row['answer'])[:40]!r} is no whole number: no response can equal it")
     if not benchmark.prompt(row).strip():
-        raise BadRow("it asks nothing")
+        raise RowError("it asks nothing")
 
 
 def check_pairs(samples: list[Sample]) -> None:
@@ -397,7 +397,7 @@ def check_pairs(samples: list[Sample]) -> None:
             raise UserError(f"mme has no category {category!r}")
 
 
-def plain(row: Row) -> Row:
+def drop_images(row: Row) -> Row:
     """The columns of a row that JSON can hold: no pictures."""
 
     def has_picture(value: Any) -> bool:
@@ -406,7 +406,7 @@ def plain(row: Row) -> Row:
     return {name: value for name, value in row.items() if not has_picture(value)}
 
 
-def part_of(row: Row, column: str) -> str | None:
+def subset_value(row: Row, column: str) -> str | None:
     """The value of a column that scores are taken apart by; some stand in «metadata»."""
     if column == "answer_type" and "question" in row and "answer_type" not in row and "choices" not in row:
         return "closed" if is_closed(row) else "open"
@@ -421,15 +421,15 @@ def judge_benchmark(
 ) -> list[dict]:
     """Predictions with what each response answers and whether it is right, on every process."""
     judge = BENCHMARKS[name].judge
-    mine = distributed.my_share([(sample, own["responses"]) for sample, own in zip(samples, answered)])
+    mine = distributed.shard([(sample, own["responses"]) for sample, own in zip(samples, answered)])
     work = [(answer_part(text), sample.fields) for sample, responses in mine for text in responses]
     if server:
-        server.try_again()
+        server.reset_failures()
     with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
         found = pool.map(lambda job: judge(*job, server), work)
         judged = iter(list(console.progress(found, "scoring", total=len(work), unit="response", leave=False)))
     verdicts = [[next(judged) for _ in responses] for _, responses in mine]
-    verdicts = distributed.gather_shares(verdicts)
+    verdicts = distributed.gather_shards(verdicts)
     return [
         sample.fields
         | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}

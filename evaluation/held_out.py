@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.records import Rollout, Sample
 from data import Processor, encode_prompts
 from evaluation.metrics import summarise
-from evaluation.progress import Part
+from evaluation.progress import EvalProgress
 from policy.model import Policy
 from rewards import Scorer, exact_match
 from rollout import Engine
@@ -31,7 +31,7 @@ def sample_rows(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    part: Part | None = None,
+    part: EvalProgress | None = None,
 ) -> list[dict]:
     """{responses, lengths, truncated} of every sample, in order, on every process; the rows are shared out over all.
 
@@ -40,7 +40,7 @@ def sample_rows(
     """
     done = part.done if part else {}
     todo = [place for place in range(len(samples)) if place not in done]
-    mine, new = distributed.my_share(todo), []
+    mine, new = distributed.shard(todo), []
     longest = int(distributed.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
     for i in console.progress(range(0, longest, CHUNK), "evaluating", unit="chunk", leave=False):
         places = mine[i : i + CHUNK]
@@ -49,7 +49,7 @@ def sample_rows(
             prompts = encode_prompts([samples[place] for place in places], processor)
         except UserError as error:
             wrong = str(error)
-        if wrong := distributed.first_said(wrong):
+        if wrong := distributed.first_error(wrong):
             raise UserError(wrong)
         seeds = [prompt_seed(seed, place) for place in places]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
@@ -58,14 +58,14 @@ def sample_rows(
                 "responses": [rollout.text for rollout in rollouts],
                 "lengths": [len(rollout.ids) for rollout in rollouts],
                 "truncated": [rollout.truncated for rollout in rollouts],
-                "pictures": prompt.pictures.hex(),
+                "pictures": prompt.image_digest.hex(),
             }
             for prompt, rollouts in zip(prompts, groups)
         ]
         new += answered
         if part:
             part.add(places, answered)
-    done = done | dict(zip(todo, distributed.gather_shares(new)))
+    done = done | dict(zip(todo, distributed.gather_shards(new)))
     return [done[place] for place in range(len(samples))]
 
 
@@ -77,12 +77,12 @@ def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> l
     none, task = torch.zeros(0), scorer.task
     groups = [
         (sample, [Rollout(none, none, text=text) for text in own["responses"]])
-        for sample, own in distributed.my_share(list(zip(samples, answered)))
+        for sample, own in distributed.shard(list(zip(samples, answered)))
     ]
     error = scorer(groups)
-    if error := next(filter(None, distributed.gather_from_all(error)), None):
+    if error := next(filter(None, distributed.all_gather(error)), None):
         raise UserError(error)
-    judged = distributed.gather_shares(
+    judged = distributed.gather_shards(
         [
             {
                 "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],

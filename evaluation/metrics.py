@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import UserError
-from rewards import FORMATS, MOST_WITHOUT_VERDICT
+from rewards import FORMATS, MAX_UNSCORED
 
 RESAMPLES = 2000
 
 
 @dataclass
-class Ratio:
+class WeightedRatio:
     """One part of a score: `weight` times the sum of `num` over the sum of `den`, both (units,)."""
 
     weight: float
@@ -37,12 +37,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def value(ratios: list[Ratio]) -> float:
+def score(ratios: list[WeightedRatio]) -> float:
     """The score that `ratios` make up."""
     return float(sum(r.weight * r.num.sum() / r.den.sum() for r in ratios))
 
 
-def resampled(ratios: list[Ratio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
+def bootstrap(ratios: list[WeightedRatio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
     """(resamples,) scores of units drawn with replacement. The same seed draws the same units for another model."""
     num, den = np.stack([r.num for r in ratios], 1), np.stack([r.den for r in ratios], 1)  # (U, R)
     weights, whole = np.array([r.weight for r in ratios]), num.sum(0) / den.sum(0)
@@ -54,21 +54,21 @@ def resampled(ratios: list[Ratio], seed: int = 0, resamples: int = RESAMPLES) ->
     return np.array(scores)
 
 
-def interval(scores: np.ndarray) -> tuple[float, float]:
+def percentile_interval(scores: np.ndarray) -> tuple[float, float]:
     """The middle 95 % of them."""
     low, high = np.percentile(scores, [2.5, 97.5])
     return float(low), float(high)
 
 
-def share(per_row: Sequence[float]) -> list[Ratio]:
+def mean_score(per_row: Sequence[float]) -> list[WeightedRatio]:
     """The plain mean of `per_row`."""
     values = np.asarray(per_row, dtype=float)
-    return [Ratio(1.0, values, np.ones(len(values)))]
+    return [WeightedRatio(1.0, values, np.ones(len(values)))]
 
 
 def bootstrap_interval(per_row: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """The 95 % interval of the mean of `per_row`, by resampling rows."""
-    return interval(resampled(share(per_row), seed))
+    return percentile_interval(bootstrap(mean_score(per_row), seed))
 
 
 def summarise(predictions: list[dict], task: str) -> dict:
@@ -78,7 +78,7 @@ def summarise(predictions: list[dict], task: str) -> dict:
     """
     every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
     without = _mean([reward is None for _, reward in every])
-    if without > MOST_WITHOUT_VERDICT:
+    if without > MAX_UNSCORED:
         raise UserError(f"{without:.0%} of the completions have no verdict; at most 10% may: is the verifier up?")
     judged = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
     judged = [exact for exact in judged if exact]

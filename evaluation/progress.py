@@ -8,7 +8,7 @@ from typing import Any
 from common import console, distributed, files
 
 
-class Part:
+class EvalProgress:
     """What of an evaluation is done, in files beside its output, one for each process: a run broken off goes on."""
 
     def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
@@ -18,7 +18,7 @@ class Part:
             settings = json.loads(json.dumps(settings))
             own, parts = folder / "predictions.part-0", sorted(folder.glob("predictions.part-*"))
             for path in parts:
-                head, *rows = files.read_rows(path) or [{}]
+                head, *rows = files.read_jsonl(path) or [{}]
                 if head == settings:
                     self.done |= {row.pop("place"): row for row in rows}
                     continue
@@ -36,7 +36,7 @@ class Part:
                     path.unlink(missing_ok=True)
             if self.done:
                 print(f"going on after {len(self.done)} rows that were sampled before", file=sys.stderr)
-        self.done = distributed.gather_from_all(self.done)[0]
+        self.done = distributed.all_gather(self.done)[0]
         self.path = folder / f"predictions.part-{distributed.rank()}"
         if not console.is_main():
             self.path.write_text(json.dumps(settings) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a run was trained on and with, as flags of evaluate.py, one a line; `./run.sh eval RUN` calls it.
 
-    python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
+python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
 """
 
 import json

@@ -22,10 +22,10 @@ from typing import Any
 from common.errors import CallFailed, CallLost, WorkerLost
 
 TOO_LONG = "took longer than {:g} s"
-PATIENCE = 60  # times as long for a call that waits for a processor: it is not the call that is to blame
+BUSY_FACTOR = 60  # times as long for a call that waits for a processor: it is not the call that is to blame
 
 
-class Workers:
+class WorkerPool:
     """`count` processes that call functions named «file.py:function»."""
 
     def __init__(self, count: int, names: list[str]):
@@ -125,7 +125,7 @@ def _too_long(caller: tuple[int, connection.Connection], seconds: float, begun: 
     if caller[1].poll(seconds):
         return ""
     state, used = _state(caller[0])
-    for _ in range(int((PATIENCE - 1) * seconds * 10)):
+    for _ in range(int((BUSY_FACTOR - 1) * seconds * 10)):
         if used - begun > 0.9 * seconds or caller[1].poll(0.1):
             break
         before, (state, used) = used, _state(caller[0])

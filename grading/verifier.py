@@ -65,7 +65,7 @@ def parse_verdict(reply: str) -> bool | None:
     return found[1].lower() == "correct" if found else None
 
 
-def request(question: str, gold: str, candidate: str) -> list[dict[str, str]]:
+def judge_messages(question: str, gold: str, candidate: str) -> list[dict[str, str]]:
     """The messages for the verifier, the candidate between marks that it cannot contain."""
     mark = _mark(question, gold, candidate)
     text = (
@@ -76,7 +76,7 @@ def request(question: str, gold: str, candidate: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": text}]
 
 
-def extraction(question: str, response: str) -> list[dict[str, str]]:
+def extraction_messages(question: str, response: str) -> list[dict[str, str]]:
     """The messages that ask for the answer in a response."""
     mark = _mark(question, response)
     text = (
@@ -90,7 +90,7 @@ def _mark(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
 
 
-class Replies:
+class ReplyCache:
     """What servers replied, in a file, for several processes and runs."""
 
     def __init__(self, path: str):
@@ -121,7 +121,7 @@ class Verifier:
         self.url, self.model = parse_url(url), model
         self.last_error = ""
         self.failures = 0  # requests that failed one after another
-        self.replies = Replies(cache) if cache else None  # this and the next: touched in the loop's thread only
+        self.replies = ReplyCache(cache) if cache else None  # this and the next: touched in the loop's thread only
         self.asked: dict[str, asyncio.Task[str | None]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name="verifier").start()
@@ -138,7 +138,9 @@ class Verifier:
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
         """Whether the candidate is right, or None when the verifier gives no verdict; `last_error` then says why."""
-        reply = self._run(self._reply(request(question, gold, candidate), lambda text: parse_verdict(text) is not None))
+        reply = self._run(
+            self._reply(judge_messages(question, gold, candidate), lambda text: parse_verdict(text) is not None)
+        )
         verdict = None if reply is None else parse_verdict(reply)
         if verdict is None and reply is not None:
             self.last_error = f"it replied {reply[:80]!r}, which is no verdict"
@@ -146,7 +148,7 @@ class Verifier:
 
     def extract(self, question: str, response: str) -> str | None:
         """The final answer that a response states, «» when it states none; None when the server gives no reply."""
-        reply = self._run(self._reply(extraction(question, response)))
+        reply = self._run(self._reply(extraction_messages(question, response)))
         text = None if reply is None else without_thinking(reply).rpartition("</think>")[2].strip(" \t\r\n«».`*\"'")
         return "" if text is not None and text.lower() == "none" else text
 
@@ -190,7 +192,7 @@ class Verifier:
             self.failures = 0
             return reply
 
-    def try_again(self) -> None:
+    def reset_failures(self) -> None:
         """Forget that the verifier was down: called before each round of rewards."""
         self.failures = 0
 
@@ -208,7 +210,7 @@ class Verifier:
                 self.model = models[0]
                 if self.replies:
                     self.replies.put(served, self.model)
-            trial = request("What is 1 + 1?", "2", "2")
+            trial = judge_messages("What is 1 + 1?", "2", "2")
             if self.replies and (known := self.replies.get(self._key(trial))) is not None:
                 return known  # it was there once; what it replied then is all that a repeated evaluation needs
             reply = self._run(self._ask(trial))

@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # imported where a table is opened: it takes a second and mos
     import datasets
 
 
-MOST_UNPACKED = 8 * 2**30  # bytes a ZIP may unpack to
-MOST_OF_ONE = 2**28  # bytes one file of it may: a picture is decoded from memory
+MAX_UNPACKED_BYTES = 8 * 2**30  # bytes a ZIP may unpack to
+MAX_FILE_BYTES = 2**28  # bytes one file of it may: a picture is decoded from memory
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
@@ -49,7 +49,7 @@ Problem = tuple[str, str]  # (source, what is wrong) of a row without the shape 
 Row = Sample | Problem
 
 
-class BadRow(ValueError):
+class RowError(ValueError):
     """What is wrong with a row."""
 
 
@@ -59,7 +59,7 @@ def read_rows(data: str, image_dir: str | None = None, columns: Columns | None =
     for part, spec in enumerate(data_sets(data)):
         for row in _read_one(spec, pathlib.Path(image_dir) if image_dir is not None else None, columns):
             if isinstance(row, Sample):
-                row.part = part
+                row.source_index = part
             yield row
 
 
@@ -96,7 +96,7 @@ def _read_one(spec: str, image_dir: pathlib.Path | None, columns: Columns) -> It
     return _read_table(open_table(name, split), spec, image_dir or pathlib.Path(), columns)
 
 
-def raw_rows(spec: str, image_dir: str | None, usual: str) -> Iterator[tuple[str, "dict | BadRow", pathlib.Path]]:
+def raw_rows(spec: str, image_dir: str | None, usual: str) -> Iterator[tuple[str, "dict | RowError", pathlib.Path]]:
     """(source, row as it stands or what is wrong with it, folder of relative paths) of a .jsonl, .json or .parquet
     file, a folder or a data set of the hub; of several splits the `usual` one, where none is asked for."""
     name, _, split = (spec, "", "") if pathlib.Path(spec).exists() else spec.partition("@")
@@ -104,7 +104,7 @@ def raw_rows(spec: str, image_dir: str | None, usual: str) -> Iterator[tuple[str
     folder = pathlib.Path(image_dir) if image_dir is not None else path if path.is_dir() else path.parent
     if path.suffix.lower() in (".json", ".jsonl"):
         for number, row in _json_rows(path):
-            row = row if isinstance(row, dict | BadRow) else BadRow("not an object with columns")
+            row = row if isinstance(row, dict | RowError) else RowError("not an object with columns")
             yield f"{path} row {number}", row, folder
         return
     for source, row in _table_rows(open_table(name, split or None, usual), spec, folder):
@@ -124,18 +124,18 @@ def read_text(path: str | Folder, flag: str) -> str:
 # --- one row ----------------------------------------------------------------------------------------------------------
 
 
-def sample_of(row: object, source: str, folder: Callable[[str], Folder], columns: Columns) -> Row:
+def parse_row(row: object, source: str, folder: Callable[[str], Folder], columns: Columns) -> Row:
     """The sample in a row of any of the shapes above, or what is wrong with it. `folder` places a relative path."""
     if not isinstance(row, dict):
         return source, "not an object with columns"
     try:
-        sample = _sample_of(dict(row), source, columns)
-        sample.images = [placed_image(image, folder) for image in sample.images]
+        sample = _parse_row(dict(row), source, columns)
+        sample.images = [resolve_image(image, folder) for image in sample.images]
         pictures = [name for name, value in sample.fields.items() if isinstance(value, Cell) or _cells(value)]
         for name in pictures:  # further columns of pictures are nothing that a reward could take
             del sample.fields[name]
-        return tagged(sample)
-    except BadRow as problem:
+        return add_image_tags(sample)
+    except RowError as problem:
         return source, str(problem)
 
 
@@ -143,7 +143,7 @@ def _cells(value: object) -> bool:
     return isinstance(value, list) and any(isinstance(item, Cell) for item in value)
 
 
-def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
+def _parse_row(row: dict, source: str, columns: Columns) -> Sample:
     images = _images(row.pop(_column(row, IMAGE_COLUMNS, columns.images) or "", None))
     row = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS or value}
     if "conversations" in row and "prompt" not in row and columns.prompt is None:
@@ -156,22 +156,22 @@ def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
     else:
         name = _column(row, PROMPT_COLUMNS, columns.prompt)
         if name is None:
-            raise BadRow(f"no text under «prompt», «problem» or «question» (columns: {', '.join(row)})")
+            raise RowError(f"no text under «prompt», «problem» or «question» (columns: {', '.join(row)})")
         prompt, system = row.pop(name), row.pop("system", None)
         if isinstance(prompt, list):
             prompt, system = _chat(prompt, images)
         answer = _answer(row, columns)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise BadRow("no text for a prompt" + (f" (columns: {', '.join(row)})" if row else ": its question is empty"))
+        raise RowError("no text for a prompt" + (f" (columns: {', '.join(row)})" if row else ": its question is empty"))
     if isinstance(answer, bool):
-        raise BadRow(f"«answer» is {str(answer).lower()}: write it as the word that a right answer has")
+        raise RowError(f"«answer» is {str(answer).lower()}: write it as the word that a right answer has")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if not isinstance(answer, str | int | float | None):
-        raise BadRow(f"«answer» is neither text nor a number: {str(answer)[:40]}")
+        raise RowError(f"«answer» is neither text nor a number: {str(answer)[:40]}")
     answer = "" if answer is None or (isinstance(answer, float) and not math.isfinite(answer)) else str(answer)
     if any(0xD800 <= ord(c) <= 0xDFFF for c in prompt + answer):
-        raise BadRow("a broken character (half of a surrogate pair) in prompt or answer")
+        raise RowError("a broken character (half of a surrogate pair) in prompt or answer")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
@@ -181,7 +181,7 @@ def _sample_of(row: dict, source: str, columns: Columns) -> Sample:
 def _column(row: dict, usual: tuple[str, ...], chosen: str | None) -> str | None:
     """The name of a column: the user's, which must be there, or the first usual one with something in it."""
     if chosen is not None and chosen not in row:
-        raise BadRow(f"no column «{chosen}» (columns: {', '.join(row)})")
+        raise RowError(f"no column «{chosen}» (columns: {', '.join(row)})")
     return chosen or next((name for name in usual if row.get(name) not in (None, [])), None)
 
 
@@ -213,7 +213,7 @@ def _images(value: object) -> list:
     images = value if isinstance(value, list) else [value]
     for image in images:
         if not isinstance(image, str | bytes | dict | Cell) or image == "":
-            raise BadRow("«images» is not a list of paths or pictures")
+            raise RowError("«images» is not a list of paths or pictures")
     return images
 
 
@@ -223,7 +223,7 @@ def _chat(turns: list, images: list) -> tuple[str, str | None]:
     for turn in turns:
         role = turn.get("role") if isinstance(turn, dict) else None
         if role not in ("system", "user") or role in texts or (role == "system" and texts):
-            raise BadRow("the prompt is a chat of more than one system and one user turn, which is all that is read")
+            raise RowError("the prompt is a chat of more than one system and one user turn, which is all that is read")
         texts[role] = _text(turn.get("content"), images)
     return texts.get("user", ""), texts.get("system")
 
@@ -231,14 +231,14 @@ def _chat(turns: list, images: list) -> tuple[str, str | None]:
 def _conversation(turns: object, images: list) -> tuple[str, str, str | None]:
     """(prompt, answer, system prompt) of a conversation that ends with its only reply."""
     if not isinstance(turns, list) or not turns or not isinstance(turns[-1], dict):
-        raise BadRow("«conversations» is not a list of turns")
+        raise RowError("«conversations» is not a list of turns")
     if turns[-1].get("role") not in ("assistant", "gpt"):
-        raise BadRow("«conversations» does not end with the assistant's answer")
+        raise RowError("«conversations» does not end with the assistant's answer")
     prompt, system = _chat(turns[:-1], images)
     found = len(images)
     answer = _text(turns[-1].get("content"), images)
     if len(images) > found:
-        raise BadRow("there is a picture in the assistant's turn")
+        raise RowError("there is a picture in the assistant's turn")
     prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
     return prompt, re.sub(r"^\s*Answer:\s*", "", answer), system
 
@@ -248,7 +248,7 @@ def _text(content: object, images: list) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise BadRow("a turn's «content» is neither text nor a list of parts")
+        raise RowError("a turn's «content» is neither text nor a list of parts")
     text = ""
     for part in content:
         if part.get("type") in ("image", "image_url"):
@@ -262,7 +262,7 @@ def _text(content: object, images: list) -> str:
         else:
             piece = part.get("text")
             if not isinstance(piece, str):
-                raise BadRow("a part of a turn is neither an image nor text")
+                raise RowError("a part of a turn is neither an image nor text")
             text += piece
     return text
 
@@ -274,31 +274,31 @@ def _exists(path: Folder) -> bool:
         return False
 
 
-def placed_image(image: object, folder: Callable[[str], Folder]) -> ImageSource:
+def resolve_image(image: object, folder: Callable[[str], Folder]) -> ImageSource:
     """Where an image is, once a relative path is placed; bytes and cells stay as they are. Raises BadRow."""
     if isinstance(image, str) and image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except ValueError:
-            raise BadRow("an image is a «data:» address that is no base64") from None
+            raise RowError("an image is a «data:» address that is no base64") from None
     if isinstance(image, str):
         return folder(image.removeprefix("file://"))
     if isinstance(image, dict) and image.get("bytes") is None and isinstance(image.get("path"), str):
         return folder(image["path"])
     if isinstance(image, dict) and not isinstance(image.get("bytes"), bytes | None):
-        raise BadRow("«bytes» of an image are no bytes")
+        raise RowError("«bytes» of an image are no bytes")
     return image
 
 
-def tagged(sample: Sample) -> Sample:
+def add_image_tags(sample: Sample) -> Sample:
     """A row with images and no tag gets them in front; any other difference between tags and images is a problem."""
     if "completion" in sample.fields:
-        raise BadRow("a column named «completion», which is what rewards call the model's own text; rename it")
+        raise RowError("a column named «completion», which is what rewards call the model's own text; rename it")
     tags = sample.prompt.count(TAG)
     if sample.images and not tags:
         sample.prompt = TAG * len(sample.images) + sample.prompt
     elif tags != len(sample.images):
-        raise BadRow(f"{tags} {TAG} tags in the prompt but {len(sample.images)} images")
+        raise RowError(f"{tags} {TAG} tags in the prompt but {len(sample.images)} images")
     return sample
 
 
@@ -317,7 +317,7 @@ def _read_json(
     left_out = 0
     for number, row in _json_rows(path):
         source = f"{path} row {number}"
-        if isinstance(row, BadRow):
+        if isinstance(row, RowError):
             yield source, str(row)
             continue
         is_osf = isinstance(row, dict) and "image_name" in row and "prompt" not in row
@@ -329,7 +329,7 @@ def _read_json(
                 continue
         elif split is not None:
             raise UserError(f"{source} has no «phrase_type» that would tell its split: leave @{split} out")
-        yield sample_of(row, source, placed, columns)
+        yield parse_row(row, source, placed, columns)
     if left_out and split is None and console.is_main():
         print(
             f"note: {left_out} rows of {path} are its test split and left out; {path}@test reads them", file=sys.stderr
@@ -356,7 +356,7 @@ def _json_rows(path: pathlib.Path) -> Iterator[tuple[int, object]]:
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield number, BadRow(f"not JSON ({error})")
+                yield number, RowError(f"not JSON ({error})")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def open_table(name: str | pathlib.Path, split: str | None, usual: str = "train"
 
 def _read_table(table: "datasets.Dataset", name: str, folder: pathlib.Path, columns: Columns) -> Iterator[Row]:
     for source, row in _table_rows(table, name, folder):
-        yield sample_of(row, source, lambda path: folder / path, columns)
+        yield parse_row(row, source, lambda path: folder / path, columns)
 
 
 def _table_rows(table: "datasets.Dataset", name: str, folder: pathlib.Path) -> Iterator[tuple[str, dict]]:
@@ -475,7 +475,7 @@ def _holds_pictures(kind: Any) -> bool:
 def open_zip(path: pathlib.Path) -> zipfile.Path:
     """The folder with main.csv in a ZIP: its root, or one folder down. It is read where it is and never unpacked.
 
-    Raises UserError for what is no ZIP, has no main.csv, would unpack to more than `MOST_UNPACKED` bytes, is encrypted,
+    Raises UserError for what is no ZIP, has no main.csv, would unpack to more than `MAX_UNPACKED_BYTES` bytes, is encrypted,
     or holds paths that leave the folder, or links.
     """
     try:
@@ -490,10 +490,12 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
             raise UserError(f"{path}: {member.filename!r} is a link; pack the file itself")
         if member.flag_bits & 1:
             raise UserError(f"{path}: {member.filename!r} is encrypted; pack it without a password")
-    if (total := sum(member.file_size for member in archive.infolist())) > MOST_UNPACKED:
-        raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; at most {MOST_UNPACKED / 2**30:.0f} are read")
-    if big := [member for member in archive.infolist() if member.file_size > MOST_OF_ONE]:
-        size = f"{big[0].file_size / 2**20:.0f} MiB; at most {MOST_OF_ONE / 2**20:.0f} of one file are read"
+    if (total := sum(member.file_size for member in archive.infolist())) > MAX_UNPACKED_BYTES:
+        raise UserError(
+            f"{path} would unpack to {total / 2**30:.1f} GiB; at most {MAX_UNPACKED_BYTES / 2**30:.0f} are read"
+        )
+    if big := [member for member in archive.infolist() if member.file_size > MAX_FILE_BYTES]:
+        size = f"{big[0].file_size / 2**20:.0f} MiB; at most {MAX_FILE_BYTES / 2**20:.0f} of one file are read"
         raise UserError(f"{path}: {big[0].filename!r} would unpack to {size}")
     root = zipfile.Path(archive)
     folders = [folder for folder in (root, *root.iterdir()) if folder.is_dir() and folder.name != "__MACOSX"]
@@ -532,7 +534,7 @@ def _read_counting_folder(folder: Folder, image_dir: Folder, columns: Columns) -
         if not image.strip():
             yield source, "images_path is empty"
             continue
-        yield sample_of(
+        yield parse_row(
             row | {"prompt": question, "answer": answer, "images": [image.strip()]}, source, placed, Columns()
         )
 

@@ -11,7 +11,7 @@ from common.records import Group, Prompt, Rollout
 from packing import PackedBatch, pack, pack_groups
 from policy.forward import language_model
 from policy.model import Policy, vision_parameters
-from policy.sharding import gathered
+from policy.sharding import unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
@@ -44,7 +44,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     return map(handed_out, batches)
 
 
-def vision_share(policy: Policy) -> float:
+def vision_cost_per_patch(policy: Policy) -> float:
     """What a patch costs the vision tower, as a share of what a token costs the decoder stack, by their numbers of
     parameters; 0 when the tower is frozen, whose features are known."""
     vision = vision_parameters(policy.model)
@@ -77,7 +77,7 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 @torch.no_grad()
 def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature: float, budget: int) -> None:
     """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
-    with gathered(policy):
+    with unsharded(policy):
         found = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
     for rollouts, logp in found:  # to the host only now: no micro-batch waits for the one before
         for rollout, of_rollout in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):

@@ -14,7 +14,7 @@ AttentionInterface.register("shared_prefix", shared_prefix_attention)
 AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 
 
-def take_packed_batches(model: nn.Module, compiled: bool = False) -> None:
+def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Make `model` (a transformers causal or image-text model) take packed batches, in place.
 
     `compiled`: the small operations around the matrix products of each decoder layer, and the log-probabilities, are

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 POLICY, REFERENCE = "policy", "reference"  # adapters: the trained one, and the one it started from
-LANGUAGE = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
-VISION = r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj|fc1|fc2|linear_fc1|linear_fc2)"
+LANGUAGE_TARGETS = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
+VISION_TARGETS = (
+    r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj|fc1|fc2|linear_fc1|linear_fc2)"
+)
 INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # of A and B alone
 CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")  # of the base too, which PEFT makes plain LoRA of
 UNSUPPORTED = ("trainable_token_indices", "lora_bias", "target_parameters", "layer_replication", "use_qalora")
@@ -51,7 +53,7 @@ def load_peft() -> ModuleType:
 def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None:
     """Put an adapter that changes nothing yet beside every linear layer of the decoder stack, and of the vision tower
     with `vision`; the rest of `model` is frozen. The same random A on every process."""
-    targets = f"{LANGUAGE}|{VISION}" if vision else LANGUAGE
+    targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
     if not any(re.fullmatch(targets, name) for name, _ in model.named_modules()):
         raise UserError(
             f"--lora_rank: {type(model).__name__} has no layers named as those of Qwen's and Llama's decoder stacks, "
@@ -61,7 +63,7 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
     config = load_peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        _put(config, model, [POLICY])
+        _inject(config, model, [POLICY])
 
 
 def continue_adapter(model: nn.Module, source: str) -> None:
@@ -79,13 +81,13 @@ def continue_adapter(model: nn.Module, source: str) -> None:
         if part not in ("lora_A.weight", "lora_B.weight") or tensor.ndim != 2:
             what = part if tensor.ndim == 2 else f"a {part} of {tensor.ndim} dimensions"
             raise UserError(f"--adapter {source}: {module} has {what}, which cannot be continued: {MERGE_FIRST}")
-    config, before = up_to_date(saved, tensors, model), list(dict(model.named_modules()))
+    config, before = modernise_config(saved, tensors, model), list(dict(model.named_modules()))
     written = copy.copy(config)  # what the result is written with
     written.target_modules, written.exclude_modules, written.layers_to_transform, written.layers_pattern = _selection(
         saved, set(config.target_modules), before
     )
     config.lora_dropout = 0.0  # the sampler has none
-    _put(config, model, [POLICY, REFERENCE])
+    _inject(config, model, [POLICY, REFERENCE])
     modules = dict(model.named_modules())
     for (module, part), tensor in found.items():
         for name in (POLICY, REFERENCE):
@@ -93,14 +95,14 @@ def continue_adapter(model: nn.Module, source: str) -> None:
     model.peft_config[POLICY] = written
 
 
-def up_to_date(config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module) -> "LoraConfig":
+def modernise_config(config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module) -> "LoraConfig":
     """A copy of `config` that names every adapted module in full as `model` does, with its rank and α, which the saved
     patterns give by the names of `tensors`; loading it leaves the base as it is."""
     patterns, ranks, alphas = load_peft().utils.other.get_pattern_key, {}, {}
     modules = dict(model.named_modules())
     for key, tensor in tensors.items():
-        path = _path(key)
-        module, part = module_of(path, modules)
+        path = _strip_prefix(key)
+        module, part = resolve_module(path, modules)
         if part in ("lora_A.weight", "lora_embedding_A"):
             ranks[module] = len(tensor)
             own = patterns(config.alpha_pattern.keys(), path.removesuffix(f".{part}"))
@@ -129,7 +131,7 @@ def _selection(config: "LoraConfig", targets: set[str], modules: list[str]) -> t
     return sorted(targets), None, None, None
 
 
-def _put(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
+def _inject(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
     """Put adapters into `model`, of which POLICY is active and alone trained."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # there are meant to be two
@@ -191,7 +193,7 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
         raise UserError(f"{source!r} is a LoRA adapter with {kind}, which is not supported: merge it with PEFT itself")
 
 
-def _path(key: str) -> str:
+def _strip_prefix(key: str) -> str:
     """What an adapter's tensor `key` belongs to, as the model it was made for called it."""
     return key.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
@@ -203,8 +205,8 @@ def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> 
     """
     modules, found = dict(model.named_modules()), {}
     for key, tensor in tensors.items():
-        path = _path(key)
-        module, part = module_of(path, modules)
+        path = _strip_prefix(key)
+        module, part = resolve_module(path, modules)
         if module is None:
             raise UserError(f"{source} was made for another base: this one has no module for its {path}")
         wanted = _shape(modules[module], part)
@@ -217,7 +219,7 @@ def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> 
     return found
 
 
-def module_of(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
+def resolve_module(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
     """The longest start of `path`, or of what older releases of transformers call it, that is one of `modules`; and the
     rest, «weight», «lora_A.weight», …; (None, path) when there is none."""
     for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
@@ -276,10 +278,10 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         owner, _, leaf = name.rpartition(".")
         if ".lora_" in name:
             continue
-        weight = dequantised(parameter) if hasattr(parameter, "quant_state") else distributed.whole(parameter)
+        weight = dequantised(parameter) if hasattr(parameter, "quant_state") else distributed.full_tensor(parameter)
         layer = layers.get(owner.removesuffix(".base_layer"))
         if layer is not None and leaf == "weight":
-            a, b = (distributed.whole(part[POLICY].weight) for part in (layer.lora_A, layer.lora_B))
+            a, b = (distributed.full_tensor(part[POLICY].weight) for part in (layer.lora_A, layer.lora_B))
             weight = torch.addmm(weight.float(), b.float(), a.float(), alpha=layer.scaling[POLICY]).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
@@ -299,7 +301,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The policy's adapter as PEFT names it, on the CPU; every process calls it together."""
-    return {name: distributed.whole(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
+    return {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
 
 
 def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:

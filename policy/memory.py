@@ -16,14 +16,14 @@ from config import PolicyFlags
 from policy.forward import LOGIT_ROWS, language_model
 from policy.lora import has_adapter
 from policy.model import Policy, compute_dtype, vision_parameters
-from policy.sharding import let_go
+from policy.sharding import reshard
 
 T = TypeVar("T")
 MOST_TOKENS = 10240  # of a micro-batch chosen here: more keeps a GPU no busier
 ENOUGH_TOKENS = 8192  # with fewer, checkpointing with larger micro-batches is faster
 CPU_TOKENS = 16384  # without a GPU
 MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
-LESS_ACTIVATION = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
+OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
 def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tup
 
 def usable_bytes(device: torch.device, limit: float) -> float:
     """Of this process's GPU, held to `limit` GiB (0: all of it), what its allocator can use."""
-    return torch.cuda.get_device_properties(device).total_memory * distributed.usable_share(limit) * (1 - MARGIN)
+    return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
 
 
 def choose_sharding(
@@ -46,7 +46,7 @@ def choose_sharding(
     """What «auto» of `PolicyFlags.sharding` is here; without a GPU «full». A copy on each process saves the gathering
     of weights, a share of one leaves memory for larger micro-batches and for the sampler. Raises UserError for hybrid
     over machines with different numbers of processes."""
-    alike = len(set(distributed.gather_from_all(distributed.local_world_size()))) == 1
+    alike = len(set(distributed.all_gather(distributed.local_world_size()))) == 1
     if flags.sharding == "hybrid" and not alike:
         raise UserError(
             "--sharding hybrid needs as many processes on every machine: give all the same --nproc_per_node"
@@ -59,13 +59,13 @@ def choose_sharding(
     several_machines = distributed.local_world_size() < distributed.world_size()
     fits_machine = alike and state / distributed.local_world_size() < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
-    chosen = distributed.gather_from_all(chosen)[0]  # machines may have different GPUs
+    chosen = distributed.all_gather(chosen)[0]  # machines may have different GPUs
     if console.is_main():
         print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
     return chosen
 
 
-def check_room(
+def check_gpu_memory(
     policy: Policy,
     flags: PolicyFlags,
     with_reference: bool,
@@ -79,8 +79,8 @@ def check_room(
     if device.type != "cuda":
         return
     if limit:
-        torch.cuda.set_per_process_memory_fraction(distributed.usable_share(limit), device)
-    total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.shards(sharding)
+        torch.cuda.set_per_process_memory_fraction(distributed.memory_fraction(limit), device)
+    total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
     resting, gradients = (part / shards for part in state_bytes(policy, flags, with_reference))
     training, sampling = resting + gradients, resting + sampler * total
     if (needed := max(training, sampling)) > total:
@@ -96,7 +96,7 @@ def smaller_state(flags: PolicyFlags, with_reference: bool, sharding: str) -> st
     """The flags that make weights and optimizer smaller and are not given yet."""
     adapter, separate = flags.has_adapter, with_reference and not flags.has_adapter
     steps = {
-        "--sharding full": distributed.shards(sharding) < distributed.world_size(),
+        "--sharding full": distributed.num_shards(sharding) < distributed.world_size(),
         "--lora_rank 64": not adapter,
         "--load_in_4bit" if adapter else "--load_in_4bit with it": not flags.load_in_4bit,
         "--offload_optimizer": not flags.offload_optimizer,
@@ -140,7 +140,7 @@ def _vision_bytes(policy: Policy, again: int, size: int) -> float:
     return blocks * config.spatial_merge_size**2  # patches of a token
 
 
-def fit(
+def choose_micro_batch_size(
     policy: Policy,
     reference: Policy | None,
     flags: PolicyFlags,
@@ -160,10 +160,10 @@ def fit(
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
-        gather_once(policy, reference, flags, (0, 0))
+        keep_unsharded(policy, reference, flags, (0, 0))
         return budget or CPU_TOKENS
     torch.cuda.empty_cache()
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.shards(sharding)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
     vocabulary = language_model(policy.model).embed_tokens.weight.shape[0]
     layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
     free, whole = torch.cuda.mem_get_info(device)
@@ -184,21 +184,21 @@ def fit(
         missing = (longest - tokens) * cost[again] / 2**30
         raise UserError(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
-            f"shorter ones (--max_prompt_length, --max_completion_length), {LESS_ACTIVATION}"
+            f"shorter ones (--max_prompt_length, --max_completion_length), {OOM_ACTIVATION_HINT}"
         )
     budget = budget or min(tokens, MOST_TOKENS)
     # without gradients a token leaves at most as much as when all layers are checkpointed
     forward = bytes_per_token(policy, layers, flags.compile, compute_dtype(flags.dtype, device))
-    gather_once(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
+    keep_unsharded(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
     set_checkpointing(policy, again)
     if console.is_main():
         how = f"activation checkpointing of {again} of {layers} layers"
-        once = ", weights gathered once for all of an update" if policy.gather_once else ""
+        once = ", weights gathered once for all of an update" if policy.keep_unsharded else ""
         print(f"micro-batches of {budget} tokens, {how}{once}", file=sys.stderr)
     return budget
 
 
-def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: Sequence[float]) -> None:
+def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: Sequence[float]) -> None:
     """Set for `policy` and `reference` whether their gathered weights stay, alike on every process: as the flags say,
     else where that leaves memory of the `room` in bytes that each has."""
     models = [policy] if reference in (None, policy) else [policy, reference]
@@ -208,10 +208,10 @@ def gather_once(policy: Policy, reference: Policy | None, flags: PolicyFlags, ro
         whole = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
         never = flags.gather == "layer" or (model is reference and flags.offload_reference)
         too_large = flags.gather == "auto" and bytes_free < whole
-        model.gather_once = not distributed.all_max(torch.tensor(int(never or too_large)))
+        model.keep_unsharded = not distributed.all_max(torch.tensor(int(never or too_large)))
 
 
-def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
+def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
     """`work(budget)`, and the budget it was done with: when the GPU's memory overflows, everything that it added to the
     gradient is forgotten and it is done again, once, with half the budget.
 
@@ -223,7 +223,7 @@ def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int,
         except torch.OutOfMemoryError as error:
             if attempt or distributed.world_size() > 1:
                 reason = str(error).split(". ")[0]
-                raise RunStopped(f"out of GPU memory ({reason}). What helps: {LESS_ACTIVATION}", status=1) from None
+                raise RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1) from None
             recover(policy)
             budget //= 2
             print(f"out of GPU memory: from now on micro-batches of {budget} tokens", file=sys.stderr)
@@ -233,7 +233,7 @@ def retried(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int,
 def recover(policy: Policy) -> None:
     """End a forward or backward pass that broke off, as FSDP ends one that came through, and forget its gradients."""
     policy._get_fsdp_state()._root_post_backward_final_callback()
-    let_go(policy)
+    reshard(policy)
     policy.zero_grad()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -23,10 +23,10 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.forward import take_packed_batches, token_logprobs, vision_features
+from policy.forward import enable_packed_forward, token_logprobs, vision_features
 from policy.lora import continue_adapter, has_adapter, new_adapter
 
-KEPT_FEATURES = 4 * 2**30  # bytes of image features that a process keeps on the host
+FEATURE_CACHE_BYTES = 4 * 2**30  # bytes of image features that a process keeps on the host
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -46,7 +46,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        self.gather_once = False
+        self.keep_unsharded = False
         """whether layers stay gathered from one micro-batch to the next; see `PolicyFlags.gather`"""
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
             new_adapter(model, flags.lora_rank, flags.lora_alpha, flags.train_vision)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
-    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
 
@@ -169,7 +169,7 @@ def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_once: int = 0) -> None:
+def cache_image_features(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_once: int = 0) -> None:
     """Give each prompt the features of its images when the vision tower is frozen: once for the sampler, the reference
     and all updates, and once a run for those that `kept`, on the host, has room for. `at_once`: patches; on a CPU one
     prompt's, so that the last bits are the same in any company, and so after a resume."""
@@ -177,7 +177,7 @@ def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_on
     if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
         return
     at_once = at_once or (32768 if next(visual.parameters()).is_cuda else 1)
-    new = list({p.pictures: p for p in prompts if p.vision and p.pictures not in kept}.values())
+    new = list({p.image_digest: p for p in prompts if p.vision and p.image_digest not in kept}.values())
     while new:
         batch, patches = [], 0
         while new and (not batch or patches + len(new[-1].vision["pixel_values"]) <= at_once):
@@ -188,10 +188,10 @@ def look(policy: Policy, prompts: list[Prompt], kept: dict[bytes, Tensor], at_on
         features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
         merged = visual.config.spatial_merge_size**2
         sizes = [len(prompt.vision["pixel_values"]) // merged for prompt in batch]
-        kept |= {prompt.pictures: part.clone() for prompt, part in zip(batch, features.split(sizes))}
+        kept |= {prompt.image_digest: part.clone() for prompt, part in zip(batch, features.split(sizes))}
     for prompt in prompts:
-        prompt.features = kept.get(prompt.pictures)
-    while sum(part.nbytes for part in kept.values()) > KEPT_FEATURES:
+        prompt.features = kept.get(prompt.image_digest)
+    while sum(part.nbytes for part in kept.values()) > FEATURE_CACHE_BYTES:
         del kept[next(iter(kept))]  # the oldest
 
 

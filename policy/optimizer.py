@@ -13,11 +13,11 @@ from config import PolicyFlags
 from policy.model import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE = 2**32  # bytes of host memory asked for at a time
+PINNED_CHUNK_BYTES = 2**32  # bytes of host memory asked for at a time
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose moments lie in host memory (`begin_moments`) and come to the GPU, one parameter's at a time, for the
+    """AdamW whose moments lie in host memory (`init_adam_state`) and come to the GPU, one parameter's at a time, for the
     update alone."""
 
     def step(self, closure: None = None) -> None:
@@ -26,7 +26,7 @@ class HostAdamW(torch.optim.AdamW):
             for group in groups:
                 for parameter in group["params"]:
                     self.param_groups = [group | {"params": [parameter]}]
-                    moments = [_own_part(self.state[parameter][name]) for name in MOMENTS]
+                    moments = [_local_part(self.state[parameter][name]) for name in MOMENTS]
                     places = [moment.data for moment in moments]
                     for moment in moments:
                         moment.data = moment.to(parameter.device)
@@ -47,17 +47,17 @@ class HostAdamW(torch.optim.AdamW):
         self.state = own
 
 
-def _own_part(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def host_places(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
-    """(size,) float32 zeros in host memory for each of `sizes`, cut from pieces of `PIECE` bytes: alone, PyTorch would
+def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
+    """(size,) float32 zeros in host memory for each of `sizes`, cut from pieces of `PINNED_CHUNK_BYTES` bytes: alone, PyTorch would
     round the page-locked memory of each up to a power of two, 1.9 times what the matrices of a 7B need."""
     coming, left = sum(sizes), torch.empty(0)
     for size in sizes:
         if len(left) < size:
-            piece = max(size, min(coming, PIECE // 4))
+            piece = max(size, min(coming, PINNED_CHUNK_BYTES // 4))
             left = torch.zeros(1 << (piece - 1).bit_length(), pin_memory=pinned)
         yield left[:size]
         left, coming = left[size:], coming - size
@@ -75,23 +75,23 @@ def make_optimizer(
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
     kind = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
     optimizer = kind([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
-    begin_moments(optimizer)
+    init_adam_state(optimizer)
     shape = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
 
 
-def begin_moments(optimizer: torch.optim.AdamW) -> None:
+def init_adam_state(optimizer: torch.optim.AdamW) -> None:
     """The state that AdamW would make for a parameter at its first gradient, for all of them now: a checkpoint has it
     whenever it is written, and whoever loads one has where to put it. PyTorch itself would take an empty step for it,
     which counts."""
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
-    sizes = [_own_part(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
-    places = host_places(sizes, pinned=parameters[0][0].is_cuda)
+    sizes = [_local_part(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
+    places = pinned_slots(sizes, pinned=parameters[0][0].is_cuda)
     for parameter, fused in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
         for name in MOMENTS if isinstance(optimizer, HostAdamW) else ():
-            own = _own_part(optimizer.state[parameter][name])
+            own = _local_part(optimizer.state[parameter][name])
             own.data = next(places).view(own.shape)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import console, distributed
 from config import PolicyFlags
-from policy.forward import language_model, take_packed_batches
+from policy.forward import enable_packed_forward, language_model
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
 from policy.model import Policy, compute_dtype, load_model, vision_parameters
 
@@ -29,7 +29,7 @@ def load_reference(
     model = load_model(name, dtype, to_shard=True)
     if vision_parameters(model) and not flags.train_vision:
         model.model.visual = policy.model.model.visual
-    take_packed_batches(model, compiled=flags.compile and device.type == "cuda")
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     reference = Policy(model.eval().requires_grad_(False))
     return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference)
 
@@ -52,7 +52,7 @@ def apply_fsdp(
     # inputs are left as they come: the residual stream stays float32
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    options = {"mesh": distributed.mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
+    options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
@@ -75,7 +75,7 @@ def apply_fsdp(
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
     if empty:
-        _hand_out(policy, whole, device, torch.device("cpu") if offload else device)
+        _broadcast_and_shard(policy, whole, device, torch.device("cpu") if offload else device)
     # the next layer is gathered beside this one's compute; in the backward pass that is so unasked
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
@@ -83,7 +83,7 @@ def apply_fsdp(
 
 
 @torch.no_grad()
-def _hand_out(policy: Policy, whole: dict[str, Tensor], device: torch.device, shards: torch.device) -> None:
+def _broadcast_and_shard(policy: Policy, whole: dict[str, Tensor], device: torch.device, shards: torch.device) -> None:
     """Fill the sharded `policy`, one tensor after another, with the main process's `whole` parameters and buffers;
     empty shards come to lie on `shards`."""
 
@@ -105,20 +105,20 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], device: torch.device, sh
 
 
 @contextlib.contextmanager
-def gathered(policy: Policy) -> Iterator[None]:
-    """Where `gather_once` is set, layers stay gathered after their first use in here. Afterwards each process has its
+def unsharded(policy: Policy) -> Iterator[None]:
+    """Where `keep_unsharded` is set, layers stay gathered after their first use in here. Afterwards each process has its
     share alone again, also when the work breaks off between micro-batches (`memory.recover` ends a broken pass), and of
     the embedding and the lm_head too, which FSDP would leave whole after a forward pass without gradients."""
-    if policy.gather_once:
+    if policy.keep_unsharded:
         policy.set_reshard_after_forward(False)
         policy.set_reshard_after_backward(False)
     try:
         yield
     finally:
-        let_go(policy)
+        reshard(policy)
 
 
-def let_go(policy: Policy) -> None:
+def reshard(policy: Policy) -> None:
     """Leave each process its share of the weights alone."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -144,11 +144,11 @@ def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     for name, _ in policy.named_parameters():
         names[max((unit for unit in units if name.startswith(f"{unit}." if unit else "")), key=len)].append(name)
     order = sorted(units)
-    gathered = units[order[0]].unshard(async_op=True)
+    unsharded = units[order[0]].unshard(async_op=True)
     for unit, following in itertools.zip_longest(order, order[1:]):
-        if gathered:
-            gathered.wait()
-        gathered = units[following].unshard(async_op=True) if following else None
+        if unsharded:
+            unsharded.wait()
+        unsharded = units[following].unshard(async_op=True) if following else None
         own = dict(units[unit].named_parameters(prefix=unit))
         yield from ((name.removeprefix("model."), own[name]) for name in names[unit])
         units[unit].reshard()

@@ -53,19 +53,19 @@ from starlette.background import BackgroundTask
 from common import errors
 from common.errors import CallFailed
 from common.records import TAG, Sample
-from grading.sandbox import Workers
+from grading.sandbox import WorkerPool
 from inputs.images import decode_image
 from inputs.rows import read_rows
 from service.jobs import Conflict, Full, Job, Missing, Store
-from service.middleware import LOCAL, Gate
+from service.middleware import LOCAL, AccessMiddleware
 from service.schema import DATA_FORMAT, Answer, FileInfo, JobInfo, Started, TrainRequest
-from service.uploads import LOOK_THROUGH
+from service.uploads import INSPECT_ZIP
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "service" / "page"
-LOOK_SECONDS = 120.0  # that looking through a ZIP may take
-LOOKERS = 2  # ZIPs that are looked through at once
-LOOK_PATIENCE = 60.0  # that an upload waits for those before it
+INSPECT_SECONDS = 120.0  # that looking through a ZIP may take
+INSPECTORS = 2  # ZIPs that are looked through at once
+INSPECT_QUEUE_SECONDS = 60.0  # that an upload waits for those before it
 ANSWER_SECONDS = 600.0  # that a question to a trained model may take
 ROWS_AN_EVENT = 1000  # of metrics
 LISTING_SECONDS = 0.25  # that all who ask for the jobs get the same list, unless one of them changes
@@ -93,8 +93,8 @@ class Config:
     """Most gigabytes of an uploaded ZIP."""
 
     def __post_init__(self) -> None:
-        errors.need(0 < self.port < 65536, "port must be between 1 and 65535")
-        errors.need(self.max_upload > 0, "max_upload must be above 0")
+        errors.require(0 < self.port < 65536, "port must be between 1 and 65535")
+        errors.require(self.max_upload > 0, "max_upload must be above 0")
 
 
 Id = Annotated[str, Path(max_length=64)]
@@ -155,10 +155,10 @@ def _keep(state: Any, file_id: str, name: str, file: UploadFile) -> dict:
         with partial.open("wb") as target:
             shutil.copyfileobj(file.file, target)
         partial.rename(path)
-        if not state.looking.acquire(timeout=LOOK_PATIENCE):
+        if not state.looking.acquire(timeout=INSPECT_QUEUE_SECONDS):
             raise HTTPException(503, "too many uploads at once: try again in a minute")
         try:
-            found = state.checker.call(LOOK_THROUGH, LOOK_SECONDS, {"path": str(path), "name": name})
+            found = state.checker.call(INSPECT_ZIP, INSPECT_SECONDS, {"path": str(path), "name": name})
         finally:
             state.looking.release()
         if "error" in found:
@@ -440,7 +440,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     app.state.cfg, app.state.store, app.state.predicting = cfg, Store(cfg.folder), threading.Lock()
     app.state.store.remove_leftovers()
     app.state.listing = 0.0, -1, b""
-    app.state.checker, app.state.looking = Workers(LOOKERS, [LOOK_THROUGH]), threading.BoundedSemaphore(LOOKERS)
+    app.state.checker, app.state.looking = WorkerPool(INSPECTORS, [INSPECT_ZIP]), threading.BoundedSemaphore(INSPECTORS)
     app.state.keeping = anyio.CapacityLimiter(16)  # threads of uploads: nobody else waits for one of these
     app.include_router(api)
 
@@ -486,16 +486,16 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
         problems = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
         return JSONResponse({"detail": problems}, 422)
 
-    app.add_middleware(Gate, token=token, most=int(cfg.max_upload * 1e9))
-    threading.Thread(target=look_after, args=(app.state.store,), daemon=True).start()
+    app.add_middleware(AccessMiddleware, token=token, most=int(cfg.max_upload * 1e9))
+    threading.Thread(target=job_loop, args=(app.state.store,), daemon=True).start()
     return app
 
 
-def look_after(store: Store) -> None:
+def job_loop(store: Store) -> None:
     """Start, watch and conclude jobs, for as long as the service lives."""
     while True:
         try:
-            store.tick()
+            store.poll()
         except Exception:
             log.exception("looking after the jobs")
         time.sleep(0.3)

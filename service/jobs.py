@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
-from common.files import read_rows
+from common.files import read_jsonl
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GRACE = 60.0  # seconds that a cancelled job has to write its checkpoint, beside three of its steps
@@ -208,7 +208,7 @@ class Store:
 
     # --- processes
 
-    def tick(self) -> None:
+    def poll(self) -> None:
         """Look after the running job, and start the next one: called again and again."""
         with self.lock:
             running = self.jobs("training")
@@ -309,7 +309,7 @@ class Store:
 
     def metrics(self, job_id: str) -> list[dict]:
         """The metrics of every step so far; NaN as None."""
-        return [_finite_row(row) for row in read_rows(self.run_of(job_id) / "metrics.jsonl")]
+        return [_finite_row(row) for row in read_jsonl(self.run_of(job_id) / "metrics.jsonl")]
 
     def new_metrics(self, job_id: str, seen: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
         """The rows since `seen`, a file's number and a place in it, and what is seen then; all of them when the file

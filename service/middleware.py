@@ -23,7 +23,7 @@ ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewpo
 <p><input id="token" name="token" type="password" required autofocus> <button>Open</button></form></html>"""
 
 
-class Gate:
+class AccessMiddleware:
     """In front of everything: request ids, the token, the size of uploads, and no traceback in a response."""
 
     def __init__(self, app: Any, token: str | None, most: int):
@@ -52,9 +52,9 @@ class Gate:
 
         headers = dict(scope["headers"])
         try:
-            if not self._from_here(headers):
+            if not self._same_origin(headers):
                 await JSONResponse({"detail": "asked from another site"}, 403)(scope, receive, marked)
-            elif self.token and not self._may_pass(scope, headers):
+            elif self.token and not self._authorised(scope, headers):
                 await self._no_token(scope, headers)(scope, receive, marked)
             elif int(headers.get(b"content-length", b"0") or 0) > self.most:
                 await JSONResponse({"detail": self._too_large()}, 413)(scope, receive, marked)
@@ -69,7 +69,7 @@ class Gate:
         taken_ms = 1000 * (time.perf_counter() - begun)
         log.info("%s %s %r %s %.0f ms", number, scope["method"], scope["path"], status, taken_ms)
 
-    def _from_here(self, headers: dict[bytes, bytes]) -> bool:
+    def _same_origin(self, headers: dict[bytes, bytes]) -> bool:
         """No page of another site may use a visitor's browser to ask; without a token, nor by a name made for it."""
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         try:
@@ -79,7 +79,7 @@ class Gate:
             return False
         return bool(self.token) or re.sub(r":\d+$", "", host) in LOCAL
 
-    def _may_pass(self, scope: dict, headers: dict[bytes, bytes]) -> bool:
+    def _authorised(self, scope: dict, headers: dict[bytes, bytes]) -> bool:
         """The token in the header, in the page's cookie, or, for the page's first call, in the address."""
         kind, _, given = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         offered = [given.strip() if kind.lower() == "bearer" else "", *self._in_address(scope)]

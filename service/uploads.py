@@ -10,17 +10,17 @@ from inputs.images import check_image, fitted_size, read_source
 from inputs.rows import read_rows
 from rewards import gold_problem
 
-LOOK_THROUGH = f"{pathlib.Path(__file__).resolve()}:look_through"
+INSPECT_ZIP = f"{pathlib.Path(__file__).resolve()}:look_through"
 SHOWN = 10  # problems that are told
-MOST_TABLE = 16_000_000  # bytes of main.csv: a hundred thousand rows
-MOST_QUESTION = 2000  # characters
+MAX_TABLE_BYTES = 16_000_000  # bytes of main.csv: a hundred thousand rows
+MAX_QUESTION_CHARS = 2000  # characters
 
 
-def look_through(path: str, name: str) -> dict[str, object]:
+def inspect_zip(path: str, name: str) -> dict[str, object]:
     """{rows, images, problems} of the ZIP at `path`, or {error} when no row of it can be trained on. `name` stands for
     its path in messages."""
     try:
-        rows, images, problems = _look_through(pathlib.Path(path))
+        rows, images, problems = _inspect_zip(pathlib.Path(path))
     except UserError as error:
         return {"error": str(error).replace(path, name)}
     problems = [problem.replace(path, name) for problem in problems]
@@ -31,7 +31,7 @@ def look_through(path: str, name: str) -> dict[str, object]:
     return {"rows": rows, "images": images, "usable": rows - len(problems), "problems": [*problems[:SHOWN], *more]}
 
 
-def _look_through(path: pathlib.Path) -> tuple[int, int, list[str]]:
+def _inspect_zip(path: pathlib.Path) -> tuple[int, int, list[str]]:
     """Rows, different pictures that can be used, and what is wrong with each row that cannot."""
     _check_table(path)
     rows, images, problems = 0, set(), []
@@ -43,8 +43,8 @@ def _look_through(path: pathlib.Path) -> tuple[int, int, list[str]]:
             images.add(_check_picture(row, path))
             if problem := gold_problem("count", row.answer):
                 raise ValueError(problem)
-            if len(row.prompt) > MOST_QUESTION:
-                raise ValueError(f"its question has {len(row.prompt)} characters, {MOST_QUESTION} at most")
+            if len(row.prompt) > MAX_QUESTION_CHARS:
+                raise ValueError(f"its question has {len(row.prompt)} characters, {MAX_QUESTION_CHARS} at most")
         except (ValueError, OSError) as problem:
             problems.append(f"{row.source if isinstance(row, Sample) else row[0]}: {problem}")
     return rows, len(images), problems
@@ -57,8 +57,8 @@ def _check_table(path: pathlib.Path) -> None:
     except (OSError, ValueError, zipfile.BadZipFile):
         return  # the reader says what is wrong with it
     largest = max((m.file_size for m in members if m.filename.rpartition("/")[2] == "main.csv"), default=0)
-    if largest > MOST_TABLE:
-        raise UserError(f"main.csv has {largest / 1e6:.0f} MB, {MOST_TABLE / 1e6:.0f} MB at most")
+    if largest > MAX_TABLE_BYTES:
+        raise UserError(f"main.csv has {largest / 1e6:.0f} MB, {MAX_TABLE_BYTES / 1e6:.0f} MB at most")
 
 
 def _check_picture(row: Sample, path: pathlib.Path) -> str:

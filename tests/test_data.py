@@ -279,7 +279,7 @@ def test_a_zip_with_a_link_is_refused(tmp_path):
 
 
 def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr("inputs.rows.MOST_UNPACKED", 50 * 2**20)
+    monkeypatch.setattr("inputs.rows.MAX_UNPACKED_BYTES", 50 * 2**20)
     path = zipped(tmp_path / "d.zip", zeros=bytes(60 * 2**20))
     assert pathlib.Path(path).stat().st_size < 2**20
     with pytest.raises(UserError, match=r"would unpack to 0\.1 GiB"):

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-import evaluate
 from common.errors import UserError
 from config import RewardFlags
 from data import load_processor, load_samples
@@ -85,8 +84,8 @@ def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monk
     samples = load_samples(shapes, "count", processor=processor)
     engine = HFEngine(load_model(tiny_model, torch.float32), processor)
     calls, generate = [], engine.generate
-    monkeypatch.setattr(evaluate, "CHUNK", 1)
-    monkeypatch.setattr(evaluate.parallel, "all_max", lambda count: count + 3)
+    monkeypatch.setattr(held_out, "CHUNK", 1)
+    monkeypatch.setattr(held_out.distributed, "all_max", lambda count: count + 3)
     monkeypatch.setattr(engine, "generate", lambda prompts, *a: (calls.append(len(prompts)), generate(prompts, *a))[1])
     _, predictions = held_out.evaluate(engine, processor, samples[:2], Scorer("count", RewardFlags()), 4)
     assert calls == [1, 1, 0, 0, 0]

@@ -12,11 +12,11 @@ import torch
 
 import grpo
 from common.errors import UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from config import PolicyFlags
 from packing import pack
-from policy.forward import take_packed_batches, token_logprobs
-from policy.memory import check_room
+from policy.forward import enable_packed_forward, token_logprobs
+from policy.memory import check_gpu_memory
 from policy.model import Policy
 from tests.helpers.models import build, make_group
 from tests.helpers.scripts import ROOT
@@ -39,7 +39,7 @@ def test_attention_kernels_agree_with_float32(family):
     grids = [] if family in ("qwen2_5", "qwen3") else [[(4, 4)], [], [(2, 2), (4, 8)]]
     groups = [make_group(model, family, 40, grids[i] if grids else [], [30, 1, 17], g) for i in range(3)]
     batch = pack(groups).to("cuda")
-    take_packed_batches(model)
+    enable_packed_forward(model)
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to("cuda", dtype)
@@ -71,7 +71,7 @@ def test_a_run_on_the_device(tiny_model, shapes, tmp_path):
         compile=False,
     )
     grpo.main(cfg)
-    rows = read_rows(tmp_path / "metrics.jsonl")[1:]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")[1:]
     assert len(rows) == 3
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if value is not None)
@@ -139,7 +139,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
     done = run("grpo.py", *flags, "--no_compile", "--check_sync")
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.03
@@ -160,7 +160,7 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
     flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
     done = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["kl"] > 0
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.03
@@ -186,7 +186,7 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
             learning_rate=1e-3,
         )
         grpo.main(cfg)
-        found.append([row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")])
+        found.append([row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")])
     assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
     optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).optimizer
     moments = [state["exp_avg"]._local_tensor for state in optimizer.state.values()]
@@ -201,7 +201,7 @@ def test_a_gpu_too_small_says_by_how_much(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
     policy = Policy(build("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
-        check_room(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
+        check_gpu_memory(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
 
 
 def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_path, capsys):

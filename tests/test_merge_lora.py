@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 import merge_lora as merge_lora_module
 from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
-from policy.lora import LANGUAGE
+from policy.lora import LANGUAGE_TARGETS
 from policy.model import load_model
 from tests.helpers.adapters import changed, plain, saved_adapter
 from tests.helpers.scripts import run_script
 
 KINDS = {
-    "lora": dict(target_modules=LANGUAGE),
-    "rslora": dict(target_modules=LANGUAGE, use_rslora=True),
-    "dora": dict(target_modules=LANGUAGE, use_dora=True),
+    "lora": dict(target_modules=LANGUAGE_TARGETS),
+    "rslora": dict(target_modules=LANGUAGE_TARGETS, use_rslora=True),
+    "dora": dict(target_modules=LANGUAGE_TARGETS, use_dora=True),
     "every linear layer, the vision tower's too": dict(target_modules="all-linear"),
     "ranks and alphas of their own": dict(
         target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1}
@@ -96,7 +96,9 @@ def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_p
 
 def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
     own = "model.language_model.layers.0.self_attn.q_proj"
-    want = plain(saved_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE, alpha_pattern={own: 64}), prompt)
+    want = plain(
+        saved_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE_TARGETS, alpha_pattern={own: 64}), prompt
+    )
     older = {own.replace("model.language_model", "^model"): 64}
     old = changed(
         tmp_path / "new",
@@ -112,7 +114,7 @@ def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
 @pytest.mark.parametrize("left_out", ["", "layers.0", "mlp"])
 def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkeypatch, dtype, left_out, capsys):
     """Also where it changes the logits by less than what is allowed in all."""
-    saved_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE)
+    saved_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE_TARGETS)
     settings = tmp_path / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 2}))
     merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "whole"), dtype=dtype)

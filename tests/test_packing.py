@@ -9,10 +9,10 @@ import copy
 import pytest
 import torch
 
-import packing
 from packing import pack, pack_groups
-from policy.forward import language_model, take_packed_batches, token_logprobs
-from policy.model import Policy, look, vision_parameters
+from policy import forward
+from policy.forward import enable_packed_forward, language_model, token_logprobs
+from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 
@@ -40,10 +40,10 @@ def groups_for(model, family, shape):
 @pytest.mark.parametrize(("family", "shape", "keep"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)])
 def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, monkeypatch):
     """Logits of three tokens at a time, their derivatives kept, or computed again where layers are checkpointed."""
-    monkeypatch.setattr(packing, "LOGIT_ROWS", 3)
+    monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
     plain = build(family)
     packed = copy.deepcopy(plain)
-    take_packed_batches(packed)
+    enable_packed_forward(packed)
     if not keep:
         packed.train().gradient_checkpointing_enable({"use_reentrant": False})
     groups = groups_for(plain, family, shape)
@@ -72,7 +72,7 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
 
 def test_completions_do_not_see_each_other():
     model = build("qwen2_5_vl")
-    take_packed_batches(model)
+    enable_packed_forward(model)
     group = groups_for(model, "qwen2_5_vl", "one image")[0]
     before, _ = token_logprobs(model, pack([group]))
     group.rollouts[0].ids = (group.rollouts[0].ids + 1) % 200
@@ -85,7 +85,7 @@ def test_completions_do_not_see_each_other():
 @pytest.mark.parametrize("budget", [1, 20, 30, 50, 10_000])
 def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     model = build("qwen2_5_vl")
-    take_packed_batches(model)
+    enable_packed_forward(model)
     groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
@@ -103,7 +103,7 @@ def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
 
 def test_entropy_is_that_of_the_sampling_distribution():
     model = build("qwen2_5")
-    take_packed_batches(model)
+    enable_packed_forward(model)
     group = groups_for(model, "qwen2_5", "no image")[0]
     _, entropy = token_logprobs(model, pack([group]), temperature=0.5)
     model.config._attn_implementation_internal = "eager"
@@ -131,17 +131,17 @@ def test_kept_image_features_stand_for_their_pixels(family):
     groups = [make_group(model, family, 20, grids[i], [9, 4], g) for i in range(4)]
     for number, group in enumerate(groups):
         group.prompt.source = f"row {number}"
-    take_packed_batches(model)
+    enable_packed_forward(model)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(False)
     want, _ = token_logprobs(model, pack(groups))
     want.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     kept = {}
-    look(Policy(model), [group.prompt for group in groups], kept, at_once=20)
+    cache_image_features(Policy(model), [group.prompt for group in groups], kept, at_once=20)
     assert len(kept) == 3
     model.model.visual.blocks = None  # nothing may look at a picture any more
-    look(Policy(model), [group.prompt for group in groups], kept)
+    cache_image_features(Policy(model), [group.prompt for group in groups], kept)
     model.zero_grad()
     got, _ = token_logprobs(model, pack(groups))
     got.sum().backward()
@@ -155,7 +155,7 @@ def test_kept_image_features_stand_for_their_pixels(family):
 def test_in_half_precision_the_residual_stream_is_float32(family):
     model = build(family).bfloat16()
     groups = groups_for(model, family, "no image")
-    take_packed_batches(model)
+    enable_packed_forward(model)
     seen = set()
     for layer in language_model(model).layers:
         layer.register_forward_pre_hook(lambda _, args: seen.add(("residual", args[0].dtype)))
@@ -176,7 +176,7 @@ def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
     exact = plain()
     model.bfloat16()
     rounded = plain()
-    take_packed_batches(model)
+    enable_packed_forward(model)
     packed, _ = token_logprobs(model, pack(groups))
     assert (packed - exact).abs().mean() < 0.9 * (rounded - exact).abs().mean()
 
@@ -184,7 +184,7 @@ def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
 def test_compiled_logprobs_take_no_float_from_the_host():
     """A float argument would be a float64 tensor there, and a C++ kernel for it costs the first step 40 seconds."""
     model, taken = build("qwen2_5"), []
-    take_packed_batches(model)
+    enable_packed_forward(model)
 
     def note(graph: torch.fx.GraphModule, inputs: list):
         taken.extend(inputs)

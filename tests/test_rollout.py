@@ -18,8 +18,8 @@ from common.records import Group, Sample
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
-from policy.forward import take_packed_batches, token_logprobs
-from policy.model import load_policy, look, stop_tokens
+from policy.forward import enable_packed_forward, token_logprobs
+from policy.model import cache_image_features, load_policy, stop_tokens
 from rollout import HFEngine, VLLMEngine, check_pixels, make_engine, sample
 
 
@@ -50,13 +50,13 @@ def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
     """Sampler and trainer agree on every token, sampled image placeholders included."""
     rollouts = engine.generate(prompts, 24, [1, 2, 3], max_tokens=40, temperature=0.8)
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
-    take_packed_batches(model)
+    enable_packed_forward(model)
     batch = pack([Group(p, r) for p, r in zip(prompts, rollouts)])
     placeholder = model.config.image_token_id
     assert (batch.targets == placeholder).any(), "no completion holds a placeholder: sample more of them"
     with torch.no_grad():
         logp, _ = token_logprobs(model, batch, temperature=0.8)
-    torch.testing.assert_close(logp, batch.column("sampler_logp"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logp, batch.column("sampling_logp"), atol=1e-5, rtol=0)
 
 
 def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
@@ -90,7 +90,7 @@ def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts
         assert r.ids[-1] == frequent
         assert frequent not in r.ids[:-1]
         assert r.text == engine.tokenizer.decode(r.ids[:-1])
-        assert len(r.sampler_logp) == len(r.ids) <= 30
+        assert len(r.sampling_logp) == len(r.ids) <= 30
     for r in rollouts:
         if r.truncated:
             assert len(r.ids) == 30
@@ -105,8 +105,8 @@ def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
 
     policy, kept = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
     first, other, again = prompt(10), prompt(200), prompt(10)
-    look(policy, [first], kept)
-    look(policy, [other, again], kept)
+    cache_image_features(policy, [first], kept)
+    cache_image_features(policy, [other, again], kept)
     assert not torch.equal(first.features, other.features)
     assert torch.equal(first.features, again.features)
     assert len(kept) == 2

@@ -22,7 +22,7 @@ import grpo
 import rewards
 import rollout
 from common.errors import RunStopped, UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import ROOT, run_script
 from training.checkpoint import write_manifest
@@ -40,7 +40,7 @@ def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_run_leaves_what_the_readme_says(run):
-    rows = read_rows(run / "metrics.jsonl")
+    rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 2, 4]
     for row in rows[1:]:
@@ -69,10 +69,10 @@ def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
     cfg = evaluate.Config(model=str(run / "final"), data=shapes, output=str(run / "after"), max_tokens=12)
     evaluate.main(cfg)
     scores = json.loads((run / "after" / "scores.json").read_text())
-    last = read_rows(run / "metrics.jsonl")[-1]
+    last = read_jsonl(run / "metrics.jsonl")[-1]
     for name in ("reward", "exact_match", "mean_length", "format_rate"):
         assert scores[name] == last[f"eval/{name}"]
-    predictions = read_rows(run / "after" / "predictions.jsonl")
+    predictions = read_jsonl(run / "after" / "predictions.jsonl")
     assert len(predictions) == scores["n"] == 12
 
 
@@ -98,7 +98,7 @@ def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
     grpo.main(cfg)
     a, b = weights(run / "final"), weights(tmp_path / "final")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_model, shapes, tmp_path):
@@ -106,7 +106,7 @@ def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_mo
     with pytest.raises(UserError, match=r"is of another run \(seed was 0, is 1\)"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", seed=1))
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume="newest", learning_rate=1e-5))
-    assert read_rows(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
 
 
 def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model, shapes, tmp_path):
@@ -117,7 +117,7 @@ def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model,
     assert (tmp_path / "checkpoint-4").is_dir()
     grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1))
     assert not (tmp_path / "checkpoint-4").exists()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_two_processes_make_the_same_run(run, tiny_model, shapes, tmp_path):
@@ -127,7 +127,7 @@ def test_two_processes_make_the_same_run(run, tiny_model, shapes, tmp_path):
         "grpo.py", f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}", *flags, processes=2
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (read_rows(folder / "metrics.jsonl") for folder in (run, tmp_path))
+    one, two = (read_jsonl(folder / "metrics.jsonl") for folder in (run, tmp_path))
     for a, b in zip(one[1:], two):
         for name in ("reward", "completions/mean_length", "loss", "kl", "entropy", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
@@ -152,7 +152,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_run(name, tiny_model, shapes, tmp_path):
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, warmup=1, **VARIANTS[name]))
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(rows) == 2
     assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
     before, after = weights(tiny_model), weights(tmp_path / "final")
@@ -165,7 +165,7 @@ def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, t
     for old in ("policy", "sampler"):
         output = tmp_path / old
         grpo.main(config(tiny_model, shapes, output, max_steps=2, num_iterations=2, old_logp=old, max_grad_norm=1e9))
-        ends.append([row["loss"] for row in read_rows(output / "metrics.jsonl")])
+        ends.append([row["loss"] for row in read_jsonl(output / "metrics.jsonl")])
     assert ends[0] == pytest.approx(ends[1], rel=1e-3, abs=1e-6)
 
 
@@ -180,7 +180,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
     monkeypatch.setitem(rewards.BUILT_IN, "count", reward)
     flags = dict(max_steps=2, dynamic_sampling=True)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
-    for row in read_rows(tmp_path / "metrics.jsonl"):
+    for row in read_jsonl(tmp_path / "metrics.jsonl"):
         assert row["groups_drawn"] == 8
         assert row["frac_reward_zero_std"] == 0.5
 
@@ -190,7 +190,7 @@ def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tm
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert read_rows(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
 
 
 NONE_FOR = """
@@ -213,7 +213,7 @@ def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
     grpo.main(
         config(tiny_model, shapes, tmp_path / "run", max_steps=1, beta=0.1, reward=(f"{tmp_path}/r.py:moody=0.5",))
     )
-    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["rewards/no_verdict"] == 1 / 16
     assert math.isfinite(row["loss"])
     assert 0 < row["rewards/moody"] < 7
@@ -246,7 +246,7 @@ def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
     (tmp_path / "r.py").write_text("def one(completion, answer):\n    return 1.0\n")
     more = dict(reward=("count=0.5", "format=2", f"{tmp_path}/r.py:one=-3"), overlong_buffer=6)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, **more))
-    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     parts = {name: row[f"rewards/{name}"] for name in ("count", "format", "one", "overlong")}
     assert parts["one"] == 1
     assert -1 <= parts["overlong"] < 0
@@ -259,7 +259,7 @@ def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tin
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
-    row = read_rows(tmp_path / "run" / "metrics.jsonl")[0]
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["groups_drawn"] == 8, "no group had anything to learn from, so all rounds were drawn"
     assert row["rewards/overlong"] < 0
 
@@ -294,7 +294,7 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
     assert [row["reward"] for row in one] == pytest.approx([row["reward"] for row in two])
     assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-4)
 
@@ -326,7 +326,7 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
         grpo.main(config(tiny_model, shapes, tmp_path / "overflow", **flags))
     assert "from now on micro-batches of 100 tokens" in capsys.readouterr().err
     assert len(calls) > 4
-    plain, other = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("plain", "overflow"))
+    plain, other = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "overflow"))
     for row, again in zip(plain, other):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
             assert again[name] == pytest.approx(row[name], rel=1e-4, abs=1e-7), name
@@ -390,7 +390,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
     command += [f"--output={tmp_path}", "--max_steps=100000"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.time() + 120
-    while len(read_rows(tmp_path / "metrics.jsonl")) < 3 and time.time() < deadline and process.poll() is None:
+    while len(read_jsonl(tmp_path / "metrics.jsonl")) < 3 and time.time() < deadline and process.poll() is None:
         time.sleep(0.2)
     # As a terminal does: the signal goes to the launcher and its processes alike.
     subprocess.run(["pkill", f"-{signal.SIGINT.value}", "-g", str(process.pid)], check=True)

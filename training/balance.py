@@ -13,14 +13,16 @@ import torch.distributed as dist
 from common import distributed
 from common.records import Group, Rollout
 
-ENOUGH = 0.02  # what the busiest process may have more than the mean, as a share of it: a move costs something too
+MAX_IMBALANCE = (
+    0.02  # what the busiest process may have more than the mean, as a share of it: a move costs something too
+)
 
 
 @dataclass(frozen=True)
-class Work:
+class GroupCost:
     """A group as the plan knows it: no tokens, only how many."""
 
-    ordinal: int
+    group_index: int
     prompt: float
     """cost of the prompt, its pictures included"""
     lengths: tuple[int, ...]
@@ -32,21 +34,21 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Move:
+class Transfer:
     """The last `count` completions of a group go from one process to another, with their prompt."""
 
-    ordinal: int
+    group_index: int
     source: int
     target: int
     count: int
 
 
-def plan_moves(held: list[list[Work]]) -> list[Move]:
+def plan_transfers(held: list[list[GroupCost]]) -> list[Transfer]:
     """What makes the processes' costs alike when they hold `held`: from the busiest to the idlest, whole groups or the
-    last completions of one, as long as that lowers the larger of the two by more than `ENOUGH` of the mean."""
+    last completions of one, as long as that lowers the larger of the two by more than `MAX_IMBALANCE` of the mean."""
     held = [list(works) for works in held]
     loads = [sum(work.cost for work in works) for works in held]
-    enough, moves = ENOUGH * sum(loads) / len(loads), []
+    enough, moves = MAX_IMBALANCE * sum(loads) / len(loads), []
     while True:
         source, target = loads.index(max(loads)), loads.index(min(loads))
         best: tuple[float, int, int] | None = None
@@ -63,14 +65,16 @@ def plan_moves(held: list[list[Work]]) -> list[Move]:
         work = held[source].pop(place)
         if kept := work.lengths[:-count]:
             held[source].append(replace(work, lengths=kept))
-        there = next((other for other in held[target] if other.ordinal == work.ordinal), replace(work, lengths=()))
+        there = next(
+            (other for other in held[target] if other.group_index == work.group_index), replace(work, lengths=())
+        )
         held[target] = [other for other in held[target] if other is not there]
         held[target].append(replace(there, lengths=there.lengths + work.lengths[-count:]))
         loads = [sum(work.cost for work in works) for works in held]
-        moves.append(Move(work.ordinal, source, target, count))
+        moves.append(Transfer(work.group_index, source, target, count))
 
 
-def even_out(groups: list[Group], trained: Callable[[Rollout], bool], patch_cost: float = 0.0) -> list[Group]:
+def rebalance(groups: list[Group], trained: Callable[[Rollout], bool], patch_cost: float = 0.0) -> list[Group]:
     """This process's groups after some completions have gone to processes that had less to train on.
 
     `trained`: whether the loss depends on a completion; `patch_cost`: what a picture's patch costs in tokens, where
@@ -82,24 +86,24 @@ def even_out(groups: list[Group], trained: Callable[[Rollout], bool], patch_cost
     for group in groups:
         if lengths := tuple(len(r.ids) for r in group.rollouts if trained(r)):
             patches = len(group.prompt.vision["pixel_values"]) if group.prompt.vision else 0
-            works.append(Work(group.ordinal, len(group.prompt.ids) + patch_cost * patches, lengths))
-    mine = {group.ordinal: group for group in groups}
-    for move in plan_moves(distributed.gather_from_all(works)):
+            works.append(GroupCost(group.group_index, len(group.prompt.ids) + patch_cost * patches, lengths))
+    mine = {group.group_index: group for group in groups}
+    for move in plan_transfers(distributed.all_gather(works)):
         if distributed.rank() == move.source:
-            group = mine.pop(move.ordinal)
+            group = mine.pop(move.group_index)
             going = [r for r in group.rollouts if trained(r)][-move.count :]
             staying = [r for r in group.rollouts if all(r is not other for other in going)]
             if staying:
-                mine[move.ordinal] = replace(group, rollouts=staying)
+                mine[move.group_index] = replace(group, rollouts=staying)
             dist.send_object_list([_light(replace(group, rollouts=going))], move.target, device=torch.device("cpu"))
         elif distributed.rank() == move.target:
             received: list[Group | None] = [None]
             dist.recv_object_list(received, move.source, device=torch.device("cpu"))
             (group,) = received
-            if there := mine.get(move.ordinal):
+            if there := mine.get(move.group_index):
                 group = replace(there, rollouts=[*there.rollouts, *group.rollouts])
-            mine[move.ordinal] = group
-    return [mine[ordinal] for ordinal in sorted(mine)]
+            mine[move.group_index] = group
+    return [mine[group_index] for group_index in sorted(mine)]
 
 
 def _light(group: Group) -> Group:

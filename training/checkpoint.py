@@ -34,9 +34,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from common import console, distributed
-from common.distributed import spread
+from common.distributed import partition_lpt
 from common.errors import RunStopped, UserError
-from common.files import flush, beside
+from common.files import flush, partial_path
 from config import PolicyFlags, RunFlags
 from policy.model import Policy, load_policy
 from policy.optimizer import make_optimizer
@@ -44,13 +44,13 @@ from training.export import export
 
 # What a resumed run must share. Which prompts come next, what is trained, and what is maximised; the schedule counts
 # updates. Not among them: what people change on the way, such as the learning rate, β, temperature or longer answers.
-SAME_RUN = ("task", "data", "data_weights", "rows", "rows_digest", "model", "seed", "prompts_per_step")
-SAME_RUN += ("num_generations", "prompts_per_update", "num_iterations", "loss_type", "reward")
-SAME_RUN += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
-PROGRESS = ("step", "position", "best", "norms", "skipped", "unscored")  # of a run, beside the lengths of its rows
+MUST_MATCH = ("task", "data", "data_weights", "rows", "rows_digest", "model", "seed", "prompts_per_step")
+MUST_MATCH += ("num_generations", "prompts_per_update", "num_iterations", "loss_type", "reward")
+MUST_MATCH += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
+RUN_STATE = ("step", "position", "best", "norms", "skipped", "unscored")  # of a run, beside the lengths of its rows
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # the rest lies where the run started from
 MANIFEST = "manifest.json"
-ASIDE = ".before-resume"
+SUPERSEDED_SUFFIX = ".before-resume"
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         self.pending: tuple[Future[None], int] | None = None  # and the step that is being written
         self.newest: int | None = None  # the step that this run can be gone on from, with nothing of it lost
-        self.owed = False  # the last one asked for could not be written
+        self.save_failed = False  # the last one asked for could not be written
         self.replaces = False  # the run in `output` goes: this launch's own, started again, or nothing to go on from
 
     def save(
@@ -91,7 +91,7 @@ class Checkpoints:
         wrong = None
         if progress["step"] != self.newest:
             wrong = self._start(policy, optimizer, scheduler, progress)
-        self.owed = wrong is not None
+        self.save_failed = wrong is not None
         if wrong:
             self._say(progress["step"], wrong)
         if last:
@@ -105,10 +105,10 @@ class Checkpoints:
         progress: dict[str, Any],
     ) -> str | None:
         """Begin to write; returns what is wrong already, on every process."""
-        tensors = _own_share(*get_state_dict(policy, optimizer, options=TRAINED))
+        tensors = _local_share(*get_state_dict(policy, optimizer, options=TRAINED))
         if wrong := self._no_room(tensors):
             return wrong
-        partial = beside(self.folder / f"checkpoint-{progress['step']}")
+        partial = partial_path(self.folder / f"checkpoint-{progress['step']}")
         state = progress | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
         begun = self._try(lambda: _begin(partial, state))
         if wrong := begun or self._try(
@@ -132,26 +132,26 @@ class Checkpoints:
             write()
         except (OSError, RuntimeError, CheckpointException) as error:  # torch's writer raises the second on a full disk
             wrong = self._why(error)
-        return distributed.first_said(wrong)
+        return distributed.first_error(wrong)
 
     def _say(self, step: int, wrong: str) -> None:
-        self.owed = True
+        self.save_failed = True
         if console.is_main():
-            print(f"no checkpoint of step {step}: {wrong}; {self.there()}", file=sys.stderr)
+            print(f"no checkpoint of step {step}: {wrong}; {self.status()}", file=sys.stderr)
 
-    def there(self) -> str:
+    def status(self) -> str:
         """What a run that ended now could go on from."""
         return "there is no checkpoint yet" if self.newest is None else f"checkpoint-{self.newest} is whole"
 
-    def advice(self, then: str = "goes on from it") -> str:
+    def resume_hint(self, then: str = "goes on from it") -> str:
         """What can be done after the run has ended here."""
         if self.newest is None:
             return "there is no checkpoint"
-        if self.owed:
+        if self.save_failed:
             return f"checkpoint-{self.newest} is the newest: --resume goes on from it"
         return f"checkpoint-{self.newest} is whole: --resume {then}"
 
-    def finish(self, policy: Policy, source: str) -> None:
+    def export_final(self, policy: Policy, source: str) -> None:
         """`export` to the folder «final». Raises RunStopped, naming the checkpoint to make it from, when that fails."""
         try:
             export(policy, source, f"{self.folder}/final")
@@ -161,7 +161,7 @@ class Checkpoints:
             why = again if self.newest is not None else "there is no checkpoint to make it from"
             raise RunStopped(f"{error}; {why}", error.status) from None
 
-    def failed(self) -> bool:
+    def write_failed(self) -> bool:
         """Whether what this process is writing has gone wrong already."""
         future = self.pending[0] if self.pending else None
         return future is not None and future.done() and future.exception() is not None
@@ -169,14 +169,14 @@ class Checkpoints:
     def wait(self) -> str | None:
         """Until what is being written is on disk; what is wrong with it is said, and returned on every process."""
         step = self.pending[1] if self.pending else None
-        wrong = distributed.first_said(self.settle())
+        wrong = distributed.first_error(self.join_write())
         if step is not None and wrong:
             self._say(step, wrong)
         elif step is not None:
             self.newest = step
         return wrong
 
-    def settle(self) -> str | None:
+    def join_write(self) -> str | None:
         """As `wait`, for this process alone, when the others may be anywhere."""
         pending, self.pending = self.pending, None
         if pending is None:
@@ -185,7 +185,7 @@ class Checkpoints:
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 of the disk, by way of several libraries
-            shutil.rmtree(beside(self.folder / f"checkpoint-{step}"), ignore_errors=True)
+            shutil.rmtree(partial_path(self.folder / f"checkpoint-{step}"), ignore_errors=True)
             return self._why(error)
         return None
 
@@ -197,7 +197,7 @@ class Checkpoints:
         needed = int(distributed.all_sum(torch.tensor(sum(t.numel() * t.element_size() for t in local))))
         needed += needed // 50 + 2**20  # what the format adds
         free = shutil.disk_usage(self.folder).free if console.is_main() else 0
-        free = distributed.gather_from_all(free)[0]
+        free = distributed.all_gather(free)[0]
         if needed <= free:
             return None
         return (
@@ -230,21 +230,21 @@ class Checkpoints:
 
     def _thin_out(self, written: int, best: dict[str, float] | None) -> None:
         """Of the steps up to the one just `written`, keep the last `keep_last` and the best one."""
-        steps = {step: folder for step, folder in _steps(self.folder).items() if step <= written}
+        steps = {step: folder for step, folder in _checkpoints_by_step(self.folder).items() if step <= written}
         newest = sorted(steps)[-self.keep_last :] if self.keep_last else list(steps)
         kept = {*newest, best["step"] if self.keep_best and best else None}
-        aside = _steps(self.folder, ASIDE)
+        aside = _checkpoints_by_step(self.folder, SUPERSEDED_SUFFIX)
         gone = [folder for step, folder in steps.items() if step not in kept]
         for folder in gone + [folder for step, folder in aside.items() if step <= written]:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def begin(self, step: int | None) -> None:
+    def prepare_output(self, step: int | None) -> None:
         """Make way for a run that goes on after `step`, or from the start (None): then an earlier run in `output` goes.
 
         Later checkpoints, which this run makes anew or which are damaged, are renamed to checkpoint-STEP.before-resume
         until it has come as far itself. All processes, when everything else is in order.
         """
-        steps = _steps(self.folder)
+        steps = _checkpoints_by_step(self.folder)
         self.newest = step if step in steps else None
         if not console.is_main():
             return
@@ -253,11 +253,11 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
         for later, folder in steps.items():
             if step is not None and later > step:
-                aside = folder.with_name(folder.name + ASIDE)
+                aside = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
-    def owns(self, folder: pathlib.Path | None) -> bool:
+    def is_own(self, folder: pathlib.Path | None) -> bool:
         """Whether the checkpoint in `folder` is of the run in `output`."""
         return folder is not None and folder.resolve().parent == self.folder.resolve()
 
@@ -270,15 +270,17 @@ class Checkpoints:
         """
         found: tuple[bool, pathlib.Path | None, str] = (False, None, "")
         if console.is_main():
-            for step, folder in _steps(self.folder, ".old").items():  # killed while a new one took its place
-                if step not in _steps(self.folder):
+            for step, folder in _checkpoints_by_step(
+                self.folder, ".old"
+            ).items():  # killed while a new one took its place
+                if step not in _checkpoints_by_step(self.folder):
                     folder.rename(folder.with_suffix(""))
-            again, begun = distributed.restarted() and self._of_this_launch(), bool(_steps(self.folder))
+            again, begun = distributed.restarted() and self._of_this_launch(), bool(_checkpoints_by_step(self.folder))
             if begun and (again or wanted == "auto"):
                 wanted = "newest"
             anew = wanted == "auto" and not (self.folder / "final").exists()
             found = (again or anew, *self._find(None if wanted == "auto" else wanted))
-        self.replaces, path, wrong = distributed.gather_from_all(found)[0]
+        self.replaces, path, wrong = distributed.all_gather(found)[0]
         if wrong:
             raise UserError(wrong)
         return path
@@ -290,22 +292,22 @@ class Checkpoints:
         if wanted == "newest":
             return self._newest()
         folder = pathlib.Path(wanted)
-        if (steps := _steps(folder)) and not (folder / MANIFEST).exists():
+        if (steps := _checkpoints_by_step(folder)) and not (folder / MANIFEST).exists():
             return (
                 None,
                 f"--resume: {wanted!r} is a run: name one of its checkpoints, {steps[max(steps)]} is the newest",
             )
-        return folder, problem(folder) or ""
+        return folder, verify_checkpoint(folder) or ""
 
     def _of_this_launch(self) -> bool:
         about = self.folder / "config.json"
         known = json.loads(about.read_text()).get("launch") if about.is_file() else None
-        return bool(set(known or []).intersection(distributed.launch()))
+        return bool(set(known or []).intersection(distributed.launcher_ids()))
 
     def _newest(self) -> tuple[pathlib.Path | None, str]:
-        steps = _steps(self.folder)
+        steps = _checkpoints_by_step(self.folder)
         for step in sorted(steps, reverse=True):
-            wrong = problem(steps[step])
+            wrong = verify_checkpoint(steps[step])
             if wrong is None:
                 return steps[step], ""
             others = "; taking the one before" if step > min(steps) else ""
@@ -336,18 +338,18 @@ def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
         (partial / "state.json").write_text(json.dumps(state, indent=1))
 
 
-def _own_share(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
+def _local_share(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
     """What this process saves: its shards, and where others have the same ones, those of its part of the parameters."""
     places = (p.device_mesh for p in parameters.values() if isinstance(p, DTensor) and p.device_mesh.ndim > 1)
     if (mesh := next(places, None)) is not None:
         names = list(parameters)
-        parts = spread([parameters[name].numel() for name in names], mesh.size(0))
+        parts = partition_lpt([parameters[name].numel() for name in names], mesh.size(0))
         parameters = {names[i]: parameters[names[i]] for i in parts[mesh.get_coordinate()[0]]}
         moments = moments | {"state": {name: s for name, s in moments["state"].items() if name in parameters}}
     return {"policy": parameters, "optimizer": moments}
 
 
-def _steps(folder: pathlib.Path, ending: str = "") -> dict[int, pathlib.Path]:
+def _checkpoints_by_step(folder: pathlib.Path, ending: str = "") -> dict[int, pathlib.Path]:
     form = rf"checkpoint-(\d+){re.escape(ending)}"
     found = [(re.fullmatch(form, path.name), path) for path in folder.glob("checkpoint-*")]
     return {int(match[1]): path for match, path in found if match}
@@ -371,7 +373,7 @@ def _sealed(text: bytes) -> bytes:
     return text + f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
 
 
-def problem(folder: pathlib.Path) -> str | None:
+def verify_checkpoint(folder: pathlib.Path) -> str | None:
     """What is wrong with the checkpoint in `folder`; None when every byte is as it was written."""
     try:
         found = (folder / MANIFEST).read_bytes()
@@ -438,7 +440,7 @@ def load_checkpoint(
     was, elsewhere = saved["config"], {field.name for field in fields(RunFlags)}
     other = [name for name in config if name in was and was[name] != config[name]]  # an older one may lack some
     changed = {name: f"{name} was {was[name]}, is {config[name]}" for name in other if name not in elsewhere}
-    if refused := [said for name, said in changed.items() if name in SAME_RUN]:
+    if refused := [said for name, said in changed.items() if name in MUST_MATCH]:
         raise UserError(f"--resume: {folder} is of another run ({', '.join(refused)}): use the same or a new --output")
     if changed and console.is_main():
         print(f"going on with other settings than before: {', '.join(changed.values())}", file=sys.stderr)
@@ -467,7 +469,7 @@ def _load_tensors(folder: pathlib.Path, policy: Policy, optimizer: torch.optim.O
 def main(cfg: Config) -> None:
     device = distributed.start()
     folder = pathlib.Path(cfg.checkpoint)
-    if wrong := problem(folder):
+    if wrong := verify_checkpoint(folder):
         raise UserError(wrong)
     if pathlib.Path(cfg.output).exists():
         raise UserError(f"--output {cfg.output!r} is there already: remove it or name another folder")

@@ -9,7 +9,7 @@ from transformers.utils import cached_file
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
-from common.files import beside
+from common.files import partial_path
 from policy.lora import adapter_tensors, has_adapter, write_adapter
 from policy.model import Policy, load_model, saved_dtype
 from policy.sharding import full_weights
@@ -22,7 +22,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
     Written beside its place and renamed. All processes. Raises RunStopped when it could not be written.
     """
     target = pathlib.Path(folder)
-    partial = beside(target)
+    partial = partial_path(target)
     try:
         _export(policy, source, target, partial)
     except (OSError, SafetensorError, UserError) as error:
@@ -43,7 +43,7 @@ def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.
     if console.is_main():
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    distributed.wait_for_all()
+    distributed.barrier()
 
 
 def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
@@ -53,7 +53,7 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
             model = load_model(source, saved_dtype(source))
         except UserError as error:
             wrong = str(error)
-    if wrong := distributed.first_said(wrong):
+    if wrong := distributed.first_error(wrong):
         raise UserError(wrong)
     own = dict(model.named_parameters()) if model is not None else {}
     for name, weight in full_weights(policy):  # one whole weight at a time

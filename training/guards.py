@@ -9,11 +9,13 @@ from common import distributed
 from common.records import Group, Rollout
 from packing import PackedBatch
 
-NOT_FINITE = "try a lower --learning_rate or --dtype float32"
-Seen = list[tuple[list[Rollout], Tensor]]  # of each micro-batch, its completions and their log-probabilities
+NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
+MicroBatchLogps = list[tuple[list[Rollout], Tensor]]  # of each micro-batch, its completions and their log-probabilities
 
 
-def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], seen: Seen) -> str | None:
+def describe_nonfinite(
+    stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], seen: MicroBatchLogps
+) -> str | None:
     """What is not a number, and in which rows, of any process; None when loss and gradient are.
 
     `stats`: sums over the update's tokens, of all processes; `groups` and `seen`: this process's.
@@ -23,20 +25,20 @@ def not_finite(stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group],
     bad = set()
     for rollouts, logp in seen:
         for rollout, own in zip(rollouts, logp.split([len(r.ids) for r in rollouts])):
-            known = [own, rollout.sampler_logp, rollout.old_logp, rollout.ref_logp]
+            known = [own, rollout.sampling_logp, rollout.old_logp, rollout.ref_logp]
             if not (all(t.isfinite().all() for t in known if t is not None) and math.isfinite(rollout.advantage)):
                 bad.add(id(rollout))
     odd = [
-        group.sample.source if group.sample else f"prompt {group.ordinal}"
+        group.sample.source if group.sample else f"prompt {group.group_index}"
         for group in groups
         if any(id(rollout) in bad for rollout in group.rollouts)
     ]
-    named = sorted({name for names in distributed.gather_from_all(odd) for name in names})
+    named = sorted({name for names in distributed.all_gather(odd) for name in names})
     rows = f" ({', '.join(named[:5])})" if named else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
 
 
-def how_far_apart(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
+def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
     """Absolute differences between the trainer's log-probabilities (C,) of the batch's tokens and the sampler's, and
     those of the prompts with pictures: sums over the tokens that count."""
     counted = batch.column("weight") > 0
@@ -46,7 +48,7 @@ def how_far_apart(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]
     return apart | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
-def too_far_apart(stats: dict[str, Tensor], most: float, first: bool) -> str | None:
+def check_logp_difference(stats: dict[str, Tensor], most: float, first: bool) -> str | None:
     """Why sampler and trainer are too far apart for an update, and what to do about it; None when they are not.
 
     `most`: nats a token that they may differ by on average, looked at in the `first` update of a step alone, since

@@ -27,7 +27,7 @@ class Clock:
     @contextlib.contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         begun = time.perf_counter()
-        distributed.note(part)
+        distributed.heartbeat(part)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -36,7 +36,7 @@ class Clock:
         self.laps.setdefault(part, []).append(time.perf_counter() - begun)
 
 
-def slowest(laps: list[list[float]]) -> tuple[float, float]:
+def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
     """Seconds that rounds take in which all processes wait for the last one, and the share of them that a process
     waits; `laps`: every process's own seconds of each round."""
     rounds = list(zip(*laps))
@@ -63,7 +63,7 @@ def step_metrics(
     sums = distributed.all_sum(torch.stack([lengths.sum(), truncated.sum(), torch.tensor(len(rollouts)).double()]))
     longest = distributed.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
     tokens = sum(u["tokens"] for u in updates).clamp(min=1)
-    sampling, idle = slowest(distributed.gather_from_all(clock.laps["rollout"]))
+    sampling, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
     seconds = {part: sum(laps) for part, laps in clock.laps.items()} | {"rollout": sampling}
 
     def mean(name: str) -> float:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from common import distributed
-from common.distributed import spread
+from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
 from common.records import Prompt, Sample
 from data import Processor, encode_prompts
@@ -24,14 +24,14 @@ class PromptStream:
 
     def __init__(self, samples: list[Sample], processor: Processor, seed: int, weights: tuple[float, ...] = ()):
         self.samples, self.processor, self.seed, self.weights = samples, processor, seed, weights
-        self.sizes = part_sizes(samples, weights)
+        self.sizes = source_sizes(samples, weights)
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.rows_seen = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
-        self.ahead: tuple[list[int], Future[list[Prompt]]] | None = None
+        self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
         self.lengths: dict[str, float] = {}  # mean completion tokens of each row when it was last drawn
 
-    def share(
+    def assign_prompts(
         self, first: int, count: int, generations: int, longest: int, tensor_parallel: int = 1
     ) -> tuple[list[int], list[int]]:
         """Which of the `count` prompts from place `first` on this process samples, and their places: the share of every
@@ -41,10 +41,10 @@ class PromptStream:
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else longest
         costs = [self.samples[row].tokens + generations * self.lengths.get(str(row), mean) for row in rows]
         engine, member = divmod(distributed.rank(), tensor_parallel)
-        mine = spread(costs, distributed.world_size() // tensor_parallel)[engine][member::tensor_parallel]
+        mine = partition_lpt(costs, distributed.world_size() // tensor_parallel)[engine][member::tensor_parallel]
         return mine, [first + i for i in mine]
 
-    def note(self, place: int, lengths: Sequence[int]) -> None:
+    def record_length(self, place: int, lengths: Sequence[int]) -> None:
         """Completions of the prompt at `place` had `lengths` tokens."""
         self.lengths[str(self.row(place))] = sum(lengths) / len(lengths)
 
@@ -56,25 +56,25 @@ class PromptStream:
         """The samples at `places`."""
         return [self.samples[self.row(place)] for place in places]
 
-    def prepare(self, places: Sequence[int]) -> None:
+    def prefetch(self, places: Sequence[int]) -> None:
         """Begin to make the prompts of `places`, beside whatever else is done until they are taken."""
-        self.ahead = list(places), self.thread.submit(encode_prompts, self.rows(places), self.processor)
+        self.prefetched = list(places), self.thread.submit(encode_prompts, self.rows(places), self.processor)
 
-    def take(self, places: Sequence[int]) -> list[Prompt]:
+    def get(self, places: Sequence[int]) -> list[Prompt]:
         """The prompts at `places`, prepared or not. All processes; raises StepFailed on every one, naming a row that
         can no longer be read."""
-        if self.ahead is None or self.ahead[0] != list(places):
-            self.prepare(places)
-        (_, future), self.ahead = self.ahead, None
+        if self.prefetched is None or self.prefetched[0] != list(places):
+            self.prefetch(places)
+        (_, future), self.prefetched = self.prefetched, None
         prompts, wrong = [], None
         try:
             prompts = future.result()
         except UserError as error:
             wrong = str(error)
-        if wrong := distributed.first_said(wrong):
+        if wrong := distributed.first_error(wrong):
             raise StepFailed(wrong)
         for place, prompt in zip(places, prompts):
-            prompt.expected = self.lengths.get(str(self.row(place)), 0.0)
+            prompt.expected_length = self.lengths.get(str(self.row(place)), 0.0)
         return prompts
 
 
@@ -103,9 +103,9 @@ def _order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, 
     return np.asarray(chosen)[shuffled]
 
 
-def part_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
+def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
     """How many rows each of several mixed data sets has. Raises UserError when `weights` do not fit them."""
-    parts = [sample.part for sample in samples]
+    parts = [sample.source_index for sample in samples]
     sizes = [parts.count(part) for part in range(max(parts) + 1)]
     if weights and len(weights) != len(sizes):
         raise UserError(f"--data_weights has {len(weights)} weights for {len(sizes)} data sets: give one for each")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from common.cli import run
 from common.errors import UserError
 from common.figures import STYLE, save_figure
-from common.files import read_rows
+from common.files import read_jsonl
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # pictures go to files, whatever screens there are
 GROUPS_ON_PAGE = 60  # most groups on the page, the newest
@@ -39,7 +39,7 @@ class Config:
 
 def draw_curves(folder: pathlib.Path) -> None:
     """curves.png: reward, held-out exact match, completion length, and KL or the sampler's difference, over steps."""
-    rows = read_rows(folder / "metrics.jsonl")
+    rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         return
 
@@ -83,7 +83,7 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 def write_page(folder: pathlib.Path) -> None:
     """completions.html: picture, question, right answer and the completions with reward and advantage."""
-    rows = read_rows(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
+    rows = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
     articles = "\n".join(_article(row) for row in reversed(rows))
     name = html.escape(folder.name)
     text = (

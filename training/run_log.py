@@ -14,7 +14,7 @@ from typing import Any
 from common import console, distributed
 from common.errors import UserError
 from common.figures import thumbnail
-from common.files import git_commit, read_rows
+from common.files import git_commit, read_jsonl
 from common.records import TAG, Group
 from training.report import draw_curves, write_page
 
@@ -33,7 +33,7 @@ class RunLog:
         if not console.is_main():
             return
         about = {
-            "launch": distributed.launch(),
+            "launch": distributed.launcher_ids(),
             "command": shlex.join(sys.argv),
             "git_commit": git_commit(),
             "world_size": distributed.world_size(),
@@ -41,7 +41,7 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "completions.jsonl"):  # the steps after the checkpoint are taken again
-                rows = read_rows(self.folder / name) if resumed is not None else []
+                rows = read_jsonl(self.folder / name) if resumed is not None else []
                 self._replace(name, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= resumed))
             self._replace("config.json", json.dumps(config | about, indent=1) + "\n")
         except OSError as error:
@@ -75,7 +75,7 @@ class RunLog:
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        rows = read_rows(self.folder / "metrics.jsonl") if step == self.resumed else []
+        rows = read_jsonl(self.folder / "metrics.jsonl") if step == self.resumed else []
         if rows and rows[-1]["step"] == step:
             self._replace("metrics.jsonl", "".join(json.dumps(r) + "\n" for r in [*rows[:-1], rows[-1] | row]))
         else:
@@ -116,7 +116,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
+def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
     """Raise UserError when `folder` cannot be written to, or holds a run that this one neither replaces nor has
     `resumed`."""
     path = pathlib.Path(folder)
@@ -129,20 +129,20 @@ def refuse_to_mix_runs(folder: str, overwrite: bool, resumed: bool) -> None:
         what = "holds a run: --resume goes on with it," if saved else "holds a run without a checkpoint:"
         raise UserError(f"{folder!r} {what} --overwrite replaces it")
     if distributed.local_world_size() < distributed.world_size():
-        _refuse_folders_apart(path)
+        _check_shared_folder(path)
 
 
-def _refuse_folders_apart(path: pathlib.Path, patience: float = 10.0) -> None:
+def _check_shared_folder(path: pathlib.Path, patience: float = 10.0) -> None:
     """Raise UserError, on every process, when not all machines of the run see the same folder `path`."""
-    mark = path / f".seen-{distributed.gather_from_all(uuid.uuid4().hex)[0]}"
+    mark = path / f".seen-{distributed.all_gather(uuid.uuid4().hex)[0]}"
     if console.is_main():
         path.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    distributed.wait_for_all()
+    distributed.barrier()
     deadline = time.monotonic() + patience  # a shared file system may show it a little later
     while not (seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    blind = [rank for rank, saw in enumerate(distributed.gather_from_all(seen)) if not saw]
+    blind = [rank for rank, saw in enumerate(distributed.all_gather(seen)) if not saw]
     if console.is_main():
         mark.unlink()
     if blind:

@@ -632,9 +632,9 @@ def test_unequal_numbers_of_responses_and_rows():
 
 
 def test_other_settings_start_anew(tmp_path, capsys):
-    part = progress.Part(tmp_path, {"n": 1})
+    part = progress.EvalProgress(tmp_path, {"n": 1})
     part.add([3], [{"responses": ["a"]}])
-    assert progress.Part(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
-    assert progress.Part(tmp_path, {"n": 2}).done == {}
+    assert progress.EvalProgress(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
+    assert progress.EvalProgress(tmp_path, {"n": 2}).done == {}
     assert "other n: starting anew" in capsys.readouterr().err
     assert (tmp_path / "predictions.aside").is_file()

@@ -18,7 +18,7 @@ from common.errors import CallFailed, CallLost, UserError
 from common.records import Rollout, Sample
 from config import RewardFlags
 from grading import answers
-from grading.sandbox import Workers
+from grading.sandbox import WorkerPool
 from rewards import Scorer
 from tests.helpers.scripts import ROOT, VECTORS
 
@@ -115,7 +115,7 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
 
 def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
     made = []
-    monkeypatch.setattr(rewards, "Workers", lambda *args: (time.sleep(0.1), made.append(args), Workers(*args))[2])
+    monkeypatch.setattr(rewards, "WorkerPool", lambda *args: (time.sleep(0.1), made.append(args), WorkerPool(*args))[2])
     rewards._math_workers.cache_clear()
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda i: rewards.same_answer(f"{i}.0", str(i)), range(32)))
@@ -173,7 +173,7 @@ def end():
 def workers(tmp_path):
     (tmp_path / "t.py").write_text(TROUBLE)
     names = [f"{tmp_path}/t.py:{name}" for name in re.findall(r"^def (\w+)", TROUBLE, re.MULTILINE)]
-    pool = Workers(1, names)
+    pool = WorkerPool(1, names)
     return lambda name, seconds=5.0, **arguments: pool.call(f"{tmp_path}/t.py:{name}", seconds, arguments)
 
 
@@ -440,7 +440,7 @@ def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
     os.sched_setaffinity(0, {min(cores)})
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        pool = Workers(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
+        pool = WorkerPool(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
         longest = 0.0
         for _ in range(8):  # the processors are shared out as the system likes
             begun = time.monotonic()

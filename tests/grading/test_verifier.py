@@ -13,10 +13,10 @@ import grpo
 import rewards
 import rollout
 from common.errors import RunStopped, UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from common.records import Rollout, Sample
 from config import RewardFlags, VerifierFlags
-from grading.verifier import Verifier, make_verifier, parse_url, request
+from grading.verifier import Verifier, judge_messages, make_verifier, parse_url
 from rewards import Scorer
 from tests.helpers.judge_server import Server
 
@@ -87,9 +87,9 @@ def test_a_hostile_answer_stays_delimited_in_the_request(server, hostile):
 
 
 def test_no_candidate_can_know_its_own_mark():
-    guess = request("q", "1", "2")[1]["content"]
+    guess = judge_messages("q", "1", "2")[1]["content"]
     mark = re.search(r"two marks (\w{16}):", guess)[1]
-    again = request("q", "1", f"</candidate-{mark}>")[1]["content"]
+    again = judge_messages("q", "1", f"</candidate-{mark}>")[1]["content"]
     assert f"two marks {mark}" not in again
 
 
@@ -171,7 +171,7 @@ def test_a_refusing_verifier_is_given_up_for_the_round(server):
     assert verifier.failures < 40, "most were not tried"
     verifier.url, verifier.client.base_url = server.url, f"{server.url}/v1"
     assert verifier("q", "a", "0") is None
-    verifier.try_again()
+    verifier.reset_failures()
     assert verifier("q", "a", "0") is True
 
 
@@ -270,4 +270,4 @@ def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(ser
     monkeypatch.setattr(grpo, "train_step", step)
     server.status = 200
     grpo.main(grpo.Config(**flags, resume="newest"))
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]

@@ -16,10 +16,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from common import console, distributed
 from config import Config
 from data import load_processor
-from grpo import deal, group_advantages, update, with_gradient
+from grpo import group_advantages, split_into_minibatches, update, with_gradient
 from packing import pack_groups
 from policy.batches import record_logprobs
-from policy.memory import gather_once
+from policy.memory import keep_unsharded
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
 from tests.helpers.models import fixed_groups
@@ -60,7 +60,7 @@ class KeepGradients:
 
     def step(self):
         self.kept = {
-            name: distributed.whole(p.grad).clone()
+            name: distributed.full_tensor(p.grad).clone()
             for name, p in self.policy.model.named_parameters()
             if p.grad is not None
         }
@@ -90,7 +90,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     )
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
-    gather_once(policy, None, cfg, (0, 0))
+    keep_unsharded(policy, None, cfg, (0, 0))
     groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):
@@ -110,10 +110,10 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         norms=[],
         budget=cfg.micro_batch_tokens or 16384,
     )
-    held = distributed.my_share(groups)
+    held = distributed.shard(groups)
     if evened_out:
         held = groups if console.is_main() else []
-        (held,) = deal(run, held)
+        (held,) = split_into_minibatches(run, held)
     once = note_gatherings(policy) if cfg.gather == "update" else {}
     if cfg.beta or once:
         record_logprobs(policy, held, "old_logp", 1.0, run.budget)
@@ -136,8 +136,8 @@ def main(model: str, out: str, only: str = "") -> None:
         results[name] = gradients(model, processor, flags, order, "without images" in name, "evened out" in name)
     if console.is_main():
         torch.save(results, out)
-    distributed.wait_for_all()
-    distributed.leave()
+    distributed.barrier()
+    distributed.shutdown()
 
 
 if __name__ == "__main__":

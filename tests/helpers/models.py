@@ -133,7 +133,7 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
     prompt_ids = torch.cat(ids)
     positions = prompt_positions(model.model, prompt_ids, vision)
     seen = vision["pixel_values"].numpy().tobytes() if vision else b""
-    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, pictures=seen)
+    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=seen)
     return Group(prompt, [Rollout(words(n), torch.zeros(n)) for n in lengths])
 
 

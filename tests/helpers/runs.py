@@ -8,7 +8,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from transformers import AutoModelForImageTextToText
 
 import grpo
-from common.files import read_rows
+from common.files import read_jsonl
 
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 1}
 
@@ -41,4 +41,4 @@ def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float
 def metrics(folder: pathlib.Path) -> list[dict]:
     """What does not depend on the clock."""
     timed = ("time/", "idle/", "step_time", "tokens_per_second")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder / "metrics.jsonl")]
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_jsonl(folder / "metrics.jsonl")]

@@ -19,7 +19,7 @@ from common.records import Group, Sample
 from config import EngineFlags, PolicyFlags
 from data import encode_prompts, load_processor, load_samples
 from policy.batches import record_logprobs
-from policy.model import load_policy, look
+from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
 from rollout import check_pixels, make_engine
 
@@ -31,7 +31,7 @@ def differences(policy, prompts, groups) -> dict[str, float]:
     kinds: dict[str, list] = {"image": [], "text": []}
     for prompt, rollouts in zip(prompts, groups):
         for rollout in rollouts:
-            difference = (rollout.old_logp - rollout.sampler_logp).abs()
+            difference = (rollout.old_logp - rollout.sampling_logp).abs()
             kinds["image" if prompt.images else "text"].append(difference)
     return {kind: torch.cat(parts).mean().item() for kind, parts in kinds.items()}
 
@@ -59,7 +59,7 @@ def main(model: str, data: str, out: str) -> None:
         engine.sync_weights(policy)
         awake = torch.cuda.mem_get_info()[0]
         if number == 1:
-            look(policy, prompts, {})
+            cache_image_features(policy, prompts, {})
         seeds = list(range(10 * number, 10 * number + len(prompts)))
         groups = engine.generate(prompts, 3, seeds, 24)
         engine.sleep()

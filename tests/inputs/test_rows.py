@@ -25,7 +25,7 @@ from data import encode_prompt, load_processor, load_samples
 from inputs.images import decode_image
 from inputs.rows import Cell
 from tests.helpers.scripts import ROOT, run_script
-from training.prompt_stream import part_sizes, row_at
+from training.prompt_stream import row_at, source_sizes
 
 
 def png(colour: str = "blue", size: int = 60) -> bytes:
@@ -355,14 +355,14 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
         folder / "i.jsonl", *({"prompt": f"see {i}", "answer": "1", "images": ["images/0.png"]} for i in range(2))
     )
     samples = load_samples(f"{text}, {image}", "math")
-    assert [s.part for s in samples] == [0] * 6 + [1] * 2
-    sizes = part_sizes(samples, ())
+    assert [s.source_index for s in samples] == [0] * 6 + [1] * 2
+    sizes = source_sizes(samples, ())
     assert sizes == [6, 2]
     order = [row_at(place, sizes, 0) for place in range(8)]
     assert sorted(order) == list(range(8))
     assert order != sorted(order), "shuffled together"
     with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
-        part_sizes(samples, (1.0, 2.0, 3.0))
+        source_sizes(samples, (1.0, 2.0, 3.0))
     with pytest.raises(UserError, match="names an empty data set"):
         load_samples(f"{text},,{image}", "math")
     odd = tmp_path_factory.mktemp("a, b")

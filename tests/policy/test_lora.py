@@ -18,15 +18,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import grpo
 from common import distributed
 from common.errors import UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from config import PolicyFlags
 from data import load_processor
 from packing import pack
-from policy import lora, model
-from policy.forward import take_packed_batches, token_logprobs
+from policy import lora, optimizer
+from policy.forward import enable_packed_forward, token_logprobs
 from policy.lora import adapted_weights, continue_adapter, new_adapter, reference_weights
 from policy.model import check_trained, load_model, load_policy
-from policy.optimizer import host_places
+from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
 from rollout import HFEngine
 from tests.helpers.adapters import changed, plain, saved_adapter
@@ -43,7 +43,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=g)
-            distributed.whole(parameter.data).copy_(values)  # of a single process
+            distributed.full_tensor(parameter.data).copy_(values)  # of a single process
 
 
 def peft_logits(base: str, adapter: pathlib.Path, prompt) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_gradients_equal_the_plain_forward(family, vision):
     new_adapter(base, rank=4, alpha=0, vision=vision)
     randomise(base)
     packed = copy.deepcopy(base)
-    take_packed_batches(packed)
+    enable_packed_forward(packed)
     batch = pack(groups)
     weight = torch.randn(len(batch.targets), generator=g)
     want = torch.cat([plain_logprobs(base, group, r.ids) for group in groups for r in group.rollouts])
@@ -145,13 +145,16 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     for name, parameter in policy.model.named_parameters():
         if ".lora_" in name:
             continue
-        parameter = distributed.whole(parameter)
-        assert torch.equal(parameter, distributed.whole(before[name])), name
+        parameter = distributed.full_tensor(parameter)
+        assert torch.equal(parameter, distributed.full_tensor(before[name])), name
         module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
         want = lora.dequantised(parameter) if hasattr(parameter, "quant_state") else parameter
         if module in layers and leaf == "weight":
             adapted += 1
-            a, b = (distributed.whole(part["policy"].weight) for part in (layers[module].lora_A, layers[module].lora_B))
+            a, b = (
+                distributed.full_tensor(part["policy"].weight)
+                for part in (layers[module].lora_A, layers[module].lora_B)
+            )
             want = (want.float() + 2 * b @ a).bfloat16()  # α is twice the rank
         got = held[f"{module}.{leaf}"]
         assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # a last bit, where float32 sums in another order
@@ -173,7 +176,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name, tiny_model, shapes, tmp_path):
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=2, **RUNS[name]))
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(rows) == 3
     assert rows[0].get("kl", 0) == pytest.approx(0, abs=1e-7)
     assert max(row["sampling/logp_difference_mean"] for row in rows) < (0.05 if "4" in name else 1e-5)
@@ -197,9 +200,9 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
 
 def test_places_in_host_memory_are_cut_from_few_pieces(monkeypatch):
     """PyTorch rounds page-locked memory up to a power of two: pieces of that size, each place in one of them alone."""
-    monkeypatch.setattr(model, "PIECE", 4 * 4096)
+    monkeypatch.setattr(optimizer, "PINNED_CHUNK_BYTES", 4 * 4096)
     sizes = [5000, *[271] * 60, 0, 7]
-    places = list(host_places(sizes, pinned=False))
+    places = list(pinned_slots(sizes, pinned=False))
     assert [len(place) for place in places] == sizes
     for i, place in enumerate(places):
         place.fill_(i)
@@ -226,7 +229,7 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
     for processes in (0, 2):
         done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
         assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
     for name in ("reward", "grad_norm", "entropy", "kl"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=0.05, abs=1e-3), name
     one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
@@ -243,7 +246,7 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
     assert one.keys() == load_file(sft / "adapter_model.safetensors").keys()
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
-    rows = read_rows(tmp_path / "0" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "0" / "metrics.jsonl")
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
 
     shutil.rmtree(tmp_path / "0" / "checkpoint-4")
@@ -265,7 +268,7 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
 
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_model, shapes, tmp_path, four_bit):
-    saved_adapter(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE}|{lora.VISION}")
+    saved_adapter(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE_TARGETS}|{lora.VISION_TARGETS}")
     adapter = str(tmp_path / "both")
     more = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **more))
@@ -275,7 +278,7 @@ def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_mode
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == ("visual" in name), name
-    assert read_rows(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == 0
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == 0
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, t
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "mica"])
 def test_kinds_of_a_and_b_at_the_start_do_not_matter_later(tiny_model, prompt, tmp_path, init):
-    saved_adapter(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE, init_lora_weights=init)
+    saved_adapter(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE_TARGETS, init_lora_weights=init)
     adapter = str(tmp_path / "a")
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, adapter)
@@ -402,7 +405,7 @@ def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
 
 
 def test_what_there_is_to_train_is_said(tiny_model, sft, shapes, tmp_path, capsys):
-    saved_adapter(tiny_model, tmp_path / "seeing", target_modules=lora.VISION)
+    saved_adapter(tiny_model, tmp_path / "seeing", target_modules=lora.VISION_TARGETS)
     seeing = str(tmp_path / "seeing")
     with pytest.raises(UserError, match=r"adapts the vision tower alone, nothing to train: give --train_vision"):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=seeing))

@@ -8,7 +8,8 @@ import torch
 from common import distributed
 from common.errors import UserError
 from config import PolicyFlags
-from policy import memory, model
+from policy import memory
+from policy import sharding as sharding_module
 from policy.forward import language_model
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
@@ -51,14 +52,14 @@ def checkpointed(policy) -> list[bool]:
 )
 def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, again, tokens, want, want_tokens):
     free(monkeypatch, policy, again, tokens)
-    assert memory.fit(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
+    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
     assert checkpointed(policy) == want
     assert policy.model.is_gradient_checkpointing == (again > 0), "what decides whether derivatives are kept"
 
 
 def test_many_tokens_asked_for_are_checkpointed_for(policy, monkeypatch):
     free(monkeypatch, policy, 2, 20_000)
-    assert memory.fit(policy, None, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
+    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
     assert checkpointed(policy) == [False, True] * 2
 
 
@@ -78,11 +79,11 @@ def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatc
     policy, reference = (
         apply_fsdp(p, cpu, torch.float32) for p in (policy, load_policy(tiny_model, PolicyFlags(), cpu))
     )
-    memory.fit(policy, reference, PolicyFlags(gather=flag), 2000, GPU)
-    assert (policy.gather_once, reference.gather_once) == (want, of_reference)
+    memory.choose_micro_batch_size(policy, reference, PolicyFlags(gather=flag), 2000, GPU)
+    assert (policy.keep_unsharded, reference.keep_unsharded) == (want, of_reference)
     offloaded = PolicyFlags(gather=flag, offload_reference=True)
-    memory.fit(policy, reference, offloaded, 2000, GPU)
-    assert (policy.gather_once, reference.gather_once) == (want, False)
+    memory.choose_micro_batch_size(policy, reference, offloaded, 2000, GPU)
+    assert (policy.keep_unsharded, reference.keep_unsharded) == (want, False)
 
 
 def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
@@ -113,8 +114,8 @@ def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch
     policy = load_policy(tiny_model, flags, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
     with pytest.raises(UserError, match=message):
-        memory.check_room(policy, flags, True, GPU, sampler)
-    memory.check_room(policy, flags, True, torch.device("cpu"), sampler)
+        memory.check_gpu_memory(policy, flags, True, GPU, sampler)
+    memory.check_gpu_memory(policy, flags, True, torch.device("cpu"), sampler)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_weights_are_sharded_where_they_take_much_of_a_gpu(policy, monkeypatch, 
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / share)
     monkeypatch.setattr(distributed, "world_size", lambda: processes)
     monkeypatch.setattr(distributed, "local_world_size", lambda: here)
-    monkeypatch.setattr(distributed, "gather_from_all", lambda value: [value] * processes)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value] * processes)
     assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == want
     assert memory.choose_sharding(policy, PolicyFlags(sharding="none"), True, GPU) == "none"
 
@@ -146,7 +147,7 @@ def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkey
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / 2)
     monkeypatch.setattr(distributed, "world_size", lambda: 12)
     monkeypatch.setattr(distributed, "local_world_size", lambda: here)
-    monkeypatch.setattr(distributed, "gather_from_all", lambda value: [8] * 8 + [4] * 4 if value == here else [value])
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [8] * 8 + [4] * 4 if value == here else [value])
     assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == "full"
     with pytest.raises(UserError, match="as many processes on every machine"):
         memory.choose_sharding(policy, PolicyFlags(sharding="hybrid"), True, GPU)
@@ -158,22 +159,25 @@ def test_a_part_of_a_gpu_is_filled_as_a_whole_smaller_one(policy, monkeypatch):
     available, total = torch.cuda.mem_get_info(GPU)
     used = 12 * 2**30 - (available - memory.MARGIN * (total - 12 * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - used, total))
-    assert memory.fit(policy, None, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
+    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
     assert checkpointed(policy) == [False, True] * 2
 
 
 def test_flags_decide_where_they_are_given(policy, monkeypatch):
     free(monkeypatch, policy, 0, 50_000)
     flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")
-    assert memory.fit(policy, None, flags, 2000, GPU) == 777
+    assert memory.choose_micro_batch_size(policy, None, flags, 2000, GPU) == 777
     assert checkpointed(policy) == [True] * 4
-    assert memory.fit(policy, None, PolicyFlags(micro_batch_tokens=777), 2000, torch.device("cpu")) == 777
+    assert (
+        memory.choose_micro_batch_size(policy, None, PolicyFlags(micro_batch_tokens=777), 2000, torch.device("cpu"))
+        == 777
+    )
 
 
 def test_a_row_that_cannot_fit_says_what_is_missing(policy, monkeypatch):
     free(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"too small by 0\.\d GiB for a prompt and completion of 2000 tokens.*--max_p"):
-        memory.fit(policy, None, PolicyFlags(), 2000, GPU)
+        memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +190,13 @@ def test_nothing_stays_whole_where_the_model_was_loaded(flags, tiny_model, monke
     ignored = "model" if flags.load_in_4bit else ".visual."
     parameters = policy.named_parameters()
     sharded = {name: weakref.ref(p) for name, p in parameters if p.requires_grad or ignored not in name}
-    shard, whole = model.fully_shard, []
+    shard, whole = sharding_module.fully_shard, []
 
     def watched(module, **how):
         shard(module, **how)
         whole.append([name for name, parameter in sharded.items() if parameter() is not None])
 
-    monkeypatch.setattr(model, "fully_shard", watched)
+    monkeypatch.setattr(sharding_module, "fully_shard", watched)
     apply_fsdp(policy, device, torch.float32)
     assert len(whole) >= 5 and len(whole[0]) > len(whole[1]) > 0
     assert whole[-1] == []

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from common import distributed
 from common.errors import UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from tests.helpers.scripts import ROOT, end_well, free_port, on_machine, run_on_machines, run_script
-from training.run_log import refuse_to_mix_runs
+from training.run_log import check_output_folder
 
 WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 
@@ -180,7 +180,7 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
         os.kill(process, signal.SIGKILL)
     machines.append(on_machine(1, port, *command, processes=1, start_new_session=True))
     end_well(machines)
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert any(row["grad_norm"] > 1e-3 for row in rows)
 
@@ -189,12 +189,10 @@ def test_machines_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
     """The other machine's process looks for what this one has left, and does not find it."""
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "local_world_size", lambda: 1)
-    monkeypatch.setattr(distributed, "wait_for_all", lambda: None)
-    monkeypatch.setattr(
-        distributed, "gather_from_all", lambda value: [value, value if isinstance(value, str) else False]
-    )
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value, value if isinstance(value, str) else False])
     with pytest.raises(UserError, match="another folder for rank 1"):
-        refuse_to_mix_runs(str(tmp_path / "run"), False, False)
+        check_output_folder(str(tmp_path / "run"), False, False)
     assert not list((tmp_path / "run").iterdir())
-    monkeypatch.setattr(distributed, "gather_from_all", lambda value: [value, value])
-    refuse_to_mix_runs(str(tmp_path / "run"), False, False)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value, value])
+    check_output_folder(str(tmp_path / "run"), False, False)

@@ -22,7 +22,7 @@ import requests
 
 from demo import tiny
 from service.jobs import Store
-from service.middleware import Gate
+from service.middleware import AccessMiddleware
 from tests.helpers.scripts import ROOT, free_port
 
 TRAINED = ("completed", "failed", "cancelled")
@@ -385,11 +385,11 @@ def test_a_token_of_any_letters_opens_the_page():
     """Base64 has letters that addresses and cookies write otherwise."""
     token = 'aGVsbG8/d29ybGQ+Zm9v+w==;"'
     quoted = urllib.parse.quote(token, safe="")
-    gate = Gate(None, token, 1)
-    assert gate._may_pass({"query_string": f"token={quoted}".encode()}, {})
-    assert gate._may_pass({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
-    assert gate._may_pass({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
-    assert not gate._may_pass({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
+    gate = AccessMiddleware(None, token, 1)
+    assert gate._authorised({"query_string": f"token={quoted}".encode()}, {})
+    assert gate._authorised({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
+    assert gate._authorised({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
+    assert not gate._authorised({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
 
 
 def test_no_other_site_may_ask(shared):

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 
 import grpo
 from common.errors import RunStopped, UserError
-from common.files import read_rows
+from common.files import read_jsonl
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import checkpoint
-from training.checkpoint import Checkpoints, problem
+from training.checkpoint import Checkpoints, verify_checkpoint
 
 SLOW = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     assert first.returncode == 0, first.stderr[-2000:]
     parts = [path.stat().st_size for path in (tmp_path / "two" / "checkpoint-4").glob("*.distcp")]
     assert len(parts) == 2 and max(parts) < 1.3 * min(parts), "each writes its part of the copies"
-    assert any(row["grad_norm"] > 1e-3 for row in read_rows(tmp_path / "two" / "metrics.jsonl"))
+    assert any(row["grad_norm"] > 1e-3 for row in read_jsonl(tmp_path / "two" / "metrics.jsonl"))
     (tmp_path / "other").mkdir()
     shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
     more = [f"--output={tmp_path}/other", "--max_steps=4", "--resume"]
@@ -84,11 +84,11 @@ def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsys):
     shutil.copytree(saved, tmp_path / "run")
     newest, rng = tmp_path / "run" / "checkpoint-4", random.Random(0)
-    assert problem(newest) is None
+    assert verify_checkpoint(newest) is None
     sealed = (newest / "manifest.json").read_bytes()
     for other in (sealed[:-1], sealed + b"\n", sealed.replace(b"\n", b"\r\n", 1)):
         (newest / "manifest.json").write_bytes(other)
-        assert "manifest.json is damaged" in problem(newest)
+        assert "manifest.json is damaged" in verify_checkpoint(newest)
     (newest / "manifest.json").write_bytes(sealed)
     with pytest.raises(UserError, match=r"is a run: name one of its checkpoints, .*checkpoint-4 is the newest"):
         Checkpoints(str(tmp_path)).find(str(tmp_path / "run"))
@@ -101,15 +101,15 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
         place = rng.randrange(len(whole))
         flipped = whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :]
         path.write_bytes(flipped if turn % 3 else whole[:place])
-        assert problem(newest), (path.name, place, turn)
+        assert verify_checkpoint(newest), (path.name, place, turn)
         assert checkpoints.find("newest").name == "checkpoint-2"
         assert "taking the one before" in capsys.readouterr().err
         with pytest.raises(UserError, match="checkpoint-4"):
             checkpoints.find(str(newest))
         path.write_bytes(whole)
-        assert problem(newest) is None
+        assert verify_checkpoint(newest) is None
     (newest / "random-0.pt").unlink()
-    assert "is not a whole checkpoint" in problem(newest)
+    assert "is not a whole checkpoint" in verify_checkpoint(newest)
 
 
 def test_the_same_seed_twice_is_the_same_run(saved, tiny_model, shapes, tmp_path):
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
         assert re.search(r"no checkpoint of step \d: .* GB are missing; checkpoint-\d is whole", said)
         left = sorted(path.name for path in (disk / "run").glob("checkpoint-*"))
         assert left and "checkpoint-4" not in left
-        assert all(problem(disk / "run" / name) is None for name in left)
+        assert all(verify_checkpoint(disk / "run" / name) is None for name in left)
         assert (disk / "run" / "final" / "model.safetensors").is_file()
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -198,7 +198,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     said = process.communicate(timeout=60)[1]
     assert process.returncode != 0, "it came through before the signal"
     assert "stopped after step 1; checkpoint-1 is whole: --resume" in said, said[-2000:]
-    assert problem(tmp_path / "run" / "checkpoint-1") is None
+    assert verify_checkpoint(tmp_path / "run" / "checkpoint-1") is None
     if not processes:  # goes on as if nothing had been
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -247,7 +247,7 @@ def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
     os.kill(child, signal.SIGKILL)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said[-3000:]
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
     assert (tmp_path / "run" / "final").is_dir()
 
 
@@ -258,7 +258,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
     def broken(cfg, batch, logp):
         if run.step + 1 in bad["steps"]:
             logp = torch.cat([logp[:1] * float("nan"), logp[1:]])
-            run.seen[-1] = (batch.rollouts, logp.detach())
+            run.micro_batch_logps[-1] = (batch.rollouts, logp.detach())
         return loss(cfg, batch, logp)
 
     monkeypatch.setattr(grpo, "batch_loss", broken)
@@ -267,7 +267,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
     said = capsys.readouterr().err
     assert "step 2: loss nan, gradient norm nan (" in said and "main.csv row" in said
     assert "this update is left out" in said
-    assert [row["updates_skipped"] for row in read_rows(tmp_path / "one" / "metrics.jsonl")] == [0, 1, 0]
+    assert [row["updates_skipped"] for row in read_jsonl(tmp_path / "one" / "metrics.jsonl")] == [0, 1, 0]
     bad["steps"] = range(2, 99)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "two", max_steps=9))
     with pytest.raises(RunStopped, match=r"step 4: 3 updates in a row left out .*lower --learning_rate"):

@@ -22,14 +22,14 @@ import grpo
 import rewards
 from common import distributed, files
 from common.errors import RunStopped, UserError, WorkerLost
-from common.files import read_rows
+from common.files import read_jsonl
 from common.records import Group, Rollout, Sample
-from grading.sandbox import Workers
+from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
-from training import checkpoint
-from training.checkpoint import Checkpoints, problem
-from training.guards import not_finite
+from training import checkpoint, export
+from training.checkpoint import Checkpoints, verify_checkpoint
+from training.guards import describe_nonfinite
 from training.run_log import RunLog
 
 
@@ -104,7 +104,7 @@ def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first checkpoint
     grpo.main(again)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, resume="auto"))
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
     with pytest.raises(UserError, match="holds a run without a checkpoint: --overwrite replaces it"):
@@ -182,12 +182,12 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
             RunStopped, match=r"evaluation after step 1: --reward r.py.*; checkpoint-1 is whole: --resume"
         ):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
-    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "train_step", lambda run: (step(run), run.interrupted.append(signal.SIGTERM))[0])
         with pytest.raises(RunStopped, match="stopped after step 2; checkpoint-2 is whole"):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
-    assert "eval/reward" not in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert "eval/reward" not in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     for one, two in zip(metrics(tmp_path / "run"), metrics(tmp_path / "plain")):
         assert {k: (one[k], two.get(k)) for k in one if one[k] != two.get(k)} == {}
@@ -203,7 +203,7 @@ def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, 
         RunStopped, match=r"step 1: .*it was readable at the start.*; checkpoint-0 is whole: --resume takes"
     ):
         grpo.train(run)
-    assert problem(tmp_path / "run" / "checkpoint-0") is None
+    assert verify_checkpoint(tmp_path / "run" / "checkpoint-0") is None
 
 
 def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
@@ -271,7 +271,7 @@ def test_metrics_wait_for_room(tmp_path, capsys):
             RunLog(str(tmp_path), {}, every=10, resumed=2)
     assert capsys.readouterr().err.count("wait in memory") == 1
     log.metrics(3, {"reward": 0.5})
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,11 @@ def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(checkpoint, broken, fail)
+    monkeypatch.setattr(export, broken, fail)
     with pytest.raises(RunStopped, match=r"final' could not be written .*--checkpoint \S*checkpoint-1 --output DIR"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, save_every=0))
-    assert problem(tmp_path / "checkpoint-1") is None and not list(tmp_path.glob("final*"))
-    assert files.beside(pathlib.Path("a/qwen2.5")).name == "qwen2.5.partial"
+    assert verify_checkpoint(tmp_path / "checkpoint-1") is None and not list(tmp_path.glob("final*"))
+    assert files.partial_path(pathlib.Path("a/qwen2.5")).name == "qwen2.5.partial"
 
 
 def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
     assert given["timeout"].total_seconds() == 30
 
 
-ALONE = """
+PEER_LOSS_GRACE = """
 import os, signal, sys, time
 from common import distributed, signals
 signals.ALONE = 0.5
@@ -317,7 +317,7 @@ def test_who_is_left_alone_ends_and_who_is_not_saves():
     gone.wait()
     environment = os.environ | {"GROUP_RANK": "0"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    command = [sys.executable, "-c", ALONE]
+    command = [sys.executable, "-c", PEER_LOSS_GRACE]
     cases = ((gone.pid, 1, "another process is gone"), (os.getpid(), 0, "saved [15]"))
     started = [subprocess.Popen([*command, str(case[0])], cwd=ROOT, env=environment, **pipes) for case in cases]
     for process, (_, status, wanted) in zip(started, cases):
@@ -340,7 +340,7 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
     run.norms = [1e-6] * 20
     grpo.train(run)
     assert run.skipped == 0 and len(run.norms) == 21
-    assert [row["grad_norm_spike"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 0, 0, 1]
+    assert [row["grad_norm_spike"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 0, 0, 1]
 
 
 # --- small parts ---------------------------------------------------------------------------------------------------
@@ -348,10 +348,10 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
 
 def test_rows_are_named_by_whatever_is_not_a_number():
     nan, fine, lost = torch.tensor([0.0, float("nan")]), torch.zeros(2), []
-    for field in ("sampler_logp", "old_logp", "ref_logp"):
-        rollout = Rollout(torch.zeros(2), **({"sampler_logp": fine} | {field: nan}), advantage=1.0)
+    for field in ("sampling_logp", "old_logp", "ref_logp"):
+        rollout = Rollout(torch.zeros(2), **({"sampling_logp": fine} | {field: nan}), advantage=1.0)
         group = Group(None, [rollout], 0, Sample("", "", [], f"row with {field}"))
-        found = not_finite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [([rollout], fine)])
+        found = describe_nonfinite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [([rollout], fine)])
         assert f"(row with {field})" in found
         lost.append(found)
     assert len(lost) == 3
@@ -367,20 +367,20 @@ def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
     store = Store({"9": f"{time.time() - 5} train".encode(), "10": f"{time.time() - 70} rollout".encode()})
     monkeypatch.setattr(distributed, "_notes", [store])
     monkeypatch.setattr(distributed, "world_size", lambda: 11)
-    assert re.fullmatch("rank 10 in «rollout» 70 s ago, rank 9 in «train» 5 s ago", distributed.last_seen())
+    assert re.fullmatch("rank 10 in «rollout» 70 s ago, rank 9 in «train» 5 s ago", distributed.last_heartbeats())
 
     def gone(*_):
         raise torch.distributed.DistNetworkError("the store is gone")
 
     monkeypatch.setattr(Store, "check", gone)
-    assert distributed.last_seen() == ""
+    assert distributed.last_heartbeats() == ""
 
 
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     """torchrun sends it to a trainer's whole group. A worker that is killed is replaced and its call made again; when
     that one is lost too there is no verdict: the answer is not called wrong."""
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
-    pool = Workers(1, [f"{tmp_path}/r.py:fine"])
+    pool = WorkerPool(1, [f"{tmp_path}/r.py:fine"])
     assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
     process, pipe = pool.idle.get()
     pool.idle.put((process, pipe))
@@ -396,7 +396,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
 
     rewards._math_workers.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "call", lost)
+        patch.setattr(WorkerPool, "call", lost)
         patch.setattr(rewards, "check_math", lambda: None)
         scorer = rewards.Scorer("math", config.RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")

@@ -28,20 +28,20 @@ def same(a, b) -> bool:
 def test_prepared_or_not_the_prompts_are_the_same(stream):
     places = [5, 6, 7, 200]
     want = encode_prompts(stream.rows(places), stream.processor)
-    assert same(stream.take(places), want)
-    stream.prepare(places)
-    assert same(stream.take(places), want)
-    stream.prepare([1, 2])  # a run that takes a step again asks for other places than were prepared
-    assert same(stream.take(places), want)
+    assert same(stream.get(places), want)
+    stream.prefetch(places)
+    assert same(stream.get(places), want)
+    stream.prefetch([1, 2])  # a run that takes a step again asks for other places than were prepared
+    assert same(stream.get(places), want)
 
 
 def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_path):
     lost = next(p for p in range(1000) if stream.rows([p])[0].source.endswith("row 4"))
     for file in (tmp_path / "shapes" / "images").iterdir():
         file.unlink()
-    stream.prepare([lost])
+    stream.prefetch([lost])
     with pytest.raises(StepFailed, match=r"row 4: image .*it was readable at the start"):
-        stream.take([lost])
+        stream.get([lost])
 
 
 def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
@@ -50,6 +50,6 @@ def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
     shares = []
     for rank in range(4):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(stream.share(0, 6, 8, 100, tensor_parallel=2)[0])
+        shares.append(stream.assign_prompts(0, 6, 8, 100, tensor_parallel=2)[0])
     assert sorted(i for share in shares for i in share) == list(range(6))
     assert len(shares[0] + shares[1]) == len(shares[2] + shares[3]) == 3
