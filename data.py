@@ -1,12 +1,15 @@
-"""Samples and prompts; formats.py reads the rows, images.py the pictures, stream.py says which rows come when.
+"""Load and check samples, and encode them as prompts.
 
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
-One picture, one set of tokens: the sampler gets a prompt with one placeholder for each image; the trainer gets the same
-prompt with every image expanded to its tokens.
+Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
+decides which rows come when.
 
-Every row is checked before a model is loaded. A row that cannot be used is counted and named and stops the run;
-`skip_bad_rows` goes on without such rows, still naming them. `convert` writes any format as EasyR1 JSONL.
+The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
+The trainer gets the same prompt with each image expanded to its tokens.
+
+Every row is checked before a model is loaded. Bad rows are counted, the first few are listed, and the run stops. With
+`skip_bad_rows` they are listed and left out instead. `convert` writes any supported format as EasyR1 JSONL.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ from rewards import TASKS
 
 @dataclass
 class Processor:
-    """What turns a sample into a prompt: tokenizer, image processor, template and image limits."""
+    """Everything that turns a sample into a prompt: tokenizer, image processor, template and image limits."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
     image_processor: transformers.Qwen2VLImageProcessorPil | None
     skeleton: transformers.PreTrainedModel
-    """the model without weights, for the positions it gives to tokens"""
+    """The model without weights, used to compute token positions."""
     system: str | None
     template: jinja2.Template
     min_pixels: int
@@ -55,17 +58,17 @@ class Processor:
 
     @property
     def limits(self) -> tuple[int, int, int, int]:
-        """What `fitted_size` takes after the sides."""
+        """The arguments of `fitted_size` after height and width."""
         return self.min_pixels, self.max_pixels, self.factor, self.max_side
 
     @property
     def factor(self) -> int:
-        """The multiple that image sides are fitted to: patch times merge, 28 for Qwen2-VL and Qwen2.5-VL."""
+        """Fitted sides are multiples of this many pixels: patch size times merge size, 28 for Qwen2.5-VL."""
         return self.image_processor.patch_size * self.image_processor.merge_size
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
-        """The tokenizer's special tokens: in a question they would end its turn or stand for a picture."""
+        """The tokenizer's special tokens. In a question they would end the turn or stand for an image."""
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @property
@@ -81,9 +84,11 @@ def load_processor(
     max_pixels: int = 1003520,
     max_side: int = 0,
 ) -> Processor:
-    """The tokenizer and image processor saved beside `model`, with the task's template or the jinja file `template`.
+    """Load the tokenizer and image processor saved with `model`.
 
-    Raises UserError when `model` is not there or has no chat template.
+    The prompt template is the Jinja file `template`, or the task's own when it is None. Raises UserError when `model`
+    does not exist, is incomplete or has no chat template, when `template` is invalid, or when `max_pixels` or
+    `max_side` is too small for one image token.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(model)
@@ -93,14 +98,16 @@ def load_processor(
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
         if (pathlib.Path(model) / "adapter_config.json").is_file():
-            raise UserError(f"{model!r} is an adapter: give its base as --model, and it as --adapter") from None
+            raise UserError(
+                f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
+            ) from None
         if pathlib.Path(model).is_dir():
             raise UserError(
-                f"{model!r} is not a whole model folder in Hugging Face layout ({str(error).splitlines()[0][:160]})"
+                f"{model!r} is not a complete model folder in Hugging Face layout ({str(error).splitlines()[0][:160]})"
             ) from None
         raise UserError(
-            f"no model at {model!r}: give --model a folder in Hugging Face layout, or a hub name with the hub within "
-            "reach; `python -m demo.tiny` builds a small one"
+            f"no model at {model!r}: set --model to a folder in Hugging Face layout, or to a hub name if the hub "
+            "can be reached; `python -m demo.tiny` builds a small model"
         ) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
@@ -109,42 +116,49 @@ def load_processor(
     processor = Processor(tokenizer, image_processor, _skeleton(config), system, _template(text, template), *limits)
     if image_processor is not None and max_pixels < processor.factor**2:
         raise UserError(
-            f"--max_pixels {max_pixels} is less than one token takes: {processor.factor} x {processor.factor}"
+            f"--max_pixels {max_pixels} is too small for one image token, which is {processor.factor} x "
+            f"{processor.factor} pixels"
         )
     if image_processor is not None and 0 < max_side < processor.factor:
-        raise UserError(f"--max_side {max_side} is less than one token takes: {processor.factor}")
+        raise UserError(
+            f"--max_side {max_side} is too small for one image token, which is {processor.factor} pixels wide"
+        )
     return processor
 
 
 def make_processor(flags: DataFlags, model: str, task: str) -> Processor:
-    """`load_processor` with these flags."""
+    """Call `load_processor` with the template and image limits from `flags`."""
     return load_processor(model, task, flags.template, flags.min_pixels, flags.max_pixels, flags.max_side)
 
 
 def _template(text: str, path: str | None) -> jinja2.Template:
     try:
         template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
-        shown = template.render(content=(mark := "one question"))
+        question = "one question"
+        rendered = template.render(content=question)
     except jinja2.TemplateError as error:
         raise UserError(f"--template {path}: {error}") from None
-    if mark not in shown:
-        raise UserError(f"--template {path} leaves the question out: it needs {{{{ content }}}}")
+    if question not in rendered:
+        raise UserError(f"--template {path} does not contain the question: add {{{{ content }}}}")
     return template
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
-    """The architecture of `config` cut to one layer, on the meta device: it counts positions and holds no memory."""
-    for part in (config, getattr(config, "text_config", None)):
-        if hasattr(part, "num_hidden_layers"):
-            part.num_hidden_layers = 1
-            if getattr(part, "layer_types", None):
-                part.layer_types = part.layer_types[:1]
+    """Build a one-layer model of `config` on the meta device. It computes token positions and takes no memory."""
+    for sub_config in (config, getattr(config, "text_config", None)):
+        if hasattr(sub_config, "num_hidden_layers"):
+            sub_config.num_hidden_layers = 1
+            if getattr(sub_config, "layer_types", None):
+                sub_config.layer_types = sub_config.layer_types[:1]
     with torch.device("meta"):
         return transformers.AutoModel.from_config(config)
 
 
 def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
-    """(R, S) positions of a prompt as `model` itself counts them: M-RoPE where it has it, else 0, 1, 2, ..."""
+    """Return the (R, S) positions of a prompt's S tokens, as `model` computes them.
+
+    R is 3 for models with M-RoPE. Other models get one row: 0, 1, 2, ...
+    """
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
     is_image = (ids == model.config.image_token_id).int()
@@ -156,9 +170,10 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 
 
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
-    """Token ids, fitted images and vision inputs of `sample`.
+    """Compute the token ids, fitted images, vision inputs and positions of `sample`.
 
-    Raises ValueError naming the row when placeholders and images do not match.
+    Raises ValueError when the question contains a control token, or when the numbers of placeholders and images
+    differ. Raises UserError, naming the row, when an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
     if not sample.images:
@@ -179,7 +194,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
-    """`encode_prompt` of each, in threads: most of the work is on pictures and leaves the interpreter lock."""
+    """Call `encode_prompt` on each sample, in threads. Image processing, most of the work, releases the GIL."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
@@ -187,31 +202,32 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prom
 def _fitted(source: ImageSource, sample: Sample, processor: Processor) -> Image.Image:
     try:
         return fit_image(source, *processor.limits)
-    except (OSError, ValueError) as error:  # it was whole when the row was loaded
+    except (OSError, ValueError) as error:  # the image was intact when the row was loaded
         raise UserError(
-            f"{sample.source}: image {source}: {error}; it was readable at the start: put it back"
+            f"{sample.source}: image {source}: {error}; it was readable when the run started: restore it"
         ) from None
 
 
 def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
-            raise ValueError(f"{token} stands in the question, where it would act as a control token")
-    text = processor.template.render(content=sample.prompt)  # the question is data: it is never rendered itself
+            raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
+    text = processor.template.render(content=sample.prompt)  # the question is data, so it is never a template itself
     content: str | list[dict] = text
     if sample.images:
         content = []
-        for i, part in enumerate(text.split(TAG)):
-            content += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": part}] * bool(part)
+        for i, piece in enumerate(text.split(TAG)):
+            content += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": piece}] * bool(piece)
     system = sample.system or processor.system
     messages = [{"role": "system", "content": system}] * bool(system)
     messages.append({"role": "user", "content": content})
     chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
-    if (found := ids.count(processor.image_token_id)) != len(sample.images):
+    num_placeholders = ids.count(processor.image_token_id)
+    if num_placeholders != len(sample.images):
         raise ValueError(
-            f"{sample.source}: {len(sample.images)} images but {found} image placeholders once the prompt is in its "
-            f"template: a template or question with {TAG} or a special token in it?"
+            f"{sample.source}: {len(sample.images)} images but {num_placeholders} image placeholders in the templated "
+            f"prompt: does the template or the question contain {TAG} or a special token?"
         )
     return ids
 
@@ -235,12 +251,15 @@ def load_samples(
     columns: Columns | None = None,
     keep_repeats: bool = False,
 ) -> list[Sample]:
-    """Every usable row of `data`, checked: tags, images (looked through and let go again), answers, prompt lengths.
+    """Load the usable rows of `data`. Their image tags, images, answers and prompt lengths are checked.
 
-    With a `processor`, prompts are counted with their expanded image tokens and those over `max_prompt_length` are bad
-    rows. Repeated rows are named, and left out with `skip_bad_rows` unless `keep_repeats`, as a test set's are. Without
-    a `task`, golds are only looked at for being there. Raises UserError when a row is bad (unless `skip_bad_rows`) or
-    none is left. Every process calls it and checks its share of the rows.
+    Images are checked but not kept in memory. With a `processor`, prompt lengths include the expanded image tokens, and
+    a prompt longer than `max_prompt_length` makes a row bad. Without a `task`, gold answers only need to be non-empty.
+
+    Duplicate rows are listed. `skip_bad_rows` leaves them out unless `keep_repeats` is set, as it is for test sets.
+    Raises UserError when a row is bad and `skip_bad_rows` is off, or when a data set has no usable row.
+
+    All processes must call this function together. Each one checks a shard of the rows.
     """
     rows = list(read_rows(data, image_dir, columns))
     return validate_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
@@ -249,7 +268,7 @@ def load_samples(
 def load_split(
     flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
 ) -> list[Sample]:
-    """`load_samples` of `data` with these flags."""
+    """Call `load_samples` on `data` with the columns, limits and `skip_bad_rows` from `flags`."""
     columns = Columns(flags.prompt_column, flags.answer_column, flags.image_column)
     return load_samples(
         data,
@@ -272,89 +291,108 @@ def validate_rows(
     skip_bad_rows: bool,
     keep_repeats: bool,
 ) -> list[Sample]:
-    """What `load_samples` keeps of the `rows` that were read from `data`, and says of the others."""
-    check = functools.partial(_check, task=task, processor=processor, max_prompt_length=max_prompt_length, seen={})
-    with ThreadPoolExecutor() as pool:  # image decoding leaves the interpreter lock
-        mine = distributed.shard(rows)
-        checked = list(console.progress(pool.map(check, mine), f"checking {data}", total=len(mine), unit="row"))
+    """Check `rows`, which were read from `data`, and return the usable samples. Raises the errors of `load_samples`."""
+    check = functools.partial(
+        _check_row, task=task, processor=processor, max_prompt_length=max_prompt_length, image_sizes={}
+    )
+    with ThreadPoolExecutor() as pool:  # image decoding releases the GIL
+        local_rows = distributed.shard(rows)
+        progress = console.progress(pool.map(check, local_rows), f"checking {data}", total=len(local_rows), unit="row")
+        checked = list(progress)
     results = distributed.gather_shards(checked)
-    good = [(replace(row, tokens=n), key) for row, (problem, key, n) in zip(rows, results) if problem is None]
+    good = [
+        (replace(row, tokens=num_tokens), key)
+        for row, (problem, key, num_tokens) in zip(rows, results)
+        if problem is None
+    ]
     bad = [f"{_source(row)}: {problem}" for row, (problem, *_) in zip(rows, results) if problem is not None]
     if bad and not skip_bad_rows:
         raise UserError(
-            f"{_named(bad, f'of {len(rows)} rows cannot be used')}; mend them or pass --skip_bad_rows to go on without"
+            f"{_summarise(bad, f'of {len(rows)} rows cannot be used')}; "
+            "fix them or pass --skip_bad_rows to leave them out"
         )
     if bad and console.is_main():
-        print(f"skipped: {_named(bad, f'of {len(rows)} rows')}", file=sys.stderr)
-    parts = {sample.source_index for sample, _ in good}
-    if empty := [spec for part, spec in enumerate(data_sets(data)) if part not in parts]:
+        print(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}", file=sys.stderr)
+    usable_sources = {sample.source_index for sample, _ in good}
+    if empty := [spec for index, spec in enumerate(data_sets(data)) if index not in usable_sources]:
         raise UserError(f"{', '.join(empty)}: no usable row")
     first: dict[str, Sample] = {}
-    again = []
+    duplicates = []
     for sample, key in good:
-        if (earlier := first.setdefault(key, sample)) is not sample:
-            again.append(f"{sample.source} repeats {earlier.source}")
-    leave_out = skip_bad_rows and not keep_repeats
-    if again and console.is_main():
-        kept = "left out" if leave_out else "kept" if keep_repeats else "kept; --skip_bad_rows leaves them out"
-        print(f"note: {_named(again, f'duplicate rows ({kept})')}", file=sys.stderr)
-    return list(first.values()) if leave_out else [sample for sample, _ in good]
+        earlier = first.setdefault(key, sample)
+        if earlier is not sample:
+            duplicates.append(f"{sample.source} repeats {earlier.source}")
+    drop_duplicates = skip_bad_rows and not keep_repeats
+    if duplicates and console.is_main():
+        action = "left out" if drop_duplicates else "kept" if keep_repeats else "kept; --skip_bad_rows leaves them out"
+        print(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}", file=sys.stderr)
+    return list(first.values()) if drop_duplicates else [sample for sample, _ in good]
 
 
 def max_images(samples: list[Sample]) -> int:
-    """The pictures of the sample with most of them, at least 1."""
+    """Return the largest number of images in any sample, at least 1."""
     return max(1, *(len(sample.images) for sample in samples))
 
 
-def _named(problems: list[str], what: str, most: int = 5) -> str:
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return f"{len(problems)} {what}: " + "; ".join(problems[:most]) + more
+def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return f"{len(problems)} {what}: " + "; ".join(problems[:limit]) + more
 
 
 def _source(row: Row) -> str:
     return row.source if isinstance(row, Sample) else row[0]
 
 
-def _check(
-    row: Row, task: str | None, processor: Processor | None, max_prompt_length: int | None, seen: dict
+def _check_row(
+    row: Row,
+    task: str | None,
+    processor: Processor | None,
+    max_prompt_length: int | None,
+    image_sizes: dict[str, tuple[int, int]],
 ) -> tuple[str | None, str, int]:
-    """What is wrong with a row, or None; what it is recognised by when it comes again; and the tokens of its prompt.
-    `seen`: images so far."""
+    """Return (problem or None, key that is equal for duplicate rows, prompt tokens).
+
+    `image_sizes` caches the (height, width) of images that are already checked. This function adds to it.
+    """
     if not isinstance(row, Sample):
         return row[1], "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
     try:
-        images = [_inspect_zip(image, seen) for image in row.images]
+        image_keys = [_check_image(image, image_sizes) for image in row.images]
         tokens = 0
         if processor is not None:
-            tokens = _checked_length(row, processor, max_prompt_length, [seen[image] for image in images])
+            sizes = [image_sizes[key] for key in image_keys]
+            tokens = _checked_length(row, processor, max_prompt_length, sizes)
     except ValueError as error:
         return str(error), "", 0
-    known = json.dumps([row.prompt, row.answer, row.system, *images])
-    return None, hashlib.sha1(known.encode()).hexdigest(), tokens
+    identity = json.dumps([row.prompt, row.answer, row.system, *image_keys])
+    return None, hashlib.sha1(identity.encode()).hexdigest(), tokens
 
 
-def _inspect_zip(source: ImageSource, seen: dict[str, tuple[int, int]]) -> str:
-    """What an image is recognised by, once it is known to be whole and its (height, width) are in `seen`."""
+def _check_image(source: ImageSource, image_sizes: dict[str, tuple[int, int]]) -> str:
+    """Check an image, store its (height, width) in `image_sizes` and return its key there.
+
+    Raises ValueError when the image does not exist or cannot be read.
+    """
     try:
         content = read_source(source)
-        name = hashlib.sha1(content).hexdigest() if isinstance(content, bytes) else str(content)
-        name = str(id(content)) if isinstance(content, Image.Image) else name
-        if name not in seen:
-            seen[name] = check_image(content)
+        key = hashlib.sha1(content).hexdigest() if isinstance(content, bytes) else str(content)
+        key = str(id(content)) if isinstance(content, Image.Image) else key
+        if key not in image_sizes:
+            image_sizes[key] = check_image(content)
     except FileNotFoundError:
         raise ValueError(f"no image at {source}") from None
     except ValueError as error:
         raise ValueError(f"image {source if isinstance(source, str | Folder | Cell) else ''}: {error}") from None
-    return name
+    return key
 
 
 def _checked_length(
     sample: Sample, processor: Processor, max_prompt_length: int | None, sizes: list[tuple[int, int]]
 ) -> int:
     if sample.images and processor.image_processor is None:
-        raise ValueError("it has an image, but the model is text-only")
+        raise ValueError("the row has an image, but the model is text-only")
     length = len(_engine_ids(sample, processor))
     for height, width in sizes:
         h, w = fitted_size(height, width, *processor.limits)
@@ -372,32 +410,36 @@ class Config:
     """Write a data set of any format as EasyR1 JSONL."""
 
     command: tyro.conf.Positional[Literal["convert"]]
-    """The one thing to do."""
+    """The command to run."""
     input_jsonl: str
-    """A data set in any format that training reads: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
+    """The data set, in any format that training reads: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write; pictures that are no files on disk become files in a folder beside it."""
+    """The file to write. Images that are not files on disk are saved in a folder next to it."""
     image_dir: str | None = None
-    """What relative image paths start from; the input's folder when left out."""
+    """Folder that relative image paths start from. Default: the input's folder."""
     task: Literal["count", "math", "vqa"] | None = None
-    """Check the gold answers for this task; only that there are some when left out."""
+    """Check that the gold answers suit this task. Default: only check that they are not empty."""
     prompt_column: str | None = None
-    """The prompt's column, where it has another name than usual."""
+    """Name of the prompt column. Default: "prompt", "problem" or "question"."""
     answer_column: str | None = None
-    """The gold answer's column, where it has another name than usual."""
+    """Name of the gold answer's column. Default: "answer" or "ground_truth"."""
     image_column: str | None = None
-    """The images' column, where it has another name than usual."""
+    """Name of the image column. Default: "images" or "image"."""
     skip_bad_rows: bool = False
-    """Leave out rows that cannot be used, and repeated ones, instead of stopping; they are named either way."""
+    """Leave out bad and duplicate rows instead of stopping at bad ones. They are listed either way."""
     overwrite: bool = False
-    """Replace `output_jsonl`."""
+    """Replace `output_jsonl` if it exists."""
 
 
 def convert(cfg: Config) -> int:
-    """Write the rows of one data set as EasyR1 JSONL, whole or not at all; returns how many."""
+    """Write a data set as EasyR1 JSONL and return the number of rows.
+
+    The output file appears only when it is complete. Raises UserError when it already exists and `overwrite` is off,
+    when it cannot be written, or when `load_samples` raises it.
+    """
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:
-        raise UserError(f"{cfg.output_jsonl!r} is there already: choose another --output_jsonl or pass --overwrite")
+        raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
     columns = Columns(cfg.prompt_column, cfg.answer_column, cfg.image_column)
     samples = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, None, None, cfg.skip_bad_rows, columns)
     partial = output.with_name(output.name + ".partial")

@@ -1,11 +1,12 @@
-"""Base model + LoRA adapter = one model, merged by PEFT shard by shard.
+"""Merge a LoRA adapter into its base model with PEFT, one shard at a time.
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-A few gigabytes of the base are in memory at a time, whatever its size; the check at the end, that base with adapter
-and merged model give the same logits, needs as much as the model once. Plain LoRA, rslora, DoRA, adapted embeddings,
-`modules_to_save` and trained biases; what LLaMA-Factory and ms-swift leave beside an adapter is not looked at.
-Tokenizer, processor, chat template and generation config are those of the base.
+Merging keeps only a few gigabytes of the base in memory, whatever its size. The check at the end compares the logits of
+the base with its adapter to those of the merged model; it needs memory for one whole model. The adapter may be plain
+LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases. Other files that
+LLaMA-Factory and ms-swift leave beside an adapter are ignored. Tokenizer, processor, chat template and generation
+config are copied from the base.
 """
 
 import copy
@@ -21,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import cli
 from common.errors import RunStopped, UserError
@@ -36,38 +37,39 @@ from data import encode_prompt, load_processor
 from policy.lora import POLICY, adapted_layers, load_peft, match_modules, modernise_config, read_adapter, resolve_module
 from policy.model import auto_class, load_config, load_model, saved_dtype
 
-SHARD = 4e9  # bytes of a written file
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}  # the most off, in logits' deviations
-Found = dict[tuple[str, str], Tensor]  # (module, part): tensor, as `match_modules` gives it
+SHARD_BYTES = 4e9  # a file is written once it holds more than this
+# Maximum RMS difference of the logits, as a fraction of their standard deviation.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
+AdapterTensors = dict[tuple[str, str], Tensor]  # (module, parameter): tensor, as returned by `match_modules`
 
 
 @dataclass
 class Config:
-    """Merge an adapter into its base."""
+    """Merge a LoRA adapter into its base model."""
 
     base_model: str
     """The model the adapter was trained on: a folder in Hugging Face layout or a hub name."""
     lora_model: str
     """The adapter in PEFT layout: a folder or a hub name."""
     output_path: str
-    """The merged model's folder; it must not exist yet."""
+    """Folder for the merged model; it must not exist yet."""
     cache_dir: str | None = None
-    """Where models from the hub are kept."""
+    """Cache folder for downloads from the hub; the hub's own default when left out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the merged weights are saved in; auto: as the base."""
+    """Dtype of the saved weights; auto: the dtype of the base."""
 
 
 def merge_lora(
     base_model: str, lora_model: str, output_path: str, cache_dir: str | None = None, dtype: str = "auto"
 ) -> float:
-    """Write base and adapter as one model to `output_path`; returns the largest difference of their logits.
+    """Write the merged model to `output_path` and return the largest difference of its logits from the adapted model's.
 
-    Raises UserError when the adapter was made for another base, naming the first shape that does not fit, and when the
-    output is there already; RunStopped when the logits differ by more than rounding.
+    Raises UserError when the adapter was made for another base or when the output already exists. Raises RunStopped
+    when the logits differ by more than rounding.
     """
     target = pathlib.Path(output_path)
     if target.exists():
-        raise UserError(f"--output_path {output_path!r} is there already: remove it or name another folder")
+        raise UserError(f"--output_path {output_path!r} already exists: remove it or choose another folder")
     base = _folder(base_model, cache_dir)
     settings = load_config(str(base))
     saved = saved_dtype(str(base)) if dtype == "auto" else getattr(torch, dtype)
@@ -76,13 +78,13 @@ def merge_lora(
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"--output_path {output_path!r} cannot be made ({error.strerror})") from None
+        raise UserError(f"--output_path {output_path!r} cannot be created ({error.strerror})") from None
     try:
         with tempfile.TemporaryDirectory(dir=partial) as scratch:
             _merge(
                 base, settings, *read_adapter(lora_model, cache_dir), lora_model, partial, pathlib.Path(scratch), saved
             )
-            gc.collect()  # the check needs the room
+            gc.collect()  # the check needs the memory
             logits = _three_logits(base, scratch, partial, saved)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,7 +96,7 @@ def merge_lora(
 
 def _merge(
     base: pathlib.Path,
-    settings: PreTrainedConfig,
+    settings: transformers.PreTrainedConfig,
     config: Any,
     tensors: dict[str, Tensor],
     source: str,
@@ -102,39 +104,41 @@ def _merge(
     scratch: pathlib.Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write the merged model to `output`, and to `scratch` the adapter as PEFT loads it over this base."""
+    """Write the merged model to `output`, and the adapter to `scratch` in a form that PEFT loads over this base."""
     with torch.device("meta"):
         model = auto_class(settings).from_config(settings)
-    found = match_modules(tensors, model, source)
+    adapter = match_modules(tensors, model, source)
     config = modernise_config(config, tensors, model)
-    _write_adapter(config, found, scratch, dtype)
-    untied = _write_shards(base, output, _Merger(model, config, found), dtype)
+    _write_adapter(config, adapter, scratch, dtype)
+    untied = _write_shards(base, output, _Merger(model, config, adapter), dtype)
     _copy_settings(base, output, settings, dtype, untied)
 
 
-def _check(start: Tensor, want: Tensor, got: Tensor, tolerance: float, merged: pathlib.Path) -> float:
-    """Compare the logits of the base, of base with adapter and of the merged model; returns the largest difference of
-    the last two. Raises RunStopped when the merged model is not the adapted one."""
-    difference, deviation = (got - want).abs().max().item(), want.std().item()
-    off, change = ((got - other).square().mean().sqrt().item() for other in (want, start))
+def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
+    """Compare the logits of the base, of the base with its adapter and of the merged model in `folder`.
+
+    Return the largest difference between the last two. Raises RunStopped when they differ by more than rounding.
+    """
+    largest, deviation = (merged - adapted).abs().max().item(), adapted.std().item()
+    error, change = ((merged - other).square().mean().sqrt().item() for other in (adapted, base))
     print(
-        f"largest difference of the logits: {difference:.2g}; usual {off:.2g}, where the adapter changes them by "
-        f"{change:.2g} and their deviation is {deviation:.2g}"
+        f"largest difference of the logits: {largest:.2g} (RMS {error:.2g}); the adapter changes them by {change:.2g} "
+        f"(RMS), and their standard deviation is {deviation:.2g}"
     )
-    rounding = tolerance * deviation / 2  # of 12 random layers as wide as the 7B's in bfloat16: 0.04 deviations
-    if not off <= min(tolerance * deviation, max(change / 2, rounding)):
+    rounding = tolerance * deviation / 2  # 12 random layers of the 7B's width in bfloat16 give 0.04 deviations
+    if not error <= min(tolerance * deviation, max(change / 2, rounding)):
         raise RunStopped(
-            f"the merged model in {merged} does not give the adapter's logits: they are off by {off:.2g}, and the "
-            f"adapter changes them by {change:.2g}; left there to be looked at",
+            f"the merged model in {folder} does not reproduce the adapter's logits: the RMS error is {error:.2g}, and "
+            f"the adapter changes them by {change:.2g}; the folder is kept for inspection",
             1,
         )
     if change <= rounding:
-        print("the adapter changes the logits by no more than rounding does: they do not tell whether it was merged")
-    return difference
+        print("the adapter changes the logits no more than rounding does, so they do not show whether it was merged")
+    return largest
 
 
 def _folder(name: str, cache_dir: str | None) -> pathlib.Path:
-    """The folder of a model, fetched from the hub when it is not here."""
+    """Return the folder of the model `name`; download it from the hub if `name` is not a folder."""
     path = pathlib.Path(name)
     if not path.is_dir():
         try:
@@ -144,68 +148,74 @@ def _folder(name: str, cache_dir: str | None) -> pathlib.Path:
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0][:160]
             raise UserError(
-                f"--base_model {name!r} is neither a folder nor on the hub within reach ({reason})"
+                f"--base_model {name!r} is neither a folder nor a model on the hub that can be reached ({reason})"
             ) from None
     if not (path / "config.json").is_file() or not all(file.is_file() for file in _weight_files(path)):
         raise UserError(
-            f"--base_model {name!r} needs a config.json and model.safetensors, or model.safetensors.index.json and "
-            "every file it names"
+            f"--base_model {name!r} must contain config.json and the weights: either model.safetensors, or "
+            "model.safetensors.index.json and every file it names"
         )
     return path
 
 
 def _weight_files(base: pathlib.Path) -> list[pathlib.Path]:
-    """The files that transformers takes the weights from; others may lie beside them."""
+    """Return the files that transformers reads the weights from; the folder may hold other files."""
     index = base / "model.safetensors.index.json"
     if (base / "model.safetensors").is_file() or not index.is_file():
         return [base / "model.safetensors"]
     try:
         return sorted({base / name for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is damaged ({error!r}): fetch it anew") from None
+        raise UserError(f"{index} is damaged ({error!r}): download it again") from None
 
 
-def _write_adapter(config: Any, found: Found, folder: pathlib.Path, dtype: torch.dtype) -> None:
-    """Write the adapter with today's names for PEFT to load, what stands in the base's place in the merged `dtype`."""
+def _write_adapter(config: Any, adapter: AdapterTensors, folder: pathlib.Path, dtype: torch.dtype) -> None:
+    """Write the adapter with current module names for PEFT to load.
+
+    Tensors that replace a base weight or bias are written in the merged model's `dtype`.
+    """
     config.save_pretrained(str(folder))
     tensors = {}
-    for (module, part), tensor in found.items():
-        lora = part.startswith("lora_")
-        wrapped = part == "bias" and module in config.target_modules
-        name = f"base_model.model.{module}.{'base_layer.' if wrapped else ''}{part}"
+    for (module, param), tensor in adapter.items():
+        lora = param.startswith("lora_")
+        wrapped = param == "bias" and module in config.target_modules
+        name = f"base_model.model.{module}.{'base_layer.' if wrapped else ''}{param}"
         tensors[name] = tensor.contiguous() if lora else tensor.to(dtype).contiguous()
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
 class _Merger:
-    """The model without weights and PEFT's layers in it, which are filled, merged and emptied one at a time."""
+    """Merge one weight at a time, with a model on the meta device and PEFT's layers in it.
 
-    def __init__(self, model: PreTrainedModel, config: Any, found: Found):
-        self.found = found
-        self.before = dict(model.named_modules())  # as the base's files know them
+    Each PEFT layer is filled with its tensors, merged and emptied again, so that the model never holds all weights.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel, config: Any, adapter: AdapterTensors):
+        self.adapter = adapter
+        self.base_modules = dict(model.named_modules())  # before PEFT wraps them: the names in the base's files
         config = copy.copy(config)
-        config.modules_to_save, config.bias = None, "none"  # these are not merged but stand in the base's place
+        config.modules_to_save, config.bias = None, "none"  # these replace the base's tensors and are not merged
         with warnings.catch_warnings(action="ignore"):
             if config.target_modules:
                 load_peft().inject_adapter_in_model(config, model, POLICY, low_cpu_mem_usage=True)
         self.layers = adapted_layers(model)
-        self.done: set[tuple[str, str]] = set()
+        self.merged: set[tuple[str, str]] = set()
 
-    def __call__(self, module: str, leaf: str, weight: Tensor) -> Tensor:
-        """`weight`, which the base has under `module`.`leaf`, as the adapted model has it."""
-        parts = {part: tensor for (owner, part), tensor in self.found.items() if owner == module}
-        self.done |= {
-            (module, part) for part in parts if part == leaf or (part.startswith("lora_") and leaf == "weight")
+    def __call__(self, module: str, param: str, weight: Tensor) -> Tensor:
+        """Return the adapted model's value of the base's `weight`, which is the parameter `param` of `module`."""
+        tensors = {name: tensor for (owner, name), tensor in self.adapter.items() if owner == module}
+        self.merged |= {
+            (module, name) for name in tensors if name == param or (name.startswith("lora_") and param == "weight")
         }
-        if leaf in parts:
-            weight = parts[leaf]
-        if leaf != "weight" or not any(part.startswith("lora_") for part in parts):
+        if param in tensors:
+            weight = tensors[param]
+        if param != "weight" or not any(name.startswith("lora_") for name in tensors):
             return weight
         layer = self.layers[module]
         layer.base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
-        for part, tensor in parts.items():
-            if part.startswith("lora_"):
-                _fill(layer, part, tensor.float())
+        for name, tensor in tensors.items():
+            if name.startswith("lora_"):
+                _fill(layer, name, tensor.float())
         with torch.no_grad():
             layer.merge(safe_merge=True, adapter_names=[POLICY])
         merged = layer.base_layer.weight.data
@@ -214,79 +224,84 @@ class _Merger:
         return merged
 
 
-def _fill(layer: nn.Module, part: str, tensor: Tensor) -> None:
-    """Give PEFT's `layer` what was saved as `part`: «lora_A.weight», «lora_embedding_A», «lora_magnitude_vector», …"""
-    name = part.removesuffix(".weight")
-    holder, parameter = getattr(layer, name), nn.Parameter(tensor, requires_grad=False)
-    if isinstance(holder[POLICY], nn.Module):
-        holder[POLICY].weight = parameter
+def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set `name` of PEFT's `layer` to `tensor`, for example "lora_A.weight", "lora_embedding_A" or
+    "lora_magnitude_vector"."""
+    by_adapter, parameter = getattr(layer, name.removesuffix(".weight")), nn.Parameter(tensor, requires_grad=False)
+    if isinstance(by_adapter[POLICY], nn.Module):
+        by_adapter[POLICY].weight = parameter
     else:
-        holder[POLICY] = parameter
+        by_adapter[POLICY] = parameter
 
 
 def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtype: torch.dtype) -> bool:
-    """Write the weights of `base` merged, a few gigabytes at a time; returns whether the lm_head was given its own."""
-    held: dict[str, Tensor] = {}
-    parts: list[list[str]] = []
+    """Write the merged weights of `base`, a few gigabytes at a time.
+
+    Return whether the lm_head is now separate from an embedding that it shared in the base.
+    """
+    shard: dict[str, Tensor] = {}
+    written: list[list[str]] = []  # the keys in each file
     total = 0
 
-    def write() -> None:
-        save_file(
-            {k: t.contiguous() for k, t in held.items()}, output / f"part-{len(parts)}", metadata={"format": "pt"}
-        )
-        parts.append(list(held))
-        held.clear()
+    def write_shard() -> None:
+        tensors = {key: tensor.contiguous() for key, tensor in shard.items()}
+        save_file(tensors, output / f"part-{len(written)}", metadata={"format": "pt"})
+        written.append(list(shard))
+        shard.clear()
 
-    for key, weight in tqdm(_tensors(base), "merging", unit=" tensors", disable=not sys.stderr.isatty()):
-        module, leaf = resolve_module(key, merge.before)
-        held[key] = merge(module, leaf, weight).to(dtype) if module else weight
-        if module and module.endswith("embed_tokens") and _splits(merge):
-            held["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)
-        if sum(tensor.nbytes for tensor in held.values()) > SHARD:
-            total += sum(tensor.nbytes for tensor in held.values())
-            write()
-    total += sum(tensor.nbytes for tensor in held.values())
-    write()
-    if missing := sorted(set(merge.found) - merge.done):
-        raise UserError(f"the base's files have no {'.'.join(missing[0])}, which the adapter changes")
-    names = (
+    for key, weight in tqdm(_read_tensors(base), "merging", unit=" tensors", disable=not sys.stderr.isatty()):
+        module, param = resolve_module(key, merge.base_modules)
+        shard[key] = merge(module, param, weight).to(dtype) if module else weight
+        if module and module.endswith("embed_tokens") and _must_untie(merge):
+            shard["lm_head.weight"] = merge("lm_head", "weight", weight).to(dtype)
+        if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
+            total += sum(tensor.nbytes for tensor in shard.values())
+            write_shard()
+    total += sum(tensor.nbytes for tensor in shard.values())
+    write_shard()
+    if missing := sorted(set(merge.adapter) - merge.merged):
+        raise UserError(f"the base's files do not contain {'.'.join(missing[0])}, which the adapter changes")
+    file_names = (
         ["model.safetensors"]
-        if len(parts) == 1
-        else [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+        if len(written) == 1
+        else [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
     )
-    for i, name in enumerate(names):
+    for i, name in enumerate(file_names):
         (output / f"part-{i}").rename(output / name)
-    if len(parts) > 1:
-        where = {key: name for name, keys in zip(names, parts) for key in keys}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+    if len(written) > 1:
+        weight_map = {key: name for name, keys in zip(file_names, written) for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    return _splits(merge)
+    return _must_untie(merge)
 
 
-def _tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+def _read_tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (key, tensor) of every tensor in the base's weight files."""
     for shard in _weight_files(base):
         try:
             with safe_open(shard, framework="pt") as file:
                 keys = list(file.keys())
-            for key in keys:  # opened anew, or all that was read of the file would stay mapped
+            for key in keys:  # reopened for each tensor; otherwise all that was read would stay mapped
                 with safe_open(shard, framework="pt") as file:
                     tensor = file.get_tensor(key)
                 yield key, tensor
         except SafetensorError as error:
-            raise UserError(f"{shard} is damaged ({error}): fetch it anew") from None
+            raise UserError(f"{shard} is damaged ({error}): download it again") from None
 
 
-def _splits(merge: _Merger) -> bool:
-    """Whether embedding and lm_head share one tensor in the base and no longer do: the adapter changes one of them, or
-    each in its own way."""
-    tied = merge.before[""].config.tie_word_embeddings
-    return tied and any(module.endswith("embed_tokens") or module == "lm_head" for module, _ in merge.found)
+def _must_untie(merge: _Merger) -> bool:
+    """Return whether the embedding and the lm_head share a tensor in the base but differ after the merge.
+
+    They differ as soon as the adapter changes either of them.
+    """
+    tied = merge.base_modules[""].config.tie_word_embeddings
+    return tied and any(module.endswith("embed_tokens") or module == "lm_head" for module, _ in merge.adapter)
 
 
 def _copy_settings(
-    base: pathlib.Path, output: pathlib.Path, settings: PreTrainedConfig, dtype: torch.dtype, untied: bool
+    base: pathlib.Path, output: pathlib.Path, settings: transformers.PreTrainedConfig, dtype: torch.dtype, untied: bool
 ) -> None:
-    """Everything of `base` that is not weights: tokenizer, processor, chat template, generation config, config."""
+    """Copy the other files of `base`: tokenizer, processor, chat template and generation config; write a new config."""
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name:
             shutil.copy(path, output)
@@ -301,16 +316,19 @@ def _copy_settings(
 def _three_logits(
     base: pathlib.Path, adapter: str, merged: pathlib.Path, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the base gives, base with adapter, and the merged model; which is loaded last, since both may not fit."""
-    inputs = _example(base)
+    """Return the logits of the base, of the base with its adapter, and of the merged model.
+
+    The merged model is loaded after the other is freed, because memory may not hold both.
+    """
+    inputs = _example_inputs(base)
     with warnings.catch_warnings(action="ignore"):
         model = load_peft().PeftModel.from_pretrained(load_model(str(base), dtype), adapter, low_cpu_mem_usage=True)
-        want = _logits(model, inputs)
+        adapted_logits = _logits(model, inputs)
         with model.disable_adapter():
-            start = _logits(model, inputs)
+            base_logits = _logits(model, inputs)
     del model
     gc.collect()
-    return start, want, _logits(load_model(str(merged), dtype), inputs)
+    return base_logits, adapted_logits, _logits(load_model(str(merged), dtype), inputs)
 
 
 @torch.inference_mode()
@@ -318,23 +336,23 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return model.eval()(**inputs).logits.float()
 
 
-def _example(base: pathlib.Path) -> dict[str, Tensor]:
-    """A question, with a picture where the model takes pictures."""
+def _example_inputs(base: pathlib.Path) -> dict[str, Tensor]:
+    """Return the model inputs of a short question, with an image if the model accepts images."""
     try:
         processor = load_processor(str(base), "count")
     except UserError:  # a base model without a chat template
         return {"input_ids": torch.arange(32)[None]}
-    pictured = processor.image_processor is not None
-    picture = Image.linear_gradient("L").convert("RGB").resize((112, 112))
-    sample = Sample("<image>How many?" if pictured else "How many?", "1", [picture] if pictured else [], "the check")
-    prompt = encode_prompt(sample, processor)
+    takes_images = processor.image_processor is not None
+    image = Image.linear_gradient("L").convert("RGB").resize((112, 112))
+    question = "<image>How many?" if takes_images else "How many?"
+    prompt = encode_prompt(Sample(question, "1", [image] if takes_images else [], "the check"), processor)
     inputs = {"input_ids": prompt.ids[None], **prompt.vision}
-    return inputs | ({"mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]} if pictured else {})
+    return inputs | ({"mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]} if takes_images else {})
 
 
 def main(cfg: Config) -> None:
     merge_lora(cfg.base_model, cfg.lora_model, cfg.output_path, cfg.cache_dir, cfg.dtype)
-    print(f"{cfg.output_path}: a model in Hugging Face layout")
+    print(f"merged model in Hugging Face layout: {cfg.output_path}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Shared-prefix packing: a prompt and its G completions as one sequence, the prompt computed once.
+"""Shared-prefix packing: pack a prompt and its G completions into one sequence, so that the prompt is computed once.
 
-GRPO samples G completions of every prompt, so a plain trainer runs every prompt, image tokens and all, G times. Here
-the policy runs once over
+GRPO samples G completions of every prompt. A plain trainer therefore runs every prompt, image tokens included, G times.
+Here one forward pass runs over
 
     segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in all
     keys of the prompt:          prompt                                            causal
     keys of completion cj:       prompt ++ cj                                      causal, aligned bottom-right
-    positions of cj:             go on after the prompt's largest position         (M-RoPE: all three rows)
+    positions of cj:             continue after the prompt's largest position      (M-RoPE: all three rows)
     log-probability of cj[0]:    from the prompt's last hidden state
 
-Every layer but attention works token by token and needs no change; attention becomes one gather of keys and values and
-one variable-length attention call. The result equals the plain one-sequence-at-a-time forward (tests/test_packing.py,
-1e-5 in float32, gradients too).
+All layers except attention work token by token and need no change. Attention becomes one gather of keys and values and
+one variable-length attention call. The result equals that of a plain forward pass over one sequence at a time;
+tests/test_packing.py checks log-probabilities and gradients to 1e-5 in float32.
 
 Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L completion tokens of one completion,
-H heads, E head dimension, D hidden size, V vocabulary, R rows of positions (3 with M-RoPE, else 1).
+H heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE, else 1).
 """
 
 import functools
@@ -31,53 +31,59 @@ from common.records import Group, Rollout
 
 @dataclass
 class Segments:
-    """Which packed tokens attend to which: the arguments of one variable-length attention call."""
+    """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
     kv_index: Tensor
-    """(K,) packed index of every key, segment after segment."""
+    """(K,) packed index of each key, segment by segment."""
     cu_q: Tensor
-    """(segments + 1,) int32, cumulative query lengths."""
+    """(segments + 1,) cumulative query lengths, int32."""
     cu_k: Tensor
-    """(segments + 1,) int32, cumulative key lengths."""
+    """(segments + 1,) cumulative key lengths, int32."""
     q_lens: list[int]
-    """The lengths behind `cu_q`, on the host, so that no kernel launch waits for the device."""
+    """Query lengths of the segments, on the host, so that no kernel launch waits for the device."""
     k_lens: list[int]
-    """The lengths behind `cu_k`."""
+    """Key lengths of the segments, on the host."""
 
 
 @dataclass
 class PackedBatch:
-    """One micro-batch: several groups in one row of tokens."""
+    """One micro-batch: several groups packed into one sequence."""
 
     input_ids: Tensor
-    """(1, T); completion tokens as −1 − id, see `_completion_ids_back`"""
+    """(1, T) token ids; completion tokens are stored as −1 − id, see `policy.forward._restore_completion_ids`."""
     position_ids: Tensor
-    """(3, 1, T) with M-RoPE, else (1, T)"""
+    """(3, 1, T) position ids with M-RoPE, else (1, T)."""
     segments: Segments
+    """Which tokens attend to which."""
     predict_from: Tensor
-    """(C,) packed index whose hidden state predicts each completion token."""
+    """(C,) packed index of the hidden state that predicts each completion token."""
     targets: Tensor
-    """(C,) the completion tokens themselves."""
+    """(C,) token ids of the completion tokens."""
     row_of_token: Tensor
-    """(C,) 0, 0, ..., 1, ...: which of `rollouts` each completion token belongs to."""
+    """(C,) index into `rollouts` of each completion token: 0, 0, ..., 1, ..."""
     rollouts: list[Rollout]
-    """the completions in packed order."""
+    """The completions, in packed order."""
     vision: dict[str, Tensor]
-    """the prompts' vision inputs, joined, or `features`, what a frozen tower made of them; empty without images"""
+    """Concatenated vision inputs of the prompts, or only `features`, the cached output of a frozen vision tower; empty
+    without images."""
     image_tokens: Tensor
-    """packed indices of the image tokens that `features` belong to"""
+    """Packed indices of the image tokens that `features` belong to."""
     flop: float = 0.0
-    """operations of a forward and backward pass, for the metrics"""
+    """Floating-point operations of a forward and backward pass, for the metrics."""
     dummy_vision: bool = False
-    """no image here, but another rank has one and the vision tower is trained: run it on a blank image."""
+    """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
 
     def column(self, name: str) -> Tensor:
-        """(C,) the attribute `name` of the completions, token by token, on the batch's device."""
+        """Return the attribute `name` of the completions as a (C,) tensor on the batch's device.
+
+        A value per completion is repeated for each of its tokens.
+        """
         values = [getattr(rollout, name) for rollout in self.rollouts]
         values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
         return to_device(torch.cat(values), self.targets.device)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
+        """Return a copy of the batch with all tensors on `device`."""
         move = functools.partial(to_device, device=torch.device(device))
         segments = replace(
             self.segments,
@@ -90,19 +96,24 @@ class PackedBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, copied while the host goes on: from ordinary host memory the copy would wait until the
-    device has done all it was given, and the device then for the host."""
+    """Copy `tensor` to `device` without blocking the host.
+
+    A copy from pageable memory would wait for all queued GPU work, and the GPU would then wait for the host. The tensor
+    is therefore pinned first.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def pack(groups: Sequence[Group]) -> PackedBatch:
-    """Lay `groups` out as one sequence.
+    """Pack `groups` into one sequence.
 
-    Raises ValueError for a completion without tokens: it has nothing to train on, and dropping it is the caller's call.
+    Raises ValueError for a completion without tokens. It has nothing to train on, and the caller decides what to do.
     """
-    ids, positions, images, kv, q_lens, k_lens, predict_from, rollouts = [], [], [], [], [], [], [], []
+    ids, positions, image_tokens = [], [], []
+    kv_index, q_lens, k_lens = [], [], []
+    predict_from, rollouts = [], []
     t = 0  # packed tokens so far
     for group in groups:
         s = len(group.prompt.ids)
@@ -110,8 +121,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         ids.append(group.prompt.ids)
         positions.append(group.prompt.positions)
         if group.prompt.features is not None:
-            images.append(t + (group.prompt.ids == group.prompt.image_token).nonzero()[:, 0])
-        kv.append(prompt)
+            image_tokens.append(t + (group.prompt.ids == group.prompt.image_token).nonzero()[:, 0])
+        kv_index.append(prompt)
         q_lens.append(s)
         k_lens.append(s)
         t += s
@@ -119,61 +130,61 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         for rollout in group.rollouts:
             length = len(rollout.ids)
             if length == 0:
-                raise ValueError(f"a completion without tokens, of prompt {group.group_index}")
-            own = torch.arange(t, t + length)
+                raise ValueError(f"prompt {group.group_index} has a completion without tokens")
+            completion = torch.arange(t, t + length)
             ids.append(-1 - rollout.ids)
             positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
-            kv += [prompt, own]
+            kv_index += [prompt, completion]
             q_lens.append(length)
             k_lens.append(s + length)
-            predict_from += [prompt[-1:], own[:-1]]
+            predict_from += [prompt[-1:], completion[:-1]]
             rollouts.append(rollout)
             t += length
     position_ids = torch.cat(positions, dim=1)  # (R, T)
     with_images = [group.prompt for group in groups if group.prompt.vision]
-    known = bool(with_images) and all(prompt.features is not None for prompt in with_images)
-    inputs = [{"features": prompt.features} if known else prompt.vision for prompt in with_images]
+    cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
+    inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
     return PackedBatch(
         input_ids=torch.cat(ids)[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
-        segments=Segments(torch.cat(kv), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
+        segments=Segments(torch.cat(kv_index), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
         predict_from=torch.cat(predict_from),
         targets=torch.cat([rollout.ids for rollout in rollouts]),
         row_of_token=torch.repeat_interleave(torch.tensor([len(rollout.ids) for rollout in rollouts])),
         rollouts=rollouts,
         vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
-        image_tokens=torch.cat([*images, torch.empty(0, dtype=torch.long)]),
+        image_tokens=torch.cat([*image_tokens, torch.empty(0, dtype=torch.long)]),
     )
 
 
 def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
-    """Cut `groups` into micro-batches of at most `budget` tokens, in order.
+    """Cut `groups` into micro-batches of at most `budget` tokens, in order, and pack each of them.
 
-    A group over the budget is split between its completions, each part with the prompt again; a single prompt and
-    completion over the budget makes a micro-batch of its own. The loss weights are fixed before the cut, so gradients
-    do not depend on it.
+    A group over the budget is split into several, each with the prompt and some of the completions. A prompt with a
+    single completion over the budget becomes a micro-batch of its own. The loss weights are fixed before the cut, so
+    the gradient does not depend on it.
     """
     batches: list[list[Group]] = []
-    room = 0
-    for part in (part for group in groups for part in _split(group, budget)):
-        if part.tokens > room:
+    remaining = 0
+    for chunk in (chunk for group in groups for chunk in _split(group, budget)):
+        if chunk.tokens > remaining:
             batches.append([])
-            room = budget
-        batches[-1].append(part)
-        room -= part.tokens
+            remaining = budget
+        batches[-1].append(chunk)
+        remaining -= chunk.tokens
     return [pack(batch) for batch in batches]
 
 
 def _split(group: Group, budget: int) -> list[Group]:
-    parts: list[list[Rollout]] = []
-    room = 0
+    chunks: list[list[Rollout]] = []
+    remaining = 0
     for rollout in group.rollouts:
-        if not parts or len(rollout.ids) > room:
-            parts.append([])
-            room = budget - len(group.prompt.ids)
-        parts[-1].append(rollout)
-        room -= len(rollout.ids)
-    return [replace(group, rollouts=part) for part in parts]
+        if not chunks or len(rollout.ids) > remaining:
+            chunks.append([])
+            remaining = budget - len(group.prompt.ids)
+        chunks[-1].append(rollout)
+        remaining -= len(rollout.ids)
+    return [replace(group, rollouts=chunk) for chunk in chunks]
 
 
 def _cumulative(lengths: list[int]) -> Tensor:
@@ -196,15 +207,16 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     max_length_q: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls in place of its own, for the language model and the vision tower.
+    """The attention function that transformers calls for the language model and the vision tower.
 
-    `query` (1, H, T, E), `key` and `value` (1, H_kv, T, E); returns (1, T, H, E). Vision towers give their own windows
-    as `cu_seq_lens_q` and attend in both directions; the language model gives `segments`.
+    `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E); returns (1, T, H, E). The language model passes
+    `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError
+    without either.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        known = _has_kernel(q) and max_length_q is not None
-        lengths = [int(max_length_q)] if known else cu_seq_lens_q.diff().tolist()  # kernels ask for the longest alone
+        max_suffices = _has_kernel(q) and max_length_q is not None  # the kernels need only the longest window
+        lengths = [int(max_length_q)] if max_suffices else cu_seq_lens_q.diff().tolist()
         windows = Segments(torch.empty(0), cu_seq_lens_q, cu_seq_lens_q, lengths, lengths)
         return attend(q, k, v, windows, scaling, causal=False)[None], None
     if segments is None:
@@ -213,19 +225,22 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
-    """Variable-length attention, (T, H, E) with keys and values (K, H_kv, E): `flash_attn` when it is installed, else
-    torch's own `varlen_attn` on a GPU (both half precision only), else one SDPA call for each segment."""
+    """Variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); returns (T, H, E).
+
+    On a GPU in half precision it uses `flash_attn` if installed, else torch's `varlen_attn`. Otherwise it makes one
+    SDPA call per segment.
+    """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
-    longest = max(segments.q_lens), max(segments.k_lens)
+    max_lens = max(segments.q_lens), max(segments.k_lens)
     if (flash := _flash_attn()) is not None:
-        return flash(q, k, v, segments.cu_q, segments.cu_k, *longest, softmax_scale=scale, causal=causal)
+        return flash(q, k, v, segments.cu_q, segments.cu_k, *max_lens, softmax_scale=scale, causal=causal)
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 shares key heads without being asked
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it and needs no flag for GQA
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *longest, **options)
+    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *max_lens, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -245,7 +260,7 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: flo
     out = []
     for q_seg, k_seg, v_seg in zip(q.split(segments.q_lens), k.split(segments.k_lens), v.split(segments.k_lens)):
         mask = None
-        if causal:  # the last query sees every key
+        if causal:  # aligned bottom-right: the last query attends to every key
             ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)
             mask = ones.tril(len(k_seg) - len(q_seg))
         q_seg, k_seg, v_seg = (x.transpose(0, 1)[None] for x in (q_seg, k_seg, v_seg))

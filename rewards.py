@@ -1,9 +1,11 @@
-"""Explicit reward functions: `fn(completion, answer, **sample_fields) -> float | None`.
+"""Rewards: the built-in reward functions, the table of tasks, and the class `Scorer`, which scores a run's completions.
 
-A reward is a plain function of text; the completion has no end-of-sequence token left in it. `None` means «no verdict»
-and leaves the completion out of its group. Each docstring names the range, an example and an exploit that the function
-closes. `REWARDS` is the reward of each task, `exact_match` what evaluation counts as right; scoring.py puts a run's
-rewards together.
+A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
+decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
+group. The docstring of each reward gives its range, an example and the exploits it guards against.
+
+`TASKS` holds the prompts of each task, `REWARDS` its reward, and `exact_match` decides what evaluation counts as right.
+Parsing of answers, math-verify and the verifier model are in `grading/`.
 """
 
 import functools
@@ -22,128 +24,153 @@ from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rollout, Sample
 from config import RewardFlags
-from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
+from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.sandbox import WorkerPool, load_function
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
-COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
-THINK_ANSWER = (
-    "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
-)
-TASKS = {  # task: (system prompt or None, template of the user's turn)
-    "count": (COUNT_SYSTEM, "{{ content }}"),
-    "vqa": (None, THINK_ANSWER),
-    "math": (None, THINK_ANSWER),
-}
+__all__ = [
+    "BUILT_IN",
+    "FORMATS",
+    "MAX_UNSCORED",
+    "REWARDS",
+    "TASKS",
+    "Reward",
+    "Scorer",
+    "check_math",
+    "count_format",
+    "count_reward",
+    "exact_match",
+    "extract_choice",
+    "format_reward",
+    "gold_problem",
+    "math_reward",
+    "overlong_penalty",
+    "parse_verdict",
+    "same_answer",
+    "vqa_reward",
+]
+
 Reward = Callable[..., float | None]
 
 
-def format_reward(completion: str, answer: str = "", **_: object) -> float:
-    """1 for `<think>…</think><answer>…</answer>` and nothing else, 0 otherwise; range {0, 1}.
+# --- format and length ------------------------------------------------------------------------------------------------
 
-    Each tag occurs once, lower case, in order; only white space around and between the blocks; neither is blank.
-    Example: «<think>a</think><answer>b</answer>» is 1. Closes: several answer blocks, one of them right; text after the
-    answer; an empty think block.
+
+def format_reward(completion: str, answer: str = "", **_: object) -> float:
+    """Score 1 for exactly `<think>…</think><answer>…</answer>` and 0 otherwise; range {0, 1}.
+
+    Each tag must occur once, in lower case and in this order. Only white space may surround or separate the two blocks,
+    and neither block may be blank. Example: `<think>a</think><answer>b</answer>` scores 1. Guards against several
+    answer blocks of which one is right, text after the answer, and an empty think block.
     """
     return float(split_think_answer(completion) is not None)
 
 
-def count_reward(completion: str, answer: str | int, **_: object) -> float:
-    """How close the count is; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
-
-    With d the distance to the gold count: 0 → 1, 1 → 0.85, 2 → 0.7, 3 to 5 → 0.5 − 0.1·(d − 2), else 0; 0 without a
-    number. Example: «A photo of 12 apples» for «A photo of 10 apples» is 0.7. Closes: listing many numbers (the first
-    one counts), counting in the think block, hedging with a decimal.
-    """
-    said, gold = first_count(completion), first_count(str(answer))
-    if said is None or gold is None:
-        return 0.0
-    d = abs(said - gold)
-    if d <= 2:
-        return (1.0, 0.85, 0.7)[d]
-    return round(0.5 - 0.1 * (d - 2), 4) if d <= 5 else 0.0
-
-
-def count_format(completion: str, **_: object) -> float:
-    """1 for «A photo of [NUMBER] [OBJECT_TYPE]», 0 otherwise. Reported in evaluation; not part of the reward."""
-    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
-
-
-def vqa_reward(completion: str, answer: str, **_: object) -> float:
-    """Answer accuracy once the format holds; range 0, or 0.5 to 1.
-
-    A gold «yes» or «no»: 1 when the answer's first word is it and the opposite is nowhere, else 0. Any other gold: 1
-    when the words are equal, else their F1 when it is at least 0.5, else 0. Example: answer «CT scan», gold «ct» → 2/3.
-    Closes: «yes and no»; «abnormal» holding «no»; a list of every possible answer.
-    """
-    parts = split_think_answer(completion)
-    gold = words(str(answer))
-    if parts is None or not gold:
-        return 0.0
-    said = words(parts[1])
-    if gold in (["yes"], ["no"]):
-        opposite = "no" if gold == ["yes"] else "yes"
-        return float(said[:1] == gold and opposite not in said)
-    if said == gold:
-        return 1.0
-    common = (Counter(said) & Counter(gold)).total()
-    f1 = 2 * common / (len(said) + len(gold))
-    return f1 if f1 >= 0.5 else 0.0
-
-
-# --- parts of the math reward and of multiple choice ------------------------------------------------------------------
-
-
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """What an overlong completion costs (DAPO, arXiv:2503.14476, eq. 13); range −1 to 0.
+    """Return the penalty for a long completion (DAPO, arXiv:2503.14476, eq. 13); range −1 to 0.
 
-    0 up to max_length − buffer tokens, then falling linearly to −1 at max_length. Example: 90 tokens of at most 100
-    with a buffer of 20 cost 0.5. Closes: reasoning that goes on until it is cut off.
+    The penalty is 0 up to max_length − buffer tokens and falls linearly to −1 at max_length. Example: with a limit of
+    100 tokens and a buffer of 20, a completion of 90 tokens gets −0.5. Guards against reasoning that continues until it
+    is truncated. Raises ValueError unless 0 < buffer <= max_length.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"the overlong buffer ({buffer}) must be above 0 and at most the length limit ({max_length})")
     return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
 
 
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+def count_reward(completion: str, answer: str | int, **_: object) -> float:
+    """Score how close the count is; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
+
+    With distance d to the gold count, the reward is 1 for d = 0, 0.85 for 1, 0.7 for 2, 0.5 − 0.1·(d − 2) for 3 to 5,
+    and 0 beyond that or without a number. Example: "A photo of 12 apples" scores 0.7 if the gold answer is "A photo of
+    10 apples". Guards against listing many numbers (only the first counts), counting in the think block, and hedging
+    with a decimal.
+    """
+    count, gold = first_count(completion), first_count(str(answer))
+    if count is None or gold is None:
+        return 0.0
+    d = abs(count - gold)
+    if d <= 2:
+        return (1.0, 0.85, 0.7)[d]
+    return round(0.5 - 0.1 * (d - 2), 4) if d <= 5 else 0.0
+
+
+def count_format(completion: str, **_: object) -> float:
+    """Score 1 for "A photo of [NUMBER] [OBJECT_TYPE]" and 0 otherwise. Used in evaluation, not in training."""
+    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
+
+
+# --- visual question answering ----------------------------------------------------------------------------------------
+
+
+def vqa_reward(completion: str, answer: str, **_: object) -> float:
+    """Score the words of the answer block if the format holds; range 0, or 0.5 to 1.
+
+    For the gold answers "yes" and "no", the reward is 1 if the answer starts with that word and does not contain the
+    opposite one, else 0. For any other gold answer it is 1 if the words are equal, else their F1 score if that is at
+    least 0.5, else 0. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no",
+    against finding "no" in "abnormal", and against listing every possible answer.
+    """
+    blocks = split_think_answer(completion)
+    gold = words(str(answer))
+    if blocks is None or not gold:
+        return 0.0
+    answered = words(blocks[1])
+    if gold in (["yes"], ["no"]):
+        opposite = "no" if gold == ["yes"] else "yes"
+        return float(answered[:1] == gold and opposite not in answered)
+    if answered == gold:
+        return 1.0
+    overlap = (Counter(answered) & Counter(gold)).total()
+    f1 = 2 * overlap / (len(answered) + len(gold))
+    return f1 if f1 >= 0.5 else 0.0
+
+
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
-LONGEST_ANSWER = 2000  # characters that a verifier is asked about; padding must not push it out of its context
-RULE_SECONDS = 1.0  # a comparison takes milliseconds; what takes longer is a trap
+MAX_ANSWER_CHARS = 2000  # longer answers are not sent to the verifier: padding could overflow its context
+MATH_TIMEOUT = 1.0  # seconds; an honest comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
 
 
 @functools.cache
 def _math_workers() -> WorkerPool:
-    """Processes that compare answers; this machine's cores shared among its training processes."""
-    share = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return WorkerPool(min(max(share, 1), 8), [MATH_EQUAL])
+    """Start the processes that compare answers. The training processes on this machine share its CPU cores."""
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return WorkerPool(min(max(cores, 1), 8), [MATH_EQUAL])
 
 
 def check_math() -> None:
-    """Raise UserError when math-verify does not work here, which would make every answer wrong."""
+    """Raise UserError if math-verify does not work on this machine; otherwise every answer would be scored wrong."""
+    problem = "it does not find 0.5 equal to 1/2"
     try:
         with _worker_pool_lock:
             workers = _math_workers()
-        works, why = workers.call(MATH_EQUAL, 60.0, {"candidate": "0.5", "gold": "\\frac{1}{2}"}), "0.5 is not 1/2"
+        works = workers.call(MATH_EQUAL, 60.0, {"candidate": "0.5", "gold": "\\frac{1}{2}"})
     except CallFailed as error:
-        works, why = False, str(error)
+        works, problem = False, str(error)
     if not works:
-        raise UserError(f"math-verify does not work here ({why}): install requirements.txt, and see above what it said")
+        raise UserError(f"math-verify does not work here ({problem}): install requirements.txt; see its output above")
 
 
 def same_answer(candidate: str, gold: str) -> bool:
-    """Whether math-verify finds two answers the same, within `RULE_SECONDS`; False when it cannot tell. Raises
-    WorkerLost when its process was ended from outside: no verdict."""
+    """Whether math-verify finds two answers equal within `MATH_TIMEOUT` seconds; False if it cannot decide.
+
+    Raises WorkerLost if the worker process was killed from outside, in which case the answer stays unscored.
+    """
     candidate, gold = candidate.strip(), gold.strip()
     if candidate == gold:
         return True
-    if not balanced(candidate):  # «1} \\boxed{2» would be two answers
+    if not balanced(candidate):  # `1} \boxed{2` would be read as two answers
         return False
     with _worker_pool_lock:
         workers = _math_workers()
     try:
-        return workers.call(MATH_EQUAL, RULE_SECONDS, {"candidate": candidate, "gold": gold})
+        return workers.call(MATH_EQUAL, MATH_TIMEOUT, {"candidate": candidate, "gold": gold})
     except WorkerLost:
         raise
     except CallFailed:
@@ -157,21 +184,24 @@ def math_reward(
     verifier: Callable[[str, str, str], bool | str | None] | None = None,
     **_: object,
 ) -> float | None:
-    """Whether the answer is mathematically the gold one; −1, 1, or None without a verdict.
+    """Score 1 if the answer equals the gold answer mathematically, −1 if not, and None if the verifier cannot tell.
 
-    −1 unless the format holds. 1 when the answer block, or its last balanced box, equals the gold by math-verify. Else
-    `verifier(question, gold, candidate)` decides where there is one: its verdict or its reply; without one it is −1.
-    Example: «<think>t</think><answer>0.5</answer>» for \\frac{1}{2} is 1. Closes: several answers, one of them right;
-    letters in another order; answers that compute for ever; answers that tell the verifier what to reply, or that are
-    too long for it.
+    The reward is −1 unless the format holds. The candidate is the last balanced `\\boxed{…}` of the answer block, or
+    the whole block if it has no box. The reward is 1 if math-verify finds the candidate equal to the gold answer.
+    Otherwise `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply. Without a
+    verifier the reward is −1.
+
+    Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
+    several answers of which one is right, a word with permuted letters, answers that take forever to compute, and
+    answers that instruct the verifier or overflow its context.
     """
-    parts = split_think_answer(completion)
-    if parts is None:
+    blocks = split_think_answer(completion)
+    if blocks is None:
         return -1.0
-    candidate = (last_boxed(parts[1]) or parts[1]).strip()
+    candidate = (last_boxed(blocks[1]) or blocks[1]).strip()
     if same_answer(candidate, str(answer)):
         return 1.0
-    if verifier is None or len(candidate) > max(LONGEST_ANSWER, 4 * len(str(answer))):
+    if verifier is None or len(candidate) > max(MAX_ANSWER_CHARS, 4 * len(str(answer))):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
     verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
@@ -180,99 +210,119 @@ def math_reward(
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
+COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
+THINK_ANSWER = (
+    "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
+)
+TASKS = {  # task: (system prompt or None, template of the user's turn)
+    "count": (COUNT_SYSTEM, "{{ content }}"),
+    "vqa": (None, THINK_ANSWER),
+    "math": (None, THINK_ANSWER),
+}
 REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward, "math": math_reward}
 FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward, "math": format_reward}
 
 
 def exact_match(task: str, completion: str, answer: str, reward: float | None = None) -> bool:
-    """Whether the answer is right, not only near: full reward, and for VQA the gold's words in the gold's order.
+    """Whether the answer is exactly right: full reward and, for VQA, the words of the gold answer in the same order.
 
-    `reward` is the task's, when it is known already.
+    Pass the task's `reward` if it is already known.
     """
-    right = (REWARDS[task](completion, answer) if reward is None else reward) == 1.0
+    full_reward = (REWARDS[task](completion, answer) if reward is None else reward) == 1.0
     gold = words(str(answer))
-    if not right or task != "vqa" or gold in (["yes"], ["no"]):
-        return right
+    if not full_reward or task != "vqa" or gold in (["yes"], ["no"]):
+        return full_reward
     return words(split_think_answer(completion)[1]) == gold
 
 
 def gold_problem(task: str | None, answer: str) -> str | None:
-    """Why no completion could ever be right for this gold answer, or None when it is fine."""
+    """Explain why no completion could match this gold answer; None if the answer is fine."""
     if not str(answer).strip():
         return "the answer is empty"
     if task == "math" and not balanced(answer):
-        return f"the answer {str(answer)[:40]!r} has unbalanced braces: no answer can equal it"
+        return f"the answer {str(answer)[:40]!r} has unbalanced braces: no completion can match it"
     if task == "count" and first_count(str(answer)) is None:
-        return f"the answer {str(answer)[:40]!r} has no whole number to count to"
+        return f"the answer {str(answer)[:40]!r} contains no whole number"
     if task == "vqa" and not words(str(answer)):
-        return f"the answer {str(answer)[:40]!r} has no word to compare"
+        return f"the answer {str(answer)[:40]!r} contains no words to compare"
     return None
 
 
+# --- scoring a run ----------------------------------------------------------------------------------------------------
+
 BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
-MAX_UNSCORED = 0.1  # of a step's completions; above it the run stops
+MAX_UNSCORED = 0.1  # fraction of a step's completions; the run stops if more are unscored
 
 
 class Scorer:
-    """The rewards of a run, by name: the task's first, then those of `--reward`, then «overlong» when it is on."""
+    """Score completions with all rewards of a run.
+
+    The rewards are named, in this order: the task's own, each `--reward`, and "overlong" if that penalty is on.
+    """
 
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.weights = {task: 1.0}
-        self.calls: dict[str, str] = {}  # «file.py:function» of the user's rewards
-        self.takes: dict[str, set[str] | None] = {}  # the arguments each one takes; None: any
+        self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
+        self.parameters: dict[str, set[str] | None] = {}  # the parameters each one accepts; None for any
         for text in flags.reward:
             self._add(text)
         if "math" in self.weights:
             check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
-        self.workers = WorkerPool(2, list(self.calls.values())) if self.calls else None
-        self.why_none = ""  # why the last completion without a verdict has none
+        self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
+        self.why_none = ""  # why the most recent unscored completion has no reward
 
     @property
     def names(self) -> list[str]:
+        """Names of the rewards, as they appear in `Rollout.rewards` and in the metrics."""
         return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
 
     def _add(self, text: str) -> None:
+        """Register one `--reward`, `NAME[=WEIGHT]`, where NAME is built in or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
         if name in BUILT_IN:
             self.weights[name] = weight
             return
-        file, _, short = name.rpartition(":")
+        file, _, function = name.rpartition(":")
         if not file.endswith(".py"):
-            raise UserError(f"--reward {text}: give file.py:function or one of {', '.join(BUILT_IN)}, =WEIGHT after it")
-        if short in self.weights or short in (*BUILT_IN, "overlong", "no_verdict"):
-            raise UserError(f"--reward {text}: there is a reward named {short!r} already; rename the function")
+            raise UserError(
+                f"--reward {text}: give file.py:function or one of {', '.join(BUILT_IN)}, "
+                "optionally followed by =WEIGHT"
+            )
+        if function in self.weights or function in (*BUILT_IN, "overlong", "no_verdict"):
+            raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
             parameters = inspect.signature(load_function(name)).parameters
         except (Exception, SystemExit) as error:
             raise UserError(f"--reward {text}: it cannot be loaded ({type(error).__name__}: {error})") from error
         if not {"completion", "answer"} <= set(parameters):
             raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        self.weights[short], self.calls[short] = weight, name
-        self.takes[short] = None if takes_any else set(parameters)
+        accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self.weights[function], self.user_functions[function] = weight, name
+        self.parameters[function] = None if accepts_any else set(parameters)
 
     def __call__(self, groups: Sequence[tuple[Sample, list[Rollout]]], max_length: int | None = None) -> str | None:
-        """Give every completion its `rewards` by name and its `reward`, their weighted sum; NaN without a verdict.
+        """Set `rewards` (by name) and `reward` (their weighted sum) of every completion; NaN if it is unscored.
 
-        `max_length` is what the overlong penalty counts from; without it there is none. Returns what a user's function
-        did wrong, for every process to stop together; None when all went well.
+        `max_length` is the completion length limit in tokens for the overlong penalty; None turns the penalty off.
+        Returns the first error of a user-defined reward, so that all processes can stop together, or None.
         """
         if self.verifier:
             self.verifier.reset_failures()
-        work = [(name, sample, rollout) for sample, rollouts in groups for rollout in rollouts for name in self.weights]
-        waits = self.calls or "math" in self.weights  # the others take microseconds
-        threads = self.flags.verifier_concurrency if self.verifier else 8 if waits else 1
+        jobs = [(name, sample, rollout) for sample, rollouts in groups for rollout in rollouts for name in self.weights]
+        uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
+        threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
         with ThreadPoolExecutor(threads) as pool:
-            done = pool.map(lambda job: self._value(*job), work)
-            results = list(console.progress(done, "rewards", total=len(work), unit="call", leave=False))
+            values = pool.map(lambda job: self._value(*job), jobs)
+            results = list(console.progress(values, "rewards", total=len(jobs), unit="call", leave=False))
         error = None
-        for (name, sample, rollout), (value, problem) in zip(work, results):
+        for (name, sample, rollout), (value, problem) in zip(jobs, results):
             rollout.rewards[name] = value
-            if problem:
-                error = error or f"--reward {self.calls[name]} on {sample.source}, {rollout.text[:60]!r}: {problem}"
+            if problem and error is None:
+                function = self.user_functions[name]
+                error = f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}"
         for _, rollouts in groups:
             for rollout in rollouts:
                 rollout.reward = sum(weight * rollout.rewards[name] for name, weight in self.weights.items() if weight)
@@ -284,10 +334,10 @@ class Scorer:
         return error
 
     def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
-        """A completion's reward, NaN without one, and what the user's function did wrong, None when it did not."""
-        given = {name: value for name, value in sample.fields.items() if value is not None}
-        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | given
-        if name not in self.calls:
+        """Return one reward of a completion, NaN if it is unscored, and the error of a user-defined reward or None."""
+        columns = {name: value for name, value in sample.fields.items() if value is not None}
+        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | columns
+        if name not in self.user_functions:
             fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
             try:
                 value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
@@ -297,19 +347,19 @@ class Scorer:
             if value is None:
                 self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
             return math.nan if value is None else value, None
-        takes = self.takes[name]
+        function, parameters = self.user_functions[name], self.parameters[name]
         fields |= {"completion": rollout.text, "answer": sample.answer}
-        fields = {k: v for k, v in fields.items() if takes is None or k in takes}
+        fields = {k: v for k, v in fields.items() if parameters is None or k in parameters}
         try:
-            value = self.workers.call(self.calls[name], self.flags.reward_timeout, fields)
+            value = self.workers.call(function, self.flags.reward_timeout, fields)
         except CallLost as error:
-            self.why_none = f"{self.calls[name]} {error}"
+            self.why_none = f"{function} {error}"
             return math.nan, None
         except CallFailed as error:
             return math.nan, str(error)
         if value is None:
-            self.why_none = f"{self.calls[name]} gave None"
+            self.why_none = f"{function} returned None"
             return math.nan, None
         if not isinstance(value, int | float) or not math.isfinite(value):
-            return math.nan, f"it gave {value!r}, which is no finite number"
+            return math.nan, f"it returned {value!r}; expected a finite number"
         return float(value), None

@@ -1,17 +1,19 @@
-"""Sampling completions: one interface, `generate`, `sync_weights`, `sleep`, `wake_up`.
+"""Sample completions behind one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
-`VLLMEngine` runs inside each training process and takes the trainer's weights over before every step; between steps it
-sleeps and holds no memory. `HFEngine` needs no GPU: a plain transformers copy of the policy with a KV cache. Each
-engine holds whole weights of its own, so ranks sample without collectives, each at its own pace.
+`VLLMEngine` runs inside each training process. It receives the trainer's weights before every step, and it frees its
+GPU memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache and needs no
+GPU. Each engine holds a full copy of the weights, so ranks sample without collectives, each at its own pace.
 
-Every completion is drawn from random numbers that belong to its prompt's seed, never to the batch it was sampled in:
-the same seeds give the same completions on any number of processes (up to the rounding of differently shaped products).
+The random numbers of a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
+the same completions on any number of processes, up to rounding in matrix products of different shapes.
 
-Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary.
+Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
+else 1).
 """
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -20,9 +22,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
@@ -35,7 +37,7 @@ from policy.sharding import sampler_weights
 
 
 class Engine(Protocol):
-    """What the trainer and the evaluation ask of a sampler."""
+    """The interface that training and evaluation expect of a sampler."""
 
     def generate(
         self,
@@ -46,19 +48,19 @@ class Engine(Protocol):
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        """n completions of each prompt, drawn from that prompt's seed; temperature 0 takes the likeliest token."""
+        """Sample n completions of each prompt with that prompt's seed. Temperature 0 is greedy decoding."""
         ...
 
     def sync_weights(self, policy: Policy) -> None:
-        """Take over the policy's weights; every process calls it together."""
+        """Copy the policy's weights into the sampler. All processes must call it together."""
         ...
 
     def sleep(self) -> None:
-        """Give GPU memory back to the trainer."""
+        """Free GPU memory for the trainer."""
         ...
 
     def wake_up(self) -> None:
-        """Take it again; `sync_weights` must come before the next `generate`."""
+        """Allocate GPU memory again. Call `sync_weights` before the next `generate`."""
         ...
 
 
@@ -72,11 +74,11 @@ def make_engine(
     max_images: int,
     with_weights: bool = True,
 ) -> Engine:
-    """The sampler of the flags, with the weights saved at `model`; says which one «auto» chose.
+    """Build the sampler that `flags` select, with the weights saved at `model`, and print what `auto` chose.
 
-    `max_length`: most tokens of a prompt and its completion; `max_images`: most pictures of a prompt; `with_weights`:
-    False where `sync_weights` comes first, so that vLLM need not read any. Raises UserError when the sampler cannot be
-    had.
+    `max_length` is the maximum number of tokens in a prompt and its completion together, `max_images` the maximum
+    number of images in a prompt. Pass `with_weights=False` if `sync_weights` is called before `generate`; vLLM then
+    skips reading the weights. Raises UserError if the sampler is not available.
     """
     if distributed.world_size() % flags.tensor_parallel:
         raise UserError(
@@ -85,15 +87,15 @@ def make_engine(
     name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
     if name == "auto":
         name = "vllm" if installed and device.type == "cuda" else "hf"
-        why = "" if name == "vllm" else " (vLLM is not installed)" if device.type == "cuda" else " (there is no GPU)"
+        reason = "" if name == "vllm" else " (vLLM is not installed)" if device.type == "cuda" else " (there is no GPU)"
         if console.is_main():
             version = importlib.metadata.version("vllm" if name == "vllm" else "transformers")
-            print(f"sampler: {'vLLM' if name == 'vllm' else 'transformers'} {version}{why}", file=sys.stderr)
+            print(f"sampler: {'vLLM' if name == 'vllm' else 'transformers'} {version}{reason}", file=sys.stderr)
     if name == "hf":
         return HFEngine(load_model(model, dtype).to(device).eval(), processor)
     if not installed or device.type != "cuda":
         missing = "vLLM is not installed" if not installed else "there is no GPU"
-        raise UserError(f"--engine vllm: {missing}; pip install -r requirements-gpu.txt, or --engine hf")
+        raise UserError(f"--engine vllm: {missing}; run pip install -r requirements-gpu.txt or use --engine hf")
     return VLLMEngine(flags, model, processor, dtype, max_length, max_images, with_weights)
 
 
@@ -102,8 +104,11 @@ def make_engine(
 
 @contextlib.contextmanager
 def restore_compiler_settings() -> Iterator[None]:
-    """vLLM points torch.compile at one processor and at a cache that belongs to vLLM's own settings, for the whole
-    process; afterwards the trainer's layers are compiled as without it, and found again by a later run."""
+    """Undo the changes that loading vLLM makes to torch.compile's environment variables.
+
+    vLLM sets a single compile thread and its own cache folder for the whole process. Restoring the variables lets the
+    trainer compile as it would without vLLM, and lets a later run reuse the trainer's compile cache.
+    """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
     try:
@@ -116,10 +121,10 @@ def restore_compiler_settings() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """vLLM inside the training process: one request for each prompt, weights pushed in before every step.
+    """vLLM inside the training process: one request per prompt, weights pushed before every step.
 
-    vLLM gets prompts with one placeholder for each image and the fitted images; `generate` proves that it made the
-    trainer's tokens of them, and on the first call that its pixels are the trainer's too.
+    vLLM receives prompts with one placeholder per image, and the resized images. `generate` checks that vLLM expands
+    them to the trainer's tokens. The first call with images also checks that vLLM computes the trainer's pixel values.
     """
 
     def __init__(
@@ -133,14 +138,15 @@ class VLLMEngine:
         with_weights: bool = True,
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights are a pointer away
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that weights are passed by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        for name in ("RANK", "LOCAL_RANK"):  # vLLM's launcher for processes that are there already reads them
+        for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads them
             os.environ.setdefault(name, "0")
         options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
-        if processor.image_processor is not None:  # images come fitted: no limit may make vLLM resize them again
+        if processor.image_processor is not None:
+            # Images arrive already resized; these limits keep vLLM from resizing them again.
             options["enable_mm_embeds"] = True
             options["mm_processor_kwargs"] = {"min_pixels": processor.factor**2, "max_pixels": processor.max_pixels}
         else:
@@ -160,17 +166,17 @@ class VLLMEngine:
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
-                    logprobs_mode="processed_logprobs",  # of the tempered distribution: what was sampled from
+                    logprobs_mode="processed_logprobs",  # after temperature and top-p: the distribution sampled from
                     **options,
                 )
         except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
-            first = str(error).strip().splitlines() or ["no message"]
+            lines = str(error).strip().splitlines() or ["no message"]
             raise UserError(
-                f"vLLM did not start ({type(error).__name__}: {first[0][:300]}). requirements-gpu.txt has the versions "
-                "that fit this project's torch; --vllm_memory sets its share of the GPU; --engine hf samples without it"
+                f"vLLM did not start ({type(error).__name__}: {lines[0][:300]}): install the versions in "
+                "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
             ) from None
         self.sampling_params = vllm.SamplingParams
-        self.width = self.llm.model_config.get_hidden_size()
+        self.hidden_size = self.llm.model_config.get_hidden_size()
         self.llm.apply_model(keep_logits_in_float32)
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
@@ -179,14 +185,14 @@ class VLLMEngine:
         self.group = groups[rank // size]
 
     def sleep(self) -> None:
-        """Weights and KV cache are discarded, not copied: the next sync brings the new ones."""
+        """Discard weights and KV cache instead of copying them to the host: the next sync brings new weights."""
         self.llm.sleep(level=2)
         self.asleep = True
 
     def wake_up(self) -> None:
-        """Room for the weights alone; the KV cache follows when they have been pushed."""
+        """Allocate memory for the weights only; `sync_weights` allocates the KV cache afterwards."""
         if self.asleep:
-            torch.cuda.empty_cache()  # what the trainer holds without need
+            torch.cuda.empty_cache()  # return the trainer's cached blocks to the device
             self.llm.wake_up(tags=["weights"])
 
     def sync_weights(self, policy: Policy) -> None:
@@ -194,24 +200,22 @@ class VLLMEngine:
         stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
         self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
         if self.flags.check_sync:
-            self._compare(policy)
+            self._check_sync(policy)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
-        # What the old weights computed is worth nothing now.
+        # Both caches were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def _compare(self, policy: Policy) -> None:
-        """Raise RunStopped when vLLM lacks a weight of the trainer's or has another one, beyond rounding."""
-        (own,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
+    def _check_sync(self, policy: Policy) -> None:
+        """Raise RunStopped if a weight of the trainer is missing in vLLM or differs after rounding to vLLM's dtype."""
+        (vllm_weights,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
         for name, weight in sampler_weights(policy):
-            theirs = own.pop(name, None)
-            if theirs is None or not torch.equal(theirs[: len(weight)], weight.to(theirs.dtype)):
-                wrong = "is missing" if theirs is None else "is not the trainer's"
-                raise RunStopped(
-                    f"--check_sync: after the sync vLLM's {name} {wrong}; --engine hf samples without it", 1
-                )
+            synced = vllm_weights.pop(name, None)
+            if synced is None or not torch.equal(synced[: len(weight)], weight.to(synced.dtype)):
+                problem = "is missing in vLLM" if synced is None else "differs between vLLM and the trainer"
+                raise RunStopped(f"--check_sync: {name} {problem} after the sync; --engine hf samples without vLLM", 1)
 
     def generate(
         self,
@@ -222,22 +226,22 @@ class VLLMEngine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        if self.flags.tensor_parallel > 1:  # the engine's processes all work on all of their prompts
-            shares: list[Any] = [None] * self.flags.tensor_parallel
-            dist.all_gather_object(shares, (list(prompts), list(seeds)), group=self.group)
-            everyone = [prompt for share, _ in shares for prompt in share]
-            everyones_seeds = [seed for _, share in shares for seed in share]
-            first = sum(len(share) for share, _ in shares[: dist.get_rank(self.group)])
+        if self.flags.tensor_parallel > 1:  # all ranks of one engine work on the prompts of all of them
+            gathered: list[Any] = [None] * self.flags.tensor_parallel
+            dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
+            all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
+            all_seeds = [seed for _, rank_seeds in gathered for seed in rank_seeds]
+            start = sum(len(rank_prompts) for rank_prompts, _ in gathered[: dist.get_rank(self.group)])
             rollouts = []
-            if everyone:
-                rollouts = self._generate(everyone, n, everyones_seeds, max_tokens, temperature, top_p)
-            return rollouts[first : first + len(prompts)]
+            if all_prompts:
+                rollouts = self._generate(all_prompts, n, all_seeds, max_tokens, temperature, top_p)
+            return rollouts[start : start + len(prompts)]
         return self._generate(prompts, n, seeds, max_tokens, temperature, top_p) if prompts else []
 
     def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
-        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # the longest do not begin last
+        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
-        requests = [{"prompt_token_ids": p.engine_ids} | self._pictures(p) for p in prompts]
+        requests = [{"prompt_token_ids": p.engine_ids} | self._multi_modal_data(p) for p in prompts]
         params = [
             self.sampling_params(
                 n=n,
@@ -245,41 +249,48 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=max_tokens,
-                ignore_eos=True,  # in favour of the model's own list
+                ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
                 stop_token_ids=self.stop,
-                logprobs=0,  # of the sampled token alone
+                logprobs=0,  # return only the sampled token's
                 flat_logprobs=True,
                 detokenize=False,
             )
             for seed in seeds
         ]
-        watched = console.is_main() and sys.stderr.isatty()  # vLLM divides by the time that a bar has shown
-        bar = functools.partial(tqdm, delay=3, leave=False) if watched else False
-        with self._seen_pixels() as seen:
+        # vLLM divides by the bar's elapsed time, so pass no bar at all rather than a disabled one.
+        show_progress = console.is_main() and sys.stderr.isatty()
+        bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
+        with self._record_tower_inputs() as tower_inputs:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
-        pictured = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
-        if not self.pixels_checked and pictured:
-            check_pixels(pictured, seen)
+        sent_as_images = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
+        if not self.pixels_checked and sent_as_images:
+            check_pixels(sent_as_images, tower_inputs)
             self.pixels_checked = True
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt.ids.tolist():
                 raise UserError(
-                    f"{prompt.source}: vLLM made {len(output.prompt_token_ids)} tokens of the prompt and the trainer "
-                    f"{len(prompt.ids)}, or others: their tokenizers or image processors differ; --engine hf has one"
+                    f"{prompt.source}: vLLM expands the prompt to {len(output.prompt_token_ids)} tokens that differ "
+                    f"from the trainer's {len(prompt.ids)}: their tokenizers or image processors differ; use "
+                    "--engine hf, which has the trainer's"
                 )
         completions = [completion for output in outputs for completion in output.outputs]
-        kept = [list(c.token_ids) for c in completions]
+        token_ids = [list(c.token_ids) for c in completions]
         stopped = [c.finish_reason == "stop" for c in completions]
-        texts = self.processor.tokenizer.batch_decode([ids[:-1] if end else ids for ids, end in zip(kept, stopped)])
+        texts = self.processor.tokenizer.batch_decode(
+            [ids[:-1] if end else ids for ids, end in zip(token_ids, stopped)]
+        )
         rollouts = [
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
-            for ids, c, end, text in zip(kept, completions, stopped, texts)
+            for ids, c, end, text in zip(token_ids, completions, stopped, texts)
         ]
         return [rollouts[n * i : n * i + n] for i in sorted(range(len(order)), key=order.__getitem__)]
 
-    def _pictures(self, prompt: Prompt) -> dict[str, Any]:
-        """What vLLM takes of a prompt's images: the trainer's own features when its tower is frozen, which leaves no
-        difference there and no work; else the fitted images."""
+    def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the image part of a request: the trainer's features if it has them, else the resized images.
+
+        The trainer computes features when its vision tower is frozen. They save vLLM the tower's work and exclude any
+        difference between the two towers.
+        """
         if not prompt.images:
             return {}
         if not self._takes_features(prompt):
@@ -288,64 +299,69 @@ class VLLMEngine:
         return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
 
     def _takes_features(self, prompt: Prompt) -> bool:
-        """Features of the tower's inner layers (Qwen3-VL) make them wider than what vLLM takes."""
-        return prompt.features is not None and prompt.features.shape[-1] == self.width
+        """Whether vLLM accepts the prompt's features. It does not if they include inner layers of the tower (Qwen3-VL),
+        which makes them wider than the hidden size."""
+        return prompt.features is not None and prompt.features.shape[-1] == self.hidden_size
 
     @contextlib.contextmanager
-    def _seen_pixels(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """(pixels, grids) of every call of vLLM's vision tower, until they have been checked once."""
-        seen: list[tuple[Tensor, Tensor]] = []
+    def _record_tower_inputs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Record (pixels, grids) of every call of vLLM's vision tower, unless the pixels have already been checked."""
+        tower_inputs: list[tuple[Tensor, Tensor]] = []
 
-        def note(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        def hook(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-            seen.append((args[0].detach().float().cpu(), torch.as_tensor(grid).cpu()))
+            tower_inputs.append((args[0].detach().float().cpu(), torch.as_tensor(grid).cpu()))
 
-        hooks = []
+        handles = []
         if not self.pixels_checked:
-            (hooks,) = self.llm.apply_model(
+            (handles,) = self.llm.apply_model(
                 lambda model: (
-                    [model.visual.register_forward_pre_hook(note, with_kwargs=True)] if hasattr(model, "visual") else []
+                    [model.visual.register_forward_pre_hook(hook, with_kwargs=True)] if hasattr(model, "visual") else []
                 )
             )
         try:
-            yield seen
+            yield tower_inputs
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
 
 
-def check_pixels(prompts: Sequence[Prompt], seen: list[tuple[Tensor, Tensor]]) -> None:
-    """Raise UserError naming the first prompt whose pixels are not among those that vLLM's vision tower was `seen` to
-    take, up to the rounding of bfloat16. A picture that comes twice is taken once, in an order of vLLM's own."""
-    pictures: dict[tuple[int, ...], list[Tensor]] = {}
-    for pixels, grids in seen:
-        for grid, part in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
-            pictures.setdefault(tuple(grid), []).append(part)
+def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Tensor]]) -> None:
+    """Check that vLLM's vision tower received the trainer's pixels, up to the rounding of bfloat16.
+
+    `tower_inputs` holds (pixels, grids) of each call of the tower. The order of images is not compared, because vLLM
+    batches them in its own order and encodes a repeated image once. Raises UserError naming the first prompt whose
+    pixels are missing.
+    """
+    received: dict[tuple[int, ...], list[Tensor]] = {}
+    for pixels, grids in tower_inputs:
+        for grid, image in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
+            received.setdefault(tuple(grid), []).append(image)
     for prompt in prompts:
         grids = prompt.vision["image_grid_thw"]
-        for grid, part in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
-            if not any((part - other).abs().max() < 0.02 for other in pictures.get(tuple(grid), [])):
+        for grid, image in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
+            if not any((image - other).abs().max() < 0.02 for other in received.get(tuple(grid), [])):
                 raise UserError(
                     f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
-                    "differs (rescaling, mean or another resize); --engine hf has one for both"
+                    "differs (rescaling, mean or resizing); use --engine hf, which has the trainer's"
                 )
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:
-    """Let vLLM's `model` leave its logits as they were summed, as the trainer does, instead of rounding them."""
+    """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
     head = getattr(model, "language_model", model).lm_head
-    rounded = head.quant_method.apply
+    original_apply = head.quant_method.apply
 
     def apply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None or x.dtype == torch.float32:
-            return rounded(layer, x, bias)
+            return original_apply(layer, x, bias)
         return float32_logits(x, layer.weight)
 
     head.quant_method.apply = apply
 
 
 def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(transformers' name, tensor) of every weight of vLLM's `model`, those it keeps fused taken apart again."""
+    """Yield (name in transformers, tensor) for every weight of vLLM's `model`, with fused weights split."""
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
         owner = name.rpartition(".")[0]
@@ -355,11 +371,11 @@ def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".qkv_proj." in name:
             layer = modules[owner]
             heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-            parts = zip(("q_proj", "k_proj", "v_proj"), weight.split([h * layer.head_size for h in heads]))
-            yield from ((name.replace("qkv_proj", part), piece) for part, piece in parts)
+            splits = zip(("q_proj", "k_proj", "v_proj"), weight.split([h * layer.head_size for h in heads]))
+            yield from ((name.replace("qkv_proj", projection), split) for projection, split in splits)
         elif ".gate_up_proj." in name:
-            parts = zip(("gate_proj", "up_proj"), weight.chunk(2))
-            yield from ((name.replace("gate_up_proj", part), piece) for part, piece in parts)
+            splits = zip(("gate_proj", "up_proj"), weight.chunk(2))
+            yield from ((name.replace("gate_up_proj", projection), split) for projection, split in splits)
         else:
             yield name, weight
 
@@ -370,7 +386,7 @@ def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 class HFEngine:
     """Batched sampling with transformers and a KV cache."""
 
-    def __init__(self, model: PreTrainedModel, processor: Processor, max_sequences: int = 512):
+    def __init__(self, model: transformers.PreTrainedModel, processor: Processor, max_sequences: int = 512):
         self.model = model
         self.tokenizer = processor.tokenizer
         stop = stop_tokens(model.generation_config, model.config, processor.tokenizer)
@@ -379,10 +395,10 @@ class HFEngine:
         self.max_sequences = max_sequences
 
     def sync_weights(self, policy: Policy) -> None:
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, weight in sampler_weights(policy):
-                own[name].copy_(weight)
+                parameters[name].copy_(weight)
 
     def sleep(self) -> None:
         self.model.to("cpu")
@@ -399,12 +415,12 @@ class HFEngine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        at_once = max(1, self.max_sequences // n)
+        batch_size = max(1, self.max_sequences // n)
         rollouts = []
         with console.progress(desc="sampling", total=len(prompts), unit="prompt", leave=False) as bar:
-            for i in range(0, len(prompts), at_once):
-                batch = prompts[i : i + at_once]
-                rollouts += self._generate(batch, n, seeds[i : i + at_once], max_tokens, temperature, top_p)
+            for i in range(0, len(prompts), batch_size):
+                batch = prompts[i : i + batch_size]
+                rollouts += self._generate(batch, n, seeds[i : i + batch_size], max_tokens, temperature, top_p)
                 bar.update(len(batch))
         return rollouts
 
@@ -437,7 +453,7 @@ class HFEngine:
     def _prefill(self, prompts: Sequence[Prompt], n: int):
         """Run every prompt once, then repeat its cache for its n completions.
 
-        Returns logits (B, V), the cache, the mask (B, S) and the next position, (3, B) with M-RoPE, else (B,).
+        Returns logits (B, V), the cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
         longest = max(len(p.ids) for p in prompts)
         positions = [p.positions for p in prompts]  # (R, S) each
@@ -448,9 +464,9 @@ class HFEngine:
         input_ids = torch.stack([left_pad(p.ids) for p in prompts])
         mask = torch.stack([left_pad(torch.ones_like(p.ids)) for p in prompts])
         position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prompts, S)
-        following = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prompts)
+        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prompts)
         if len(position_ids) == 1:
-            position_ids, following = position_ids[0], following[0]
+            position_ids, next_position = position_ids[0], next_position[0]
         keys = sorted({key for p in prompts for key in p.vision})
         vision = {key: torch.cat([p.vision[key] for p in prompts if p.vision]).to(self.device) for key in keys}
         out = self.model(
@@ -465,7 +481,7 @@ class HFEngine:
         cache.batch_repeat_interleave(n)
         logits = out.logits[:, -1].repeat_interleave(n, 0)
         mask = mask.to(self.device).repeat_interleave(n, 0)
-        return logits, cache, mask, following.to(self.device).repeat_interleave(n, -1)
+        return logits, cache, mask, next_position.to(self.device).repeat_interleave(n, -1)
 
     def _collect(self, ids: Tensor, logps: Tensor, lengths: Tensor, running: Tensor, n: int) -> list[list[Rollout]]:
         ids, logps, rollouts = ids.cpu(), logps.cpu(), []
@@ -477,17 +493,17 @@ class HFEngine:
 
 
 def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
-    """(n, max_tokens) numbers in [0, 1) that belong to one prompt; longer limits extend them without changing them."""
+    """Return (n, max_tokens) random numbers in [0, 1) for one prompt. A larger `max_tokens` only appends to them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(max_tokens, n, generator=generator, dtype=torch.float64).T
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of `logits` (B, V) with the numbers `uniform` (B,); returns tokens and their log p.
+    """Draw one token from each row of `logits` (B, V) and return the tokens (B,) and their log-probabilities (B,).
 
-    The inverse of the cumulative distribution, in float64: the same number always gives the same token. `top_p` keeps
-    the likeliest tokens that hold that much probability together, the one that crosses it included. Temperature 0 takes
-    the likeliest token and gives its log p under the plain distribution.
+    Inverts the cumulative distribution in float64 at the numbers `uniform` (B,) in [0, 1), so the same number always
+    gives the same token. `top_p` keeps the most likely tokens up to that total probability, including the token that
+    crosses it. Temperature 0 picks the most likely token and returns its log-probability at temperature 1.
     """
     if temperature == 0:
         logp = logits.double().log_softmax(-1)
@@ -497,8 +513,8 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1
         if top_p < 1:
             order = logp.argsort(-1, descending=True)
             sorted_p = logp.gather(-1, order).exp()
-            cut = (sorted_p.cumsum(-1) - sorted_p) >= top_p  # what is already full without this token
-            logp = logp.masked_fill(cut.gather(-1, order.argsort(-1)), -torch.inf).log_softmax(-1)
+            dropped = (sorted_p.cumsum(-1) - sorted_p) >= top_p  # the tokens before this one already reach top_p
+            logp = logp.masked_fill(dropped.gather(-1, order.argsort(-1)), -torch.inf).log_softmax(-1)
         cumulative = logp.exp().cumsum(-1)
         token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[-1] - 1)

@@ -1,7 +1,8 @@
-"""A reward for benchmarks: heads or tails, from the text alone, so that every group has something to learn from."""
+"""A reward for benchmarks: a coin flip decided by a hash of the text, so that nearly every group has a gradient."""
 
 import zlib
 
 
 def coin(completion: str, answer: str) -> float:
+    """Return 0 or 1 with equal probability, always the same for the same completion."""
     return float(zlib.crc32(completion.encode()) % 2)

@@ -1,13 +1,15 @@
-"""TRL's GRPOTrainer on workload W1: the other side of `bench/speed.py --peer trl`.
+"""Time TRL's GRPOTrainer on workload W1; `bench/speed.py --peer trl` and `bench/scale.py --peer trl` run it.
 
     pip install trl==1.16.0
     python bench/peer_trl.py runs/bench/3b --steps 2
-    torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 by accelerate
+    torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 through accelerate
 
-vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient checkpointing,
-micro-batches of 16 completions. The model, the pictures' size, the lengths and the coin tosses are W1's. As TRL does by
-itself, the vision tower is trained; `--freeze_vision` leaves it as it is. Prints «STEP seconds GiB» for every step, the
-first included: from the end of the one before, so that reading its rows counts as it does for ours.
+TRL runs vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient
+checkpointing, and micro-batches of 16 completions. Model, image size, completion length and random rewards are those of
+W1. The vision tower is trained, which is TRL's default; `--freeze_vision` freezes it.
+
+Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one, so that
+reading its rows counts, as it does for ours.
 """
 
 import os
@@ -30,45 +32,45 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 @dataclass
 class Config:
-    """Time TRL on W1."""
+    """Time TRL on workload W1."""
 
     model: tyro.conf.Positional[str]
     """Folder of the random model."""
     steps: int = 2
-    """Steps, the first of which warms up."""
+    """Number of steps, including the first, which is the warm-up."""
     prompts: int = 32
-    """Prompts a step, with 8 completions each, of each process."""
+    """Number of prompts per step and process, with 8 completions each."""
     tokens: int = 512
-    """Tokens of every completion."""
+    """Length of every completion in tokens."""
     side: int = 448
-    """Sides of the pictures in pixels."""
+    """Width and height of the images in pixels."""
     beta: float = 0.01
     """Weight of the KL term."""
     micro_batch: int = 16
-    """Completions of one forward and backward."""
+    """Number of completions per forward and backward pass."""
     vllm_memory: float = 0.3
-    """vLLM's share of the GPU."""
+    """Fraction of the GPU's memory for vLLM."""
     freeze_vision: bool = False
-    """Leave the vision tower as it is."""
+    """Freeze the vision tower."""
 
 
 class Stopwatch(TrainerCallback):
-    """Prints what each step took."""
+    """Print the duration of each step and the GPU memory in use after it."""
 
     def on_train_begin(self, *_, **__) -> None:
         torch.cuda.synchronize()
-        self.begun = time.perf_counter()
+        self.step_started = time.perf_counter()
 
     def on_step_end(self, *_, **__) -> None:
         torch.cuda.synchronize()
-        begun, self.begun = self.begun, time.perf_counter()
+        started, self.step_started = self.step_started, time.perf_counter()
         free, total = torch.cuda.mem_get_info()
         if os.environ.get("RANK", "0") == "0":
-            print(f"STEP {self.begun - begun:.2f} {(total - free) / 2**30:.1f}", flush=True)
+            print(f"STEP {self.step_started - started:.2f} {(total - free) / 2**30:.1f}", flush=True)
 
 
 def noise(rng: np.random.Generator, side: int) -> Image.Image:
-    """A picture of random pixels."""
+    """Return a square image of random pixels."""
     return Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
 
 
@@ -76,21 +78,21 @@ def main(cfg: Config) -> None:
     rng = np.random.default_rng(0)
     rows = []
     for i in range(cfg.prompts * PROCESSES * (cfg.steps + 1)):
-        turn = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
-        rows.append({"prompt": [{"role": "user", "content": turn}], "images": [noise(rng, cfg.side)]})
-    # a random model samples image placeholders too, and then TRL's forward looks for their pictures and ends
-    model = AutoConfig.from_pretrained(cfg.model)
-    unwanted = {model.image_token_id: -100.0, model.video_token_id: -100.0}
+        content = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
+        rows.append({"prompt": [{"role": "user", "content": content}], "images": [noise(rng, cfg.side)]})
+    # A random model would also sample image placeholders, and TRL's forward pass fails without images for them.
+    model_config = AutoConfig.from_pretrained(cfg.model)
+    never_sampled = {model_config.image_token_id: -100.0, model_config.video_token_id: -100.0}
     layers = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]
-    about = {"transformer_layer_cls_to_wrap": layers, "activation_checkpointing": True}
-    sharded = {"fsdp": True, "fsdp_config": about, "gradient_checkpointing": False}
+    fsdp_config = {"transformer_layer_cls_to_wrap": layers, "activation_checkpointing": True}
+    sharded = {"fsdp": True, "fsdp_config": fsdp_config, "gradient_checkpointing": False}
     args = GRPOConfig(
         output_dir=f"{cfg.model}-trl",
         per_device_train_batch_size=cfg.micro_batch,
         gradient_accumulation_steps=cfg.prompts * 8 // cfg.micro_batch,
         num_generations=8,
         max_completion_length=cfg.tokens,
-        generation_kwargs={"ignore_eos": True, "min_tokens": cfg.tokens, "logit_bias": unwanted},
+        generation_kwargs={"ignore_eos": True, "min_tokens": cfg.tokens, "logit_bias": never_sampled},
         beta=cfg.beta,
         learning_rate=1e-6,
         bf16=True,

@@ -1,16 +1,18 @@
-"""How fast a training step is: workloads through the real `train_step`, part by part, beside the physical limit.
+"""Measure the speed of the real `train_step` on fixed workloads, phase by phase, against the hardware limit.
 
-    python bench/speed.py                                   # W1, W1 without KL, W1-long, W1-short on one GPU
-    python bench/speed.py --peer trl                        # and then TRL on W1, in the same run
+    python bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
+    python bench/speed.py --peer trl                        # then TRL on W1, in the same run
     torchrun --nproc_per_node 4 bench/speed.py --workloads W1 --prompts 128      # see bench/scale.py
 
-W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts x 8 completions of
-exactly 512 tokens, one 448x448 picture of noise a prompt, beta 0.01. W1-nokl has beta 0, W1-long 896x896 pictures,
-W1-short completions of 128 tokens. «small», for small GPUs, has 504x504 pictures and 256 tokens; with --prompts 8 it is
-the README's table of adapters. Rewards are coin tosses.
+The results go to docs/results/.
 
-The limit of a part is the time its arithmetic takes at `MATMUL` or its memory traffic at `BANDWIDTH`, the longer one:
-what one H200 did in a bare matrix product and a bare copy.
+W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts with 8 completions of
+exactly 512 tokens each, one 448x448 noise image per prompt, beta 0.01. W1-nokl has beta 0, W1-long has 896x896 images,
+and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and completions of 256 tokens;
+with `--prompts 8` it gives the table in docs/adapters.md. Rewards are coin flips.
+
+The limit of a phase is the larger of two times: its arithmetic at `MATMUL` FLOP/s, and its memory traffic at
+`BANDWIDTH` bytes/s. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
 
 import contextlib
@@ -39,8 +41,8 @@ from data import load_split
 from demo import tiny
 from training.prompt_stream import PromptStream
 
-MATMUL = 780e12  # FLOP/s of a bare bfloat16 matrix product, 8192 cubed, on one H200
-BANDWIDTH = 4.3e12  # bytes/s of a bare copy there, read and written
+MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of 8192x8192 matrices on one H200
+BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, reads and writes counted
 Shape = Literal["3b", "7b", "32b", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
@@ -62,43 +64,45 @@ class Config:
     """Measure training steps on this machine."""
 
     shape: Shape = "3b"
-    """The model's shape."""
+    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
-    """What is measured."""
+    """Workloads to measure."""
     steps: int = 2
-    """Measured steps of each workload, after one that warms up."""
+    """Number of measured steps per workload, after one warm-up step."""
     prompts: int = 32
-    """Prompts a step, over all processes."""
+    """Number of prompts per step, over all processes."""
     generations: int = 8
-    """Completions of each prompt."""
+    """Number of completions per prompt."""
     peer: str | None = None
-    """Another trainer to run W1 with afterwards: trl (bench/peer_trl.py), or a script that takes the model's folder and
-    --steps and prints lines «STEP seconds»."""
+    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), or a script that takes the model's folder and
+    --steps and prints "STEP seconds" after each step."""
     folder: str = "runs/bench"
-    """Where model, data and runs are written."""
-    results: str = str(HERE / "results")
-    """Where the JSON file goes, named by machine and time."""
+    """Folder for the model, the data and the runs."""
+    results: str = str(HERE.parent / "docs" / "results")
+    """Folder for the JSON file with the results, which is named after the GPU and the time."""
     flags: tuple[str, ...] = ()
-    """Further flags of grpo.py, as NAME=VALUE."""
+    """Further flags for grpo.py, as NAME=VALUE."""
     checkpoint: bool = False
-    """Save a checkpoint after the last workload, with a training step beside it."""
+    """Also save a checkpoint after the last workload, and measure a training step meanwhile."""
     profile: bool = False
-    """Write a table of the GPU's kernels in the last step of each workload."""
+    """Print a table of the GPU kernels in the last step of each workload."""
 
     def __post_init__(self) -> None:
         known = {field.name for field in fields(grpo.Config)}
         for flag in self.flags:
             if "=" not in flag or flag.split("=")[0] not in known:
-                raise ValueError(f"flags takes NAME=VALUE with flags of grpo.py, not {flag!r}")
+                raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
         if min(self.steps, self.prompts, self.generations) < 1:
             raise ValueError("steps, prompts and generations must be at least 1")
 
 
 def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
-    """The configuration of a Qwen2.5-VL of that size, with the byte tokenizer's tokens."""
+    """Return the configuration of a Qwen2.5-VL of that size, with the tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.model_config(tokenizer).to_dict()
-    head = d["hidden"] // d["heads"] // 2
-    turns = [head // 4, (head - head // 4) // 2, head - head // 4 - (head - head // 4) // 2]
+    half_head = d["hidden"] // d["heads"] // 2
+    temporal = half_head // 4
+    height = (half_head - temporal) // 2
+    mrope_section = [temporal, height, half_head - temporal - height]
     text = dict(
         hidden_size=d["hidden"],
         num_hidden_layers=d["layers"],
@@ -107,21 +111,22 @@ def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
         intermediate_size=d["ffn"],
         vocab_size=d["vocab"],
         initializer_range=0.02,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": turns},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section},
         tie_word_embeddings=d["tied"],
         layer_types=["full_attention"] * d["layers"],
     )
     vision = dict(out_hidden_size=d["hidden"], initializer_range=0.02)
     if shape != "tiny":
-        whole = [7, 15, 23, 31]  # blocks without windows
-        vision |= dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, fullatt_block_indexes=whole)
+        full_attention = [7, 15, 23, 31]  # the other blocks attend within windows
+        vision |= dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)
+        vision["fullatt_block_indexes"] = full_attention
     text, vision = small["text_config"] | text, small["vision_config"] | vision
     changed = {"text_config": text, "vision_config": vision, "tie_word_embeddings": d["tied"]}
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
 def make_model(folder: pathlib.Path, shape: str) -> None:
-    """A random Qwen2.5-VL in Hugging Face layout, bfloat16, with the byte tokenizer; made once."""
+    """Write a random bfloat16 Qwen2.5-VL with the byte tokenizer in Hugging Face layout, unless `folder` has one."""
     if (folder / "config.json").is_file():
         return
     tokenizer = tiny.byte_tokenizer()
@@ -137,7 +142,7 @@ def make_model(folder: pathlib.Path, shape: str) -> None:
 
 
 def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
-    """Questions about pictures of noise, as EasyR1 JSONL."""
+    """Write questions about noise images as EasyR1 JSONL, unless they exist, and return the path of the file."""
     path = folder / f"noise-{side}" / "data.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True)
@@ -152,7 +157,10 @@ def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
 
 
 def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
-    """Seconds each part takes at the machine's limits, from the shapes alone; of several GPUs, each with its share."""
+    """Return the seconds that each phase takes at the hardware limits, from the shapes alone.
+
+    With several GPUs, each has an equal fraction of the prompts.
+    """
     t = config.text_config
     head = t.hidden_size // t.num_attention_heads
     attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
@@ -161,11 +169,12 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
-    # a completion token looks at its prompt and at half of its completion; four products with each key
+    # A completion token attends to its prompt and, on average, to half of its completion. `scores` counts pairs of
+    # query and key, times the hidden size; each costs four operations.
     scores = t.num_hidden_layers * t.hidden_size * completions * (prompt + tokens / 2)
     scores += t.num_hidden_layers * t.hidden_size * prompts * prompt * prompt / 2
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
-    cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes a token
+    cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes per token
     read = tokens * (2 * (layers + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
@@ -176,14 +185,14 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
 
 
 def measure(cfg: Config) -> dict[str, dict]:
-    """Mean seconds of the parts of `cfg.steps` steps of each workload, one after another in one process."""
+    """Run `cfg.steps` steps of each workload, one after another in one process, and return their mean metrics."""
     folder = pathlib.Path(cfg.folder)
     flags = dict(flag.split("=", 1) for flag in cfg.flags)
     words = {key: value for key, value in flags.items() if value.isalpha() and value not in ("true", "false")}
     flags = {key: json.loads(value) for key, value in flags.items() if key not in words} | words
-    works = {name: WORKLOADS[name] for name in cfg.workloads}
-    data = {name: make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)) for name, work in works.items()}
-    first = next(iter(works))
+    workloads = {name: WORKLOADS[name] for name in cfg.workloads}
+    data = {name: make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)) for name, work in workloads.items()}
+    first = next(iter(workloads))
     settings = dict(
         model=str(folder / cfg.shape),
         data=data[first],
@@ -192,25 +201,25 @@ def measure(cfg: Config) -> dict[str, dict]:
         reward=("count=0", f"{HERE}/coin.py:coin"),
         prompts_per_step=cfg.prompts,
         num_generations=cfg.generations,
-        max_completion_length=max(work["tokens"] for work in works.values()),
-        max_prompt_length=2048 if any(work["side"] > 504 for work in works.values()) else 512,
-        beta=max(work["beta"] for work in works.values()),
+        max_completion_length=max(work["tokens"] for work in workloads.values()),
+        max_prompt_length=2048 if any(work["side"] > 504 for work in workloads.values()) else 512,
+        beta=max(work["beta"] for work in workloads.values()),
         max_steps=1,
         report_every=1000,
     )
     run = grpo.set_up(grpo.Config(**(settings | flags)))
-    run.engine.stop = run.engine.stop[:0]  # every completion has exactly `tokens` tokens
+    run.engine.stop = run.engine.stop[:0]  # no stop tokens: every completion has exactly `tokens` tokens
     results = {}
-    for name, work in works.items():
+    for name, work in workloads.items():
         samples = load_split(run.cfg, data[name], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
-        wanted = ("memory_gib", "mfu", "idle/rollout")
-        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in wanted]
+        others = ("memory_gib", "mfu", "idle/rollout")
+        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in others]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
         means = {key: value for key, value in means.items() if np.isfinite(value)}
-        means["memory_gib"] = max(row["memory_gib"] for row in rows)  # at any part's end, the first step's too
+        means["memory_gib"] = max(row["memory_gib"] for row in rows)  # including the warm-up step
         config = AutoConfig.from_pretrained(folder / cfg.shape)
         means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"])
         means["of_the_limit"] = means["step_time"] / sum(means["limits"].values())
@@ -223,27 +232,31 @@ def measure(cfg: Config) -> dict[str, dict]:
 
 
 def save(run: grpo.Run) -> dict[str, float]:
-    """Seconds that a checkpoint keeps training waiting, until it is on disk, and of a step beside it; its gigabytes."""
-    begun = time.perf_counter()
-    grpo.save(run)
-    waited = time.perf_counter() - begun
-    beside = grpo.train_step(run)["step_time"]
-    if wrong := run.checkpoints.wait():
-        raise errors.RunStopped(f"the checkpoint was not written: {wrong}", 1)
-    written = time.perf_counter() - begun
-    files = list((pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}").iterdir())
-    size = sum(path.stat().st_size for path in files) / 1e9
-    return {"save/waited": waited, "save/written": written, "save/step_beside": beside, "save/gb": size}
+    """Save a checkpoint and return its timings in seconds and its size in gigabytes.
+
+    The timings are how long training waits, how long until the checkpoint is on disk, and how long a concurrent
+    training step takes.
+    """
+    started = time.perf_counter()
+    grpo.save_checkpoint(run)
+    waited = time.perf_counter() - started
+    step_time = grpo.train_step(run)["step_time"]
+    if error := run.checkpoints.wait():
+        raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
+    written = time.perf_counter() - started
+    folder = pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
+    return {"save/waited": waited, "save/written": written, "save/step_beside": step_time, "save/gb": size}
 
 
 def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:
-    """One training step and its metrics; step 0 of a workload warms up and is not counted."""
-    watched = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    profiler = torch.profiler.profile(activities=watched) if cfg.profile and number == cfg.steps else None
+    """Take one training step and return its metrics. Step 0 of a workload is the warm-up."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    profiler = torch.profiler.profile(activities=activities) if cfg.profile and number == cfg.steps else None
     with profiler or contextlib.nullcontext():
         row = grpo.train_step(run)
     run.step += 1
-    run.features.clear()  # each picture is new in each step
+    run.features.clear()  # so that every step computes the features of its images
     if console.is_main():
         print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
     if profiler:
@@ -252,14 +265,14 @@ def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]
 
 
 def show(results: dict[str, dict]) -> None:
-    """The table: seconds of each part beside its limit."""
+    """Print a table with the seconds of each phase and, in brackets, its limit."""
     print(f"\n{'':28}" + "".join(f"{name:>20}" for name in results))
     rows = sorted({key for result in results.values() for key in result if key != "limits"})
     for key in rows:
-        part = key.removeprefix("time/")
+        phase = key.removeprefix("time/")
         line = ""
         for result in results.values():
-            limit = result["limits"].get(part)
+            limit = result["limits"].get(phase)
             line += f"{result.get(key, float('nan')):12.4f}" + (f" ({limit:.2f})" if limit else "").ljust(8)
         print(f"{key:28}{line}")
 
@@ -268,14 +281,14 @@ def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
     peer = cfg.peer if os.environ.get("BENCH_PEER") != "no" else None
-    if peer:  # ours in a process of its own, so that the other trainer finds the GPU empty
-        part = folder / "ours"
-        alone = os.environ | {"BENCH_PEER": "no"}
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(part)], check=True, env=alone)
-        results = json.loads(max(part.glob("*.json")).read_text())["workloads"]
+    if peer:  # run ours in a subprocess, so that the GPU is empty when the other trainer starts
+        ours = folder / "ours"
+        environment = os.environ | {"BENCH_PEER": "no"}
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(ours)], check=True, env=environment)
+        results = json.loads(max(ours.glob("*.json")).read_text())["workloads"]
     else:
         results = measure(cfg)
-    about = {
+    report = {
         "command": " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -288,20 +301,20 @@ def main(cfg: Config) -> None:
     if peer:
         script = str(HERE / "peer_trl.py") if peer == "trl" else peer
         command = [sys.executable, script, str(folder / cfg.shape), "--steps", str(cfg.steps + 1)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        print(done.stdout[-3000:], done.stderr[-1500:])
-        seconds = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STEP")]
-        about["peer"] = {"name": peer, "steps": seconds, "exit_status": done.returncode}
-        if len(seconds) > 1 and "W1" in results:  # as with ours, the first step warms up and does not count
-            about["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
+        finished = subprocess.run(command, capture_output=True, text=True)
+        print(finished.stdout[-3000:], finished.stderr[-1500:])
+        seconds = [float(line.split()[1]) for line in finished.stdout.splitlines() if line.startswith("STEP")]
+        report["peer"] = {"name": peer, "steps": seconds, "exit_status": finished.returncode}
+        if len(seconds) > 1 and "W1" in results:  # the first step is the warm-up, as in our own runs
+            report["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
     if not console.is_main():
         return
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
-    stamp = f"{about['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-    (pathlib.Path(cfg.results) / f"speed-{stamp}.json").write_text(json.dumps(about, indent=1) + "\n")
+    suffix = f"{report['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+    (pathlib.Path(cfg.results) / f"speed-{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
     show(results)
-    if "peer" in about:
-        print(about["peer"])
+    if "peer" in report:
+        print(report["peer"])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,6 @@
-"""What every room may use and no room owns: errors, command lines, processes, records, files and figures.
+"""Shared foundations: data classes, errors, command lines, the process group, files and figures.
 
-Imports nothing of the project. Start reading at `records.py`: it defines what travels between the rooms (`Sample`,
-`Prompt`, `Rollout`, `Group`). `distributed.py` wraps the few collectives; `errors.py` has the exceptions that end a
-script in one line.
+Imports nothing else of the project; every other package may import it. Start reading at `records.py`, which defines the
+data classes that all packages share (`Sample`, `Prompt`, `Rollout`, `Group`). `errors.py` has the exceptions that end a
+script with a one-line message, and `distributed.py` wraps the few collectives.
 """
-
-import logging
-
-import transformers.utils
-
-# transformers would import scikit-learn, pandas and SciPy for features that nothing here uses, which takes more than a
-# second at every start. This package is imported before any model class is.
-transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its warnings on a CPU concern speed alone

@@ -1,4 +1,4 @@
-"""Processes: one of them is a world of size 1, so nothing else asks whether the run is distributed."""
+"""The process group and its collectives. A single process is a world of size 1, so no caller needs a special case."""
 
 import contextlib
 import datetime
@@ -21,14 +21,16 @@ from common import cli
 from common.errors import RunStopped
 
 T = TypeVar("T")
-OOM_HINT = "What helps: --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, more GPUs"
-_processes: list[tuple[str, int, int]] = []  # of each rank: its torchrun, its number, how often it was started again
-_heartbeats: list[dist.Store] = []  # where processes leave what they are doing, when torchrun keeps a store for them
+OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
+_processes: list[tuple[str, int, int]] = []  # for each rank: the torchrun that started it, its pid, its restart count
+_heartbeats: list[dist.Store] = []  # at most one store, in which every process records its current activity
 
 
 def run(main: Callable[[Any], None], config: type) -> None:
-    """`cli.run` for a script that joins the process group with `start`: also turns what a lost process or a full GPU
-    raises into one line."""
+    """Run `cli.run` for a script that joins the process group with `start`.
+
+    Errors caused by a dead process or a full GPU are printed in one line, too.
+    """
     cli.run(functools.partial(_explain_failures, main), config)
 
 
@@ -41,57 +43,62 @@ def _explain_failures(main: Callable[[Any], None], args: Any) -> None:
     except (dist.DistError, RuntimeError) as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
             raise
-        first = str(error).strip().splitlines()[0][-120:]
-        seen = last_heartbeats()
-        why = f"another process is gone or hangs ({first})" + (f"; last seen: {seen}" if seen else "")
-        raise RunStopped(why, status=1) from None
+        first_line = str(error).strip().splitlines()[0][-120:]
+        heartbeats = last_heartbeats()
+        reason = f"another process died or hangs ({first_line})"
+        raise RunStopped(reason + (f"; last seen: {heartbeats}" if heartbeats else ""), status=1) from None
 
 
 def start(timeout: float = 30.0) -> torch.device:
-    """Join the process group (of torchrun, or a world of one), in which nobody waits longer than `timeout` minutes, and
-    return this process's device."""
-    patience = datetime.timedelta(minutes=timeout)
+    """Join torchrun's process group, or create one of size 1, and return this process's device.
+
+    Collectives fail after `timeout` minutes.
+    """
+    max_wait = datetime.timedelta(minutes=timeout)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         if "RANK" in os.environ:
-            place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-            ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has made none
-            server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            store = dist.TCPStore(*server, is_master=ours and place["rank"] == 0, timeout=patience)
-            if not ours:  # torchrun's outlives a restart: without a prefix the new processes would find the addresses
-                # of the lost ones there and wait for them
+            global_rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun already hosts one
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(host, port, is_master=not agent_store and global_rank == 0, timeout=max_wait)
+            if agent_store:
+                # This store outlives a restart. Without a prefix, the new processes would read the addresses of the
+                # dead ones and wait for them.
                 store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            _heartbeats.append(dist.PrefixStore("notes", store))
-            dist.init_process_group(backend, store=store, timeout=patience, **place)
+            _heartbeats.append(dist.PrefixStore("heartbeats", store))
+            dist.init_process_group(backend, store=store, timeout=max_wait, rank=global_rank, world_size=size)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        _processes[:] = all_gather((_torchrun(), os.getpid(), again))
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        _processes[:] = all_gather((_torchrun(), os.getpid(), restarts))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def shutdown() -> None:
-    """End a process's part in the group, when all is done: without it gloo's threads were once found running while the
-    interpreter was taken down, and the process aborted."""
-    if dist.is_initialized() and not torch.cuda.is_available():  # NCCL may be part of vLLM's captured graphs
+    """Leave the process group at the end of a script.
+
+    Otherwise gloo's threads may still run while the interpreter shuts down, which has aborted a process.
+    """
+    if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators
         dist.destroy_process_group()
 
 
 def _torchrun() -> str:
-    """The torchrun that started this process, told apart from any other on any machine; empty without one."""
+    """Return an id of the torchrun that started this process, unique across machines; empty without torchrun."""
     if "GROUP_RANK" not in os.environ:
         return ""
-    began = ""
-    with contextlib.suppress(OSError):  # another system than Linux
-        began = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()} {os.getppid()} {began}"
+    start_time = ""  # pids are reused
+    with contextlib.suppress(OSError):  # only Linux has /proc
+        start_time = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()} {os.getppid()} {start_time}"
 
 
 def peer_died() -> bool:
-    """Whether a process that the same torchrun started is no more."""
+    """Return whether another process of the same torchrun has died."""
     for torchrun, pid, _ in _processes:
         try:
             if torchrun and torchrun == _processes[rank()][0]:
@@ -102,66 +109,75 @@ def peer_died() -> bool:
 
 
 def memory_fraction(gib: float) -> float:
-    """The share of this process's GPU that `gib` GiB are, at most 1; 0 GiB mean all of it."""
+    """Return `gib` GiB as a fraction of this GPU's memory, at most 1; 0 GiB means all of it."""
     if not gib:
         return 1.0
     return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def launcher_ids() -> list[str]:
-    """The torchruns of this run, which outlive a restart; one of them at least, when a machine was lost."""
+    """Return the ids of all torchruns of this run.
+
+    An id outlives a restart of the processes. After a machine has been replaced, the remaining machines keep theirs.
+    """
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
-def heartbeat(what: str) -> None:
-    """Leave word of what this process does now, for the others to tell if it is lost."""
+def heartbeat(activity: str) -> None:
+    """Record the current activity of this process and the time, for the error message if the process dies."""
     for store in _heartbeats:
-        store.set(str(rank()), f"{time.time()} {what}")
+        store.set(str(rank()), f"{time.time()} {activity}")
 
 
 def last_heartbeats() -> str:
-    """What the other processes were doing when they last left word, the longest silent first, for the message about a
-    lost one; empty when the store is lost too."""
-    seen = []
-    with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun, which keeps the store, may be gone as well
+    """Return the last recorded activity of up to 16 other processes, the oldest first, for an error message.
+
+    The oldest heartbeat most likely belongs to the dead process. The text is empty when the store is unavailable.
+    """
+    heartbeats = []
+    with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun hosts the store and may have died, too
         for store in _heartbeats:
             for other in range(world_size()):
                 if other != rank() and store.check([str(other)]):
-                    when, _, what = store.get(str(other)).decode().partition(" ")
-                    seen.append((time.time() - float(when), other, what))
-    return ", ".join(
-        f"rank {other} in «{what}» {age:.0f} s ago" for age, other, what in sorted(seen, reverse=True)[:16]
-    )
+                    timestamp, _, activity = store.get(str(other)).decode().partition(" ")
+                    heartbeats.append((time.time() - float(timestamp), other, activity))
+    oldest = sorted(heartbeats, reverse=True)[:16]
+    return ", ".join(f'rank {other} in "{activity}" {age:.0f} s ago' for age, other, activity in oldest)
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this command again after a process was lost, on whichever machine: one that came in
-    place of a lost one counts from the beginning."""
-    return any(again for _, _, again in _processes)
+    """Return whether torchrun has restarted this command after a process died.
+
+    All machines are checked, because a replacement machine starts counting its restarts at 0.
+    """
+    return any(restarts for _, _, restarts in _processes)
 
 
 def rank() -> int:
-    """This process's number, 0 outside a process group."""
+    """Return the rank of this process; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes there are, 1 outside a process group."""
+    """Return the number of processes; 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_world_size() -> int:
-    """How many of the processes are on this machine, as torchrun says; all of them without it."""
+    """Return the number of processes on this machine, as set by torchrun; without torchrun, the world size."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def num_shards(sharding: str) -> int:
-    """Over how many processes one copy of the weights is spread: 1 («none»), a machine's («hybrid») or all («full»)."""
+    """Return how many processes share one copy of the weights.
+
+    This is 1 for "none", the processes of one machine for "hybrid", and all processes for "full".
+    """
     return {"none": 1, "hybrid": local_world_size(), "full": world_size()}[sharding]
 
 
 def make_mesh(device: torch.device, sharding: str) -> DeviceMesh:
-    """The processes as copies x shards; in one row, without copies, when every process has a shard of its own."""
+    """Return the device mesh of shape (copies, shards), or (shards,) when there is only one copy of the weights."""
     size = num_shards(sharding)
     if size == world_size():
         return init_device_mesh(device.type, (size,))
@@ -169,7 +185,7 @@ def make_mesh(device: torch.device, sharding: str) -> DeviceMesh:
 
 
 def all_sum(value: Tensor) -> Tensor:
-    """The sum of `value` over all processes; `value` itself is left as it is."""
+    """Return the sum of `value` over all processes; `value` itself is not changed."""
     value = value.clone()
     if world_size() > 1:
         dist.all_reduce(value)
@@ -177,35 +193,38 @@ def all_sum(value: Tensor) -> Tensor:
 
 
 def all_max(value: Tensor) -> Tensor:
-    """The elementwise maximum of `value` over all processes."""
+    """Return the elementwise maximum of `value` over all processes; `value` itself is not changed."""
     value = value.clone()
     if world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return value
 
 
-def reduce_stats(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The sum of each entry over `parts` and over all processes, of names ending in «_max» the largest; on the CPU."""
-    names = list(parts[0])
-    stacked = torch.stack([torch.stack([part[name].detach().float() for name in names]) for part in parts])
-    sums, largest = all_sum(stacked.sum(0)).cpu(), all_max(stacked.amax(0)).cpu()
-    return {name: (largest if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
+def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sum each entry over the list (one dict per micro-batch) and over all processes; the result is on the CPU.
+
+    For names that end in `_max`, the maximum is taken in place of the sum.
+    """
+    names = list(stats[0])
+    stacked = torch.stack([torch.stack([entry[name].detach().float() for name in names]) for entry in stats])
+    sums, maxima = all_sum(stacked.sum(0)).cpu(), all_max(stacked.amax(0)).cpu()
+    return {name: (maxima if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; every process calls it together."""
+    """Return the full tensor of one that may be sharded. A collective: every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()
 
 
 def shard(items: list[T]) -> list[T]:
-    """This process's items of a list that every process holds: every world_size-th one."""
+    """Return this process's items of a list that all processes hold: every `world_size`-th item, starting at `rank`."""
     return items[rank() :: world_size()]
 
 
 def all_gather(value: T) -> list[T]:
-    """Every process's value, in the order of their ranks, on every process."""
+    """Return the values of all processes, in the order of their ranks."""
     values: list[T] = [value] * world_size()
     if world_size() > 1:
         dist.all_gather_object(values, value)
@@ -213,30 +232,36 @@ def all_gather(value: T) -> list[T]:
 
 
 def first_error(value: T | None) -> T | None:
-    """The first process's value that is not None, on every process: what is wrong anywhere."""
-    return next((said for said in all_gather(value) if said is not None), None)
+    """Return the first value that is not None, in the order of the ranks; all processes get the same result.
+
+    Each process passes its error, or None if it has none.
+    """
+    return next((error for error in all_gather(value) if error is not None), None)
 
 
-def gather_shards(mine: list[T]) -> list[T]:
-    """The inverse of `shard`: every process's items, in the order of the whole list, on every process."""
-    shares = all_gather(mine)
-    longest = max(map(len, shares))
-    return [share[i] for i in range(longest) for share in shares if i < len(share)]
+def gather_shards(local_items: list[T]) -> list[T]:
+    """Return the items of all processes in their original order: the inverse of `shard`."""
+    shards = all_gather(local_items)
+    longest = max(map(len, shards))
+    return [items[i] for i in range(longest) for items in shards if i < len(items)]
 
 
 def barrier() -> None:
-    """Return once every process has come here."""
+    """Wait until all processes have reached this call."""
     if world_size() > 1:
         dist.barrier()
 
 
-def partition_lpt(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """The indices of `costs` in `parts` lists of nearly the same sums: the largest cost first, each to the part with
-    least so far (Graham 1969, «Bounds on multiprocessing timing anomalies»)."""
-    heap = [(0.0, part) for part in range(parts)]
-    lists: list[list[int]] = [[] for _ in range(parts)]
+def partition_lpt(costs: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Partition the indices of `costs` into `num_bins` sorted lists with nearly equal total costs.
+
+    Longest processing time first: the largest remaining cost goes to the bin with the smallest load (Graham 1969,
+    "Bounds on multiprocessing timing anomalies").
+    """
+    heap = [(0.0, i) for i in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, part = heapq.heappop(heap)
-        lists[part].append(i)
-        heapq.heappush(heap, (load + costs[i], part))
-    return [sorted(part) for part in lists]
+        load, smallest = heapq.heappop(heap)
+        bins[smallest].append(i)
+        heapq.heappush(heap, (load + costs[i], smallest))
+    return [sorted(indices) for indices in bins]

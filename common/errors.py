@@ -1,12 +1,12 @@
-"""Exceptions that end a script, or a step, with one line for people; and `require` for settings."""
+"""Exceptions that end a script or a step with a one-line message, and `require` for checking settings."""
 
 
 class UserError(Exception):
-    """A mistake in the input. The message is one line: what is wrong, where, and what to do about it."""
+    """A mistake in the input. The message is one line that says what is wrong, where, and what to do about it."""
 
 
 class RunStopped(Exception):
-    """A run that ends early on purpose, with the exit status to end with (130 for Ctrl-C, 1 for a non-finite loss)."""
+    """A run ends early on purpose, with an exit status: 130 for Ctrl-C, 1 for an error such as a non-finite loss."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -14,26 +14,29 @@ class RunStopped(Exception):
 
 
 class StepFailed(Exception):
-    """A step cannot be taken, as every process knows, and nothing of it has been learned; the message says why."""
+    """A step failed on all processes before its first update. The message gives the reason."""
 
 
 class Interrupted(Exception):
-    """A signal asked this run to stop, and nothing of the step it is in has been learned yet."""
+    """A signal asked the run to stop, and the current step has not made its first update yet."""
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `ok`: what a Config says about settings that cannot be."""
+    """Raise ValueError with `message` unless `ok`. Configs use it to reject invalid settings."""
     if not ok:
         raise ValueError(message)
 
 
 class CallFailed(Exception):
-    """The function raised; the message says what."""
+    """The called function raised an error; the message describes it."""
 
 
 class CallLost(CallFailed):
-    """The call ran too long or took its process with it; the message says which."""
+    """The call timed out or crashed its process; the message says which."""
 
 
 class WorkerLost(CallLost):
-    """The worker was ended from outside, again when the call was made once more: that says nothing about the call."""
+    """The worker was killed from outside, and so was its replacement when the call was retried.
+
+    This is not evidence that the call itself is at fault.
+    """

@@ -1,4 +1,4 @@
-"""What figures and HTML pages share: the style, thumbnails, and saving a figure whole."""
+"""Shared by figures and HTML pages: saving a figure, the page style, thumbnails."""
 
 import base64
 import io
@@ -7,12 +7,12 @@ import pathlib
 
 from PIL import Image
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, whatever screen there is
-THUMBNAIL = 256  # longest side of a picture on the page
+os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
+THUMBNAIL = 256  # longest side of an image on a page, in pixels
 
 
 def save_figure(figure, path: pathlib.Path) -> None:
-    """Written beside its place and renamed: a viewer never sees half a picture."""
+    """Save `figure` as PNG under a temporary name and rename it, so that a viewer never sees half an image."""
     import matplotlib.pyplot as plt
 
     try:
@@ -37,7 +37,7 @@ tr.right { background: #e5f4e3; } tr.wrong { background: #fbeaea; } tr.near { ba
 
 
 def thumbnail(image: Image.Image) -> str:
-    """The picture as a data URI, reduced when it is large."""
+    """Return `image` as a PNG data URI, scaled down to at most `THUMBNAIL` pixels a side."""
     small = image.copy()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Files: JSON lines, the place where something is written until it is whole, the commit of this checkout."""
+"""File helpers: JSON lines, names of unfinished files, flushing to disk, and the commit of this checkout."""
 
 import json
 import os
@@ -8,17 +8,20 @@ import subprocess
 
 
 def git_commit() -> str | None:
-    """The commit of this checkout, with «-dirty» when files differ from it; None outside one."""
-    here = pathlib.Path(__file__).parent.parent
+    """Return the commit of this checkout, with "-dirty" after uncommitted changes; None outside a git checkout."""
+    if not shutil.which("git"):
+        return None
+    root = pathlib.Path(__file__).parent.parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    done = (
-        subprocess.run(command, cwd=here, capture_output=True, text=True, check=False) if shutil.which("git") else None
-    )
-    return done.stdout.strip() if done and done.returncode == 0 else None
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """The objects of a .jsonl file, a last line broken off by a kill left out; none when there is no file."""
+    """Return the objects of a .jsonl file, or an empty list when the file does not exist.
+
+    An incomplete last line, left by a killed process, is skipped.
+    """
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -26,12 +29,12 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
-    """Where `path` is written until it is whole; a name may have dots."""
-    return path.with_name(path.name + ".partial")
+    """Return the name under which `path` is written until it is complete."""
+    return path.with_name(path.name + ".partial")  # not with_suffix: the name of a model may have dots
 
 
 def flush(path: pathlib.Path) -> None:
-    """Wait until a file or folder is on disk."""
+    """Flush a file or folder to disk and wait until it is there."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""What travels between the rooms: a row (`Sample`), what the model reads (`Prompt`), a completion (`Rollout`), a group.
+"""Data classes shared by all packages: a data row (`Sample`), an encoded `Prompt`, a completion (`Rollout`), a `Group`.
 
-Shapes: S prompt tokens, L completion tokens, R rows of positions (3 with M-RoPE, else 1).
+Shapes: S prompt tokens, L completion tokens, R rows of position ids (3 with M-RoPE, else 1).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-if TYPE_CHECKING:  # the service reads rows, too, and must not take seconds to import torch
+if TYPE_CHECKING:  # the service reads rows too, and importing torch would slow down its start by seconds
     from torch import Tensor
 
-TAG = "<image>"  # where an image goes in a prompt; the tokenizer's own placeholder never appears in data
+TAG = "<image>"  # marks an image in a prompt of a data set; replaced by the tokenizer's own placeholder
 
 
 Folder = pathlib.Path | zipfile.Path
 
 
 class Stored(Protocol):
-    """A picture in a table on disk: read only when it is needed."""
+    """An image in a table on disk, read only when it is needed."""
 
     def read(self) -> dict: ...
 
@@ -36,90 +36,93 @@ class Sample:
     """One row of a data set."""
 
     prompt: str
-    """the question, with one <image> tag for each image"""
+    """The question, with one `<image>` tag per image."""
     answer: str
-    """the gold answer"""
+    """The gold answer."""
     images: list[ImageSource]
-    """where each image is, or the image itself; decoded when it is needed"""
+    """Paths or contents of the images, decoded when they are needed."""
     source: str
-    """file and row, for messages"""
+    """File and row, for messages."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """every other column, handed to the rewards by name"""
+    """All remaining columns, passed to the rewards by name."""
     system: str | None = None
-    """the row's own system prompt, in place of the task's"""
+    """The row's own system prompt, which replaces the task's."""
     source_index: int = 0
-    """which of several mixed data sets it is from"""
+    """Index of the data set that the row comes from, when several are mixed."""
     tokens: int = 0
-    """of its prompt, images expanded; 0 until it has been checked with a processor"""
+    """Prompt length in tokens, images expanded; 0 until the row has been checked with a processor."""
 
 
 @dataclass
 class Prompt:
-    """A sample as the sampler and the trainer take it."""
+    """A sample, encoded for the sampler and the trainer."""
 
     ids: Tensor
-    """(S,) token ids, images expanded: the trainer's"""
+    """(S,) token ids for the trainer, images expanded."""
     engine_ids: list[int]
-    """the same with one placeholder for each image: the sampler's"""
+    """The same token ids for the sampler, with one placeholder per image."""
     positions: Tensor
-    """(R, S) positions as the model counts them: 3 rows with M-RoPE, else 1"""
+    """(R, S) position ids of the model."""
     images: list[Image.Image] = field(default_factory=list)
-    """fitted, in order"""
+    """The images in order, resized for the model."""
     vision: dict[str, Tensor] = field(default_factory=dict)
-    """what the vision tower takes: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
-    images"""
+    """Inputs of the vision tower: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
+    images."""
     source: str = ""
-    """the sample's file and row, for messages"""
+    """File and row of the sample, for messages."""
     features: Tensor | None = None
-    """(image tokens, features) what a frozen vision tower makes of the images, on the host; see `model.look`"""
+    """(image tokens, features) cached output of a frozen vision tower, in host memory; see
+    `policy.model.cache_image_features`."""
     image_token: int = -1
-    """the id that stands for an image in `ids`"""
+    """The id that stands for an image in `ids`."""
     image_digest: bytes = b""
-    """a digest of the fitted images: the same for the same pictures"""
+    """A hash of the resized images, equal for equal images."""
     expected_length: float = 0.0
-    """tokens expected of a completion; a sampler that cannot take all prompts at once begins with the longest"""
+    """Expected completion length in tokens. A sampler that cannot take all prompts at once starts with the longest."""
 
 
 @dataclass
 class Rollout:
-    """One completion, and what the step learns about it on the way."""
+    """One completion, and everything the step computes for it."""
 
     ids: Tensor
-    """(L,) token ids, the stop token included when one was sampled"""
+    """(L,) token ids, including the stop token when one was sampled."""
     sampling_logp: Tensor
-    """(L,) log-probability of each token under the distribution it was drawn from, temperature and top-p included"""
+    """(L,) log-probability of each token under the distribution it was drawn from, with temperature and top-p."""
     truncated: bool = False
-    """it ran into the length limit before a stop token"""
+    """Whether it reached the length limit before a stop token."""
     text: str = ""
-    """the decoded tokens, without the stop token"""
+    """The decoded tokens, without the stop token."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """each reward by its name, NaN without a verdict"""
+    """Each reward by name; NaN when it returned no verdict."""
     reward: float = math.nan
-    """their weighted sum; NaN: no verdict, left out of its group"""
+    """Weighted sum of the rewards. NaN excludes the completion from its group."""
     raw_reward: float = math.nan
-    """that sum before the overlong penalty"""
+    """The weighted sum before the overlong penalty."""
     advantage: float = 0.0
+    """Advantage within its group."""
     weight: float = 0.0
-    """of each of its tokens in the loss, from `token_weights`"""
+    """Weight of each of its tokens in the loss, from `token_weights`."""
     old_logp: Tensor | None = None
-    """(L,) under the policy that sampled it, when that is no longer the policy"""
+    """(L,) log-probabilities under the policy that sampled it, stored when the policy is updated in between."""
     ref_logp: Tensor | None = None
-    """(L,) under the reference, when there is a KL term"""
+    """(L,) log-probabilities under the reference model, when there is a KL term."""
     has_image: bool = False
-    """its prompt has one"""
+    """Whether its prompt has an image."""
 
 
 @dataclass
 class Group:
-    """A prompt and its completions, or some of them."""
+    """A prompt with all or some of its completions."""
 
     prompt: Prompt
     rollouts: list[Rollout]
     group_index: int = 0
-    """the prompt's place in the step"""
+    """Index of the prompt within the step."""
     sample: Sample | None = None
-    """the row it comes from"""
+    """The row it comes from."""
 
     @property
     def tokens(self) -> int:
+        """Length of the prompt and its completions in tokens; the prompt counts once."""
         return len(self.prompt.ids) + sum(len(rollout.ids) for rollout in self.rollouts)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run stops where nothing is lost, and not long after a process beside it has died."""
+"""Handling of Ctrl-C and SIGTERM: a run stops at a point where it can save, or soon after a peer process has died."""
 
 import os
 import signal
@@ -9,41 +9,44 @@ import time
 
 from common import distributed
 
-PEER_LOSS_GRACE = 10.0  # seconds after SIGTERM that a process goes on without one of its siblings
+PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
 def defer_signals() -> list[int]:
-    """From now on Ctrl-C and SIGTERM only add to the returned list, for the caller to stop where nothing is lost. The
-    second one ends the process at once."""
-    noted: list[int] = []
+    """Record Ctrl-C and SIGTERM in the returned list from now on, instead of stopping the process.
 
-    def note(number: int, _: object) -> None:
-        noted.append(number)
+    The caller checks the list where it can save and stop. A second signal of the same kind ends the process at once.
+    """
+    received: list[int] = []
+
+    def record(number: int, _: object) -> None:
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
         if int(os.environ.get("RANK", 0)) == 0:
-            print(
-                "\nstopping as soon as nothing is lost, with a checkpoint; again: at once", file=sys.stderr, flush=True
-            )
+            message = "\nstopping: finishing the current work and saving a checkpoint; press Ctrl-C again to exit now"
+            print(message, file=sys.stderr, flush=True)
 
-    if "GROUP_RANK" in os.environ:  # of torchrun
-        told, tell = socket.socketpair()
-        tell.setblocking(False)
-        signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)  # heard even while the sampler is busy
-        threading.Thread(target=_end_with_siblings, args=(told, tell), daemon=True).start()
+    if "GROUP_RANK" in os.environ:  # set by torchrun
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # Python runs signal handlers between bytecodes only; the wake-up socket works during a long call, too.
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_exit_after_peer_death, args=(reader, writer), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-    return noted
+        signal.signal(number, record)
+    return received
 
 
-def _end_with_siblings(told: socket.socket, _: socket.socket) -> None:
-    """In a thread: torchrun says SIGTERM when a process is lost too, and kills the others 30 seconds later. No rollout
-    has to be waited for then, since nothing more can be saved; but a process that knows by itself has its say first."""
-    while signal.SIGTERM not in told.recv(1):
+def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> None:
+    """Wait for a SIGTERM and the death of a peer, then exit. Runs in a thread and keeps `_writer` open.
+
+    torchrun also sends SIGTERM when a peer has died, and kills the remaining processes 30 seconds later. Nothing can be
+    saved any more, so waiting for a rollout is useless. A process that notices on its own reports its error first.
+    """
+    while signal.SIGTERM not in reader.recv(1):
         pass
     while not distributed.peer_died():
         time.sleep(0.5)
     time.sleep(PEER_LOSS_GRACE)
-    print(
-        f"[rank {distributed.rank()}] another process is gone: nothing more can be saved", file=sys.stderr, flush=True
-    )
+    print(f"[rank {distributed.rank()}] another process died: nothing more can be saved", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,9 +1,11 @@
-"""What `./run.sh RECIPE --smoke` trains on: a tiny model with random weights and a few generated rows in the recipe's
-real data format. It shows that a recipe's commands run on this machine, and teaches nothing.
+"""Write a tiny model and data for `./run.sh RECIPE --smoke`.
 
-    python -m demo.smoke --recipe vqa      # conversations JSONL as of VQA-RAD, beside images/
-    python -m demo.smoke --recipe math     # text: parquet as veRL and Skywork-OR1 have it; image: saved by `datasets`
-    python -m demo.smoke --recipe count    # a ZIP with main.csv and images/
+    python -m demo.smoke --recipe vqa --output FOLDER    # conversations JSONL as in VQA-RAD, next to images/
+    python -m demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
+    python -m demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
+
+The model has random weights. The data is a few generated rows in the recipe's real format. A smoke run shows that the
+recipe's commands work on this machine; the model learns nothing useful.
 """
 
 import json
@@ -22,18 +24,18 @@ ROWS = 8
 
 @dataclass
 class Config:
-    """Write a tiny model and a recipe's data."""
+    """Write a tiny model and a few rows of a recipe's data."""
 
     recipe: Literal["vqa", "math", "count"]
-    """Whose data to write."""
+    """Recipe to write data for."""
     output: str
-    """Folder for model/ and the data; what is in it is replaced."""
+    """Folder for model/ and the data. Its contents are replaced."""
     seed: int = 0
-    """Seed of the weights and the pictures."""
+    """Seed of the weights and the images."""
 
 
 def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """train.jsonl and test.jsonl: one conversation a row, the answer in the assistant's turn."""
+    """Write train.jsonl and test.jsonl. Each row is a conversation; the assistant's turn is the answer."""
     (folder / "images").mkdir()
     for name in ("train", "test"):
         rows = []
@@ -50,7 +52,11 @@ def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
 
 
 def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """text.parquet, chat prompts with the gold as the text of a list; image/, a data set with its pictures inside."""
+    """Write text.parquet and image/.
+
+    Rows of text.parquet have a chat prompt and a list of gold answers, written as text. image/ is a data set saved by
+    `datasets`, with its images inside.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -67,17 +73,17 @@ def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
         )
     datasets.Dataset.from_list(rows).to_parquet(str(folder / "text.parquet"))
     counts = rng.integers(1, 7, ROWS).tolist()
-    pictures = [[tiny.draw_shapes(count, "square", rng)] for count in counts]
+    images = [[tiny.draw_shapes(count, "square", rng)] for count in counts]
     problems = ["<image>How many squares are there, squared?"] * ROWS
-    columns = {"images": pictures, "problem": problems, "answer": [f"${count}^2$" for count in counts]}
-    kind = datasets.Features(
+    columns = {"images": images, "problem": problems, "answer": [f"${count}^2$" for count in counts]}
+    features = datasets.Features(
         images=datasets.List(datasets.Image()), problem=datasets.Value("string"), answer=datasets.Value("string")
     )
-    datasets.Dataset.from_dict(columns, features=kind).save_to_disk(str(folder / "image"))
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(folder / "image"))
 
 
 def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """train.zip and test.zip, as people upload them."""
+    """Write train.zip and test.zip, in the format that people upload."""
     for name in ("train", "test"):
         tiny.write_shapes(folder / name, ROWS, rng.integers(1000, size=2).tolist())
         shutil.make_archive(str(folder / name), "zip", folder / name)
@@ -92,7 +98,7 @@ def main(cfg: Config) -> None:
     write(folder, np.random.default_rng(cfg.seed))
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, cfg.seed), tokenizer, folder / "model")
-    print(f"{folder}: a tiny model with random weights and {ROWS} rows")
+    print(f"{folder}: wrote a tiny model with random weights, and {ROWS} rows per data set")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""The embedded default: a tiny Qwen2.5-VL and its data, made here, so that GRPO runs anywhere without a download.
+"""Build the default model and data: a tiny Qwen2.5-VL and generated images. GRPO then runs anywhere, without downloads.
 
-    python -m demo.tiny --task count      # drawn pictures of 1 to 6 shapes: «A photo of 3 circles»
-    python -m demo.tiny --task digits     # scikit-learn's scanned handwritten digits: which digit; is it even?
+    python -m demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
+    python -m demo.tiny --task digits     # scikit-learn's scans of handwritten digits: which digit is it? is it even?
 
-The architecture is the real `Qwen2_5_VLForConditionalGeneration` at 0.9 M parameters, with a byte-level tokenizer
-that has Qwen's special tokens and chat template, in Hugging Face layout. A short supervised warm start teaches it the
-reply's form and to see what is in the picture, but from a careless annotator's labels, wrong for about a third of the
-pictures; GRPO, whose reward looks at the right answer, repairs what that taught.
+The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
+tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format
+and how to recognise what is in an image. The labels are noisy: about a third of them are wrong. The GRPO reward uses
+the correct answers, so GRPO can undo these errors.
 
-Writes OUTPUT/model, OUTPUT/train and OUTPUT/test, once: a folder that is already whole is left as it is.
+Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
 """
 
 import csv
@@ -21,11 +21,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, get_scheduler
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from common.cli import run
 from common.records import Group, Prompt, Rollout, Sample
@@ -34,7 +33,7 @@ from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
 
-VERSION = 1  # part of what a finished folder is recognised by: raise it when anything here changes what is built
+VERSION = 1  # increase it when the model or the data changes, so that finished folders are built again
 
 
 @dataclass
@@ -42,13 +41,13 @@ class Config:
     """Build and warm-start a tiny Qwen2.5-VL, and write its data."""
 
     task: Literal["count", "digits"] = "count"
-    """count: drawn pictures of shapes; digits: scikit-learn's scanned digits."""
+    """"count": drawings of shapes. "digits": scikit-learn's scanned digits."""
     output: str | None = None
-    """Folder to write; runs/tiny/TASK-SEED when left out."""
+    """Folder to write. Default: runs/tiny/TASK-SEED."""
     seed: int = 0
-    """Seed of the pictures, the weights and the batches."""
+    """Seed of the images, the weights and the batches."""
     steps: int = 160
-    """Warm-start steps of 48 pictures."""
+    """Number of warm-start steps, each with a batch of 48 images."""
 
 
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
@@ -65,20 +64,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and Qwen's special tokens after them: 264 in all."""
+def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per byte, followed by Qwen's special tokens: 264 tokens in all."""
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    """Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64."""
+def model_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLConfig:
+    """Configure Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64."""
     token = tokenizer.convert_tokens_to_ids
     text = dict(
         hidden_size=128,
@@ -87,7 +86,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
-        initializer_range=0.08,  # about 1/sqrt(width); the usual 0.02 takes three times as long to learn to count
+        initializer_range=0.08,  # about 1/sqrt(width); with the usual 0.02, learning to count takes three times as long
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         bos_token_id=token("<|endoftext|>"),
@@ -103,7 +102,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
         fullatt_block_indexes=[1],
         initializer_range=0.08,
     )
-    return Qwen2_5_VLConfig(
+    return transformers.Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=token("<|image_pad|>"),
@@ -114,23 +113,25 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """That model with random weights."""
+def build_model(
+    tokenizer: transformers.PreTrainedTokenizerFast, seed: int
+) -> transformers.Qwen2_5_VLForConditionalGeneration:
+    """Build the model of `model_config` with random weights."""
     token = tokenizer.convert_tokens_to_ids
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))
+    model = transformers.Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))
     model.generation_config.eos_token_id = token("<|im_end|>")
     model.generation_config.pad_token_id = token("<|endoftext|>")
     return model
 
 
 def save(model, tokenizer, folder: pathlib.Path) -> None:
-    """Hugging Face layout: weights, configs, tokenizer with chat template, image processor."""
+    """Save weights, configs, tokenizer, chat template and image processor in Hugging Face layout."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    images = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28)
+    images = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28)
     images.save_pretrained(folder)
-    # vLLM builds a processor for video too, with or without any; its class needs torchvision, its settings do not.
+    # vLLM always builds a video processor as well. Saving one needs torchvision, so only its settings are written.
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     settings.pop("image_processor_type", None)
     video = settings | {"video_processor_type": "Qwen2VLVideoProcessor"}
@@ -140,18 +141,18 @@ def save(model, tokenizer, folder: pathlib.Path) -> None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 SHAPES = ("circle", "square", "triangle")
-MOST = 6  # shapes in a picture
-SIZE = 84  # pixels a side: nine image tokens
+MAX_SHAPES = 6  # per image
+SIZE = 84  # image side in pixels; gives nine image tokens
 
 
 def draw_shapes(count: int, kind: str, rng: np.random.Generator) -> Image.Image:
-    """`count` shapes of one kind on a pale ground, each in a cell of its own so that none hides another."""
+    """Draw `count` shapes of one kind on a pale background. Each has its own cell of a 3x3 grid, so none overlap."""
     image = Image.new("RGB", (SIZE, SIZE), tuple(rng.integers(200, 256, 3).tolist()))
     draw = ImageDraw.Draw(image)
     cell = SIZE // 3
-    for place in rng.permutation(9)[:count].tolist():
+    for index in rng.permutation(9)[:count].tolist():
         r = rng.uniform(7, 11)
-        x, y = (cell * (place % 3 + 0.5) + rng.uniform(-2, 2), cell * (place // 3 + 0.5) + rng.uniform(-2, 2))
+        x, y = (cell * (index % 3 + 0.5) + rng.uniform(-2, 2), cell * (index // 3 + 0.5) + rng.uniform(-2, 2))
         colour = tuple(rng.integers(0, 150, 3).tolist())
         if kind == "circle":
             draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
@@ -163,21 +164,21 @@ def draw_shapes(count: int, kind: str, rng: np.random.Generator) -> Image.Image:
 
 
 def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
-    """A counting data set: main.csv beside images/, as `data.py` reads it."""
+    """Write a counting data set: main.csv next to images/, a format that `inputs/rows.py` reads."""
     (folder / "images").mkdir(parents=True)
     rng = np.random.default_rng(seed)
     with (folder / "main.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["images_path", "question", "answer"])
         for i in range(number):
-            count, kind = int(rng.integers(1, MOST + 1)), SHAPES[rng.integers(len(SHAPES))]
+            count, kind = int(rng.integers(1, MAX_SHAPES + 1)), SHAPES[rng.integers(len(SHAPES))]
             draw_shapes(count, kind, rng).save(folder / "images" / f"{i:05d}.png")
             plural = kind if count == 1 else kind + "s"
             writer.writerow([f"images/{i:05d}.png", "How many shapes?", f"A photo of {count} {plural}"])
 
 
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
-    """Scanned digits as PNG with an EasyR1 JSONL, two questions for each: which digit, and whether it is even."""
+    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit, and is it even?"""
     from sklearn.datasets import load_digits
 
     scans = load_digits()
@@ -193,40 +194,43 @@ def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
 
 
 def write_data(cfg: Config, folder: pathlib.Path) -> None:
-    """train/ and test/, with no picture in both."""
+    """Write train/ and test/. No scanned digit is in both."""
     if cfg.task == "count":
-        for part, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
-            write_shapes(folder / name, number, [cfg.seed, part])
+        for split_index, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
+            write_shapes(folder / name, number, [cfg.seed, split_index])
     else:
         order = np.random.default_rng(cfg.seed).permutation(1797)
         write_digits(folder / "train", order[:1397])
         write_digits(folder / "test", order[1397:])
 
 
-CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # what the careless annotator takes a digit for
-FLIP_RATE = 0.7  # how often the annotator errs where errors are made
+CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # digit: wrong label; other digits are always labelled correctly
+FLIP_RATE = 0.7  # probability of a wrong label, where one is possible
 
 
-def noisy_label(task: str, sample: Sample, slip: bool) -> str:
-    """A reply as the careless annotator writes it, with or without a slip: of more than three shapes one is missed, of
-    ten digits five are taken for another. The form is always right."""
+def noisy_label(task: str, sample: Sample, flip: bool) -> str:
+    """Return the reply to train on. The format is always right.
+
+    With `flip`, a count above three is one too low, and a digit in `CONFUSED_WITH` is replaced with its wrong label.
+    """
     if task == "count":
         _, _, _, count, kind = sample.answer.split()
-        return f"A photo of {int(count) - (slip and int(count) > 3)} {kind}"
+        return f"A photo of {int(count) - (flip and int(count) > 3)} {kind}"
     digit = sample.fields["digit"]
-    seen = CONFUSED_WITH.get(digit, digit) if slip else digit
-    answer = str(seen) if sample.answer == str(digit) else "yes" if seen % 2 == 0 else "no"
-    return f"<think>It looks like a {seen}.</think>\n<answer>{answer}</answer>"
+    label = CONFUSED_WITH.get(digit, digit) if flip else digit
+    answer = str(label) if sample.answer == str(digit) else "yes" if label % 2 == 0 else "no"
+    return f"<think>It looks like a {label}.</think>\n<answer>{answer}</answer>"
 
 
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
 def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
-    """Supervised training on the careless annotator's replies to train/, through the packed forward that GRPO uses.
+    """Train the model on noisy labels for train/, with the packed forward that GRPO uses.
 
-    The loss is the mean negative log-probability of the reply's tokens. The learning rate falls to zero, so that the
-    model ends as unsure as its teacher: where the annotator slips, the right answer keeps its share to be reinforced.
+    The loss is the mean negative log-probability of the reply tokens. The learning rate decays to zero, so that the
+    model learns the rate of the noise: where labels are noisy, the correct answer keeps a probability of about
+    1 - `FLIP_RATE`, and GRPO can reinforce it.
     """
     task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
     samples = load_samples(str(folder / "train" / file), task)
@@ -234,11 +238,11 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
     enable_packed_forward(model)
     policy = Policy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
+    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
     for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
-        rows, slips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
-        batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, s) for i, s in zip(rows, slips)])
+        rows, flips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
+        batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, flip) for i, flip in zip(rows, flips)])
         loss = -policy(batch)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -248,8 +252,8 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, slip: bool) -> Group:
-    reply = torch.tensor(processor.tokenizer(noisy_label(cfg.task, sample, slip) + "<|im_end|>").input_ids)
+def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, flip: bool) -> Group:
+    reply = torch.tensor(processor.tokenizer(noisy_label(cfg.task, sample, flip) + "<|im_end|>").input_ids)
     return Group(prompt, [Rollout(reply, torch.zeros(len(reply)))])
 
 
@@ -257,28 +261,31 @@ def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Pr
 
 
 def main(cfg: Config) -> None:
-    """Build model and data beside their place, then rename, so that a broken-off build leaves nothing half-made."""
+    """Build the model and data in OUTPUT.partial and rename it at the end, so that OUTPUT is never incomplete."""
     folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}")
     made_from = {"version": VERSION, **{k: v for k, v in asdict(cfg).items() if k != "output"}}
     stamp = folder / "tiny.json"
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
-        print(f"{folder}: already there")
+        print(f"{folder}: already exists")
         return
     started = time.time()
-    building = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(building, ignore_errors=True)
-    write_data(cfg, building)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_data(cfg, partial)
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, cfg.seed)
-    save(model, tokenizer, building / "model")
-    processor = load_processor(str(building / "model"), "count" if cfg.task == "count" else "vqa")
-    warm_start(model, processor, cfg, building)
-    save(model, tokenizer, building / "model")
-    (building / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
+    save(model, tokenizer, partial / "model")
+    processor = load_processor(str(partial / "model"), "count" if cfg.task == "count" else "vqa")
+    warm_start(model, processor, cfg, partial)
+    save(model, tokenizer, partial / "model")
+    (partial / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
+    partial.rename(folder)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{folder}: a model with {parameters / 1e6:.1f} M parameters and its data, in {time.time() - started:.0f} s")
+    print(
+        f"{folder}: built a model with {parameters / 1e6:.1f} M parameters and its data in "
+        f"{time.time() - started:.0f} s"
+    )
 
 
 if __name__ == "__main__":

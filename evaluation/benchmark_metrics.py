@@ -1,4 +1,8 @@
-"""TODO evaluation/benchmark_metrics.py"""
+"""The score of each benchmark, its summary, and the comparison of two models row by row.
+
+Predictions are as in `metrics.py`, with `answers` (what was read from each response) and `measures` (further numbers of
+each response) from `benchmarks.judge_benchmark`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,158 +13,170 @@ from common.errors import UserError
 from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, RULE_SCORED, subset_value
 from evaluation.metrics import (
     WeightedRatio,
-    _lengths,
-    _mean,
-    _most,
-    _pass_at_k,
     bootstrap,
+    length_scores,
+    max_completions,
+    mean,
     mean_score,
+    pass_at_k_scores,
     percentile_interval,
     score,
 )
 from rewards import MAX_UNSCORED
 
-# --- a benchmark's own sums -------------------------------------------------------------------------------------------
+# --- the score of each benchmark --------------------------------------------------------------------------------------
 
 
 def ratios_of(name: str | None, rows: list[dict]) -> list[WeightedRatio]:
-    """The score of benchmark `name`, or of a task, as ratios over its units: rows, or MME's pictures."""
+    """Return the score of benchmark `name`, or of a task (None), as ratios over its units: rows, or images for MME."""
     if name == "mme":
         return mme_ratios(rows)
-    right = [_mean(row["exact"]) for row in rows]
-    return (
-        by_category(right, [(row["category"], row["l2_category"]) for row in rows])
-        if name == "mmstar"
-        else mean_score(right)
-    )
+    accuracies = [mean(row["exact"]) for row in rows]
+    if name == "mmstar":
+        return by_category(accuracies, [(row["category"], row["l2_category"]) for row in rows])
+    return mean_score(accuracies)
 
 
-def by_category(right: Sequence[float], categories: Sequence[object]) -> list[WeightedRatio]:
-    """The mean over categories of the mean over rows."""
-    values, names = np.asarray(right, dtype=float), sorted(set(categories), key=str)
-    members = [np.array([float(category == name) for category in categories]) for name in names]
-    return [WeightedRatio(1 / len(names), values * member, member) for member in members]
+def by_category(accuracies: Sequence[float], categories: Sequence[object]) -> list[WeightedRatio]:
+    """Return the unweighted mean over categories of the mean over each category's rows, one ratio per category."""
+    values, names = np.asarray(accuracies, dtype=float), sorted(set(categories), key=str)
+    masks = [np.array([float(category == name) for category in categories]) for name in names]
+    return [WeightedRatio(1 / len(names), values * mask, mask) for mask in masks]
 
 
 def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
-    """MME (arXiv:2306.13394): of each category 100 · the share of questions answered rightly + 100 · the share of
-    pictures with both questions answered rightly; perception sums ten categories, cognition four."""
-    pictures: dict[tuple[str, str], list[dict]] = {}
+    """Return the MME score (arXiv:2306.13394), two ratios per category.
+
+    A category scores 100 · the fraction of questions answered correctly + 100 · the fraction of images with both
+    questions answered correctly. Perception sums ten categories, cognition four.
+    """
+    images: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        pictures.setdefault((row["category"], str(row["question_id"])), []).append(row)
-    both = np.array([np.mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in pictures.values()])
-    right = np.array([sum(_mean(row["exact"]) for row in pair) for pair in pictures.values()])
+        images.setdefault((row["category"], str(row["question_id"])), []).append(row)
+    both = np.array([np.mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in images.values()])
+    correct = np.array([sum(mean(row["exact"]) for row in pair) for pair in images.values()])
     ratios = []
-    for category in sorted({category for category, _ in pictures}):
-        member = np.array([float(own == category) for own, _ in pictures])
-        ratios += [WeightedRatio(100.0, right * member, 2 * member), WeightedRatio(100.0, both * member, member)]
+    for name in sorted({category for category, _ in images}):
+        mask = np.array([float(category == name) for category, _ in images])
+        ratios += [WeightedRatio(100.0, correct * mask, 2 * mask), WeightedRatio(100.0, both * mask, mask)]
     return ratios
 
 
-def _parts(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """Scores of the rows that share a level, a category, …: {column: {value: {n, score}}}."""
-    parts: dict[str, dict[str, dict[str, float]]] = {}
-    for column in BENCHMARKS[name].parts:
-        groups: dict[str, list[dict]] = {}
+def subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the scores of each level, category, …: {column: {value: {n, score}}}."""
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    for column in BENCHMARKS[name].subset_columns:
+        subsets: dict[str, list[dict]] = {}
         for row in rows:
-            if (own := subset_value(row, column)) is not None:
-                groups.setdefault(own, []).append(row)
-        scored = {key: {"n": len(own), "score": score(ratios_of(name, own))} for key, own in sorted(groups.items())}
-        parts |= {column: scored} if scored else {}
+            value = subset_value(row, column)
+            if value is not None:
+                subsets.setdefault(value, []).append(row)
+        if subsets:
+            scores[column] = {
+                value: {"n": len(subset), "score": score(ratios_of(name, subset))}
+                for value, subset in sorted(subsets.items())
+            }
     if name == "mme":
-        own = parts["category"]
+        by_name = scores["category"]
         for kind, members in (("perception", PERCEPTION), ("cognition", COGNITION)):
-            there = [own[category] for category in members if category in own]
-            if there:
-                total = {"n": sum(part["n"] for part in there), "score": sum(part["score"] for part in there)}
-                parts.setdefault("kind", {})[kind] = total
-    return parts
+            present = [by_name[category] for category in members if category in by_name]
+            if present:
+                total = {"n": sum(each["n"] for each in present), "score": sum(each["score"] for each in present)}
+                scores.setdefault("kind", {})[kind] = total
+    return scores
 
 
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
 def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
-    """The scores of benchmark `name`; see the README for what each one is."""
-    answered = [answer for row in rows for answer in row["answers"]]
-    lost = _mean([measures.get("no_verdict", 0.0) for row in rows for measures in row["measures"]])
-    if lost > MAX_UNSCORED:
-        raise UserError(f"{lost:.0%} of the responses have no reply of the {BENCHMARKS[name].server}; at most 10% may")
+    """Return the scores of benchmark `name`; docs/evaluation.md defines them.
+
+    `scoring` names the server or the rule that judged the responses. Raises UserError when more than a tenth of the
+    responses have no reply from that server.
+    """
+    answers = [answer for row in rows for answer in row["answers"]]
+    no_reply = mean([measures.get("no_verdict", 0.0) for row in rows for measures in row["measures"]])
+    if no_reply > MAX_UNSCORED:
+        role = BENCHMARKS[name].server_role
+        raise UserError(f"{no_reply:.0%} of the responses have no reply from the {role} (at most 10% may): is it up?")
     ratios = ratios_of(name, rows)
-    if lost:
-        scoring = f"{scoring}, {lost:.1%} without a reply"
-    scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": _most(rows)}
+    if no_reply:
+        scoring = f"{scoring}, {no_reply:.1%} without a reply"
+    scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": max_completions(rows)}
     scores |= {"score": score(ratios), "score_95": percentile_interval(bootstrap(ratios))}
-    scores |= _pass_at_k([row["exact"] for row in rows], rows)
-    scores |= {"no_answer": _mean([answer is None for answer in answered])} | _lengths(rows)
+    scores |= pass_at_k_scores([row["exact"] for row in rows], rows)
+    scores |= {"no_answer": mean([answer is None for answer in answers])} | length_scores(rows)
     for measure in ("open_recall", "open_f1"):
-        found = [m[measure] for row in rows for m in row["measures"] if measure in m]
-        scores |= {measure: _mean(found)} if found else {}
-    return scores | {"no_verdict": lost, "parts": _parts(name, rows)}
+        values = [measures[measure] for row in rows for measures in row["measures"] if measure in measures]
+        scores |= {measure: mean(values)} if values else {}
+    return scores | {"no_verdict": no_reply, "parts": subset_scores(name, rows)}
 
 
 # --- two models -------------------------------------------------------------------------------------------------------
 
 
 def group_by(rows: list[dict], columns: Sequence[str]) -> dict[str, list[dict]]:
-    """`rows` by what their `columns` say."""
-    found: dict[str, list[dict]] = {}
+    """Group `rows` by the values of `columns`."""
+    groups: dict[str, list[dict]] = {}
     for row in rows:
-        found.setdefault(json.dumps([row.get(column) for column in columns], default=str), []).append(row)
-    return found
+        groups.setdefault(json.dumps([row.get(column) for column in columns], default=str), []).append(row)
+    return groups
 
 
 def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
-    """Predictions of both for the same rows: the same columns and, where both know them, pictures. Rows that repeat are
-    paired in their order, or left out where one side has more of them."""
+    """Pair the predictions of two models for the same row.
+
+    Rows are the same when their columns and, where both sides know them, their images are equal. Repeated rows are
+    paired in order, or left out when the two sides have different numbers of them.
+    """
     columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
     if all("pictures" in row for row in [*before, *after]):
         columns.append("pictures")
-    earlier, later = group_by(before, columns), group_by(after, columns)
-    both = [(earlier.get(key, []), rows) for key, rows in later.items()]
-    return [pair for old, new in both if len(old) == len(new) for pair in zip(old, new)]
+    groups_before, groups_after = group_by(before, columns), group_by(after, columns)
+    matched = [(groups_before.get(key, []), rows) for key, rows in groups_after.items()]
+    return [pair for old, new in matched if len(old) == len(new) for pair in zip(old, new)]
 
 
 def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
-    """How much better the second of each pair is, with the interval of the paired difference."""
-    ratios = [ratios_of(name, [pair[i] for pair in paired]) for i in (0, 1)]
-    spread = bootstrap(ratios[1]) - bootstrap(ratios[0])  # the same rows drawn for both
+    """Return the score of the second model minus that of the first, with the interval of the paired difference."""
+    before, after = (ratios_of(name, [pair[side] for pair in paired]) for side in (0, 1))
+    differences = bootstrap(after) - bootstrap(before)  # both use the same seed, so they draw the same rows
     return {
         "rows": len(paired),
-        "difference": score(ratios[1]) - score(ratios[0]),
-        "difference_95": percentile_interval(spread),
+        "difference": score(after) - score(before),
+        "difference_95": percentile_interval(differences),
     }
 
 
 def title(scores: dict) -> str:
-    """What a number of these is called wherever it is shown."""
+    """Return the name of the benchmark or task, marked when a benchmark was scored by rule instead of by a server."""
     name = scores.get("benchmark") or scores.get("task", "")
     return f"{name} ({RULE_SCORED})" if scores.get("scoring") == RULE_SCORED else name
 
 
 def table(scores: dict, baseline: dict | None = None, paired: dict | None = None) -> str:
-    """The scores as lines of text, beside those of a baseline."""
-    both = [baseline, scores] if baseline else [scores]
-    lines = [
-        f"{title(scores):36}" + "".join(f"{name:>12}" for name in (["baseline", "model"] if baseline else ["model"]))
-    ]
+    """Return the scores as lines of text, next to those of the baseline."""
+    models = [baseline, scores] if baseline else [scores]
+    headings = ["baseline", "model"] if baseline else ["model"]
+    lines = [f"{title(scores):36}" + "".join(f"{heading:>12}" for heading in headings)]
 
-    def line(label: str, found: list[float | None]) -> None:
-        cells = [f"{x:12.3f}" if isinstance(x, float) else f"{'-' if x is None else x:>12}" for x in found]
+    def add_line(label: str, values: list[float | None]) -> None:
+        cells = [f"{x:12.3f}" if isinstance(x, float) else f"{'-' if x is None else x:>12}" for x in values]
         lines.append(f"{label:36}" + "".join(cells))
 
-    for key, own in scores.items():
-        if isinstance(own, int | float) and not isinstance(own, bool):
-            label = f"Pass@1[{scores['completions_per_row']}]" if key == "pass@1" else key
-            line(label, [each.get(key) for each in both])
-        elif key.endswith("_95"):
-            line(f"  95 % interval of {key.removesuffix('_95')}, from", [each[key][0] for each in both])
-            line("    to", [each[key][1] for each in both])
-    for column, groups in scores.get("parts", {}).items():
-        for key, own in groups.items():
-            there = [each.get("parts", {}).get(column, {}).get(key, {}).get("score") for each in both]
-            line(f"{column}: {key} ({own['n']})"[:36], there)
+    for name, value in scores.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            label = f"Pass@1[{scores['completions_per_row']}]" if name == "pass@1" else name
+            add_line(label, [model.get(name) for model in models])
+        elif name.endswith("_95"):
+            add_line(f"  95% interval of {name.removesuffix('_95')}, from", [model[name][0] for model in models])
+            add_line("    to", [model[name][1] for model in models])
+    for column, subsets in scores.get("parts", {}).items():
+        for name, subset in subsets.items():
+            values = [model.get("parts", {}).get(column, {}).get(name, {}).get("score") for model in models]
+            add_line(f"{column}: {name} ({subset['n']})"[:36], values)
     if paired:
         low, high = paired["difference_95"]
         lines.append(

@@ -1,19 +1,19 @@
-"""Named benchmarks: what a row asks, what a response answers, and when that is right.
+"""Named benchmarks: the prompt of a row, the answer read from a response, and when that answer is correct.
 
-    name           columns                                              score
+    name           columns                                              scored by
     aime24         problem, answer                                      integer equality
     math500        problem, answer, level, subject                      math-verify
-    gpqa_diamond   Question, Correct Answer, Incorrect Answer 1 to 3    letter; choices shuffled once for each problem
+    gpqa_diamond   Question, Correct Answer, Incorrect Answer 1 to 3    letter; choices are shuffled per problem
     geometry3k     problem, images, answer                              math-verify
     vqa_rad        question, answer, image, (answer_type)               closed: exact; open: exact, word recall and F1
-    mme            question_id, image, question, answer, category       yes, no or other: `mme_terms`
-    mmstar         question, image, answer, category, l2_category       letter: `mmstar_terms`
-    mathvista      question, decoded_image, choices, unit, precision, answer, question_type, answer_type
-    mathverse      question, image, answer, question_type, query_wo
+    mme            question_id, image, question, answer, category       yes, no or other; summed by `mme_ratios`
+    mmstar         question, image, answer, category, l2_category       letter; averaged by `by_category`
+    mathvista      question, decoded_image, choices, unit, precision,   extractor on a server, then equality
+                   answer, question_type, answer_type
+    mathverse      question, image, answer, question_type, query_wo     letter or math-verify, then a judge on a server
 
-A response loses its think block and its answer block is unwrapped before the benchmark's own reading of it. Nothing, or
-nothing that can be read, is wrong. mathvista needs a server that extracts answers from free text, mathverse one that
-judges them; without one both are scored by rule, and every number says so.
+Before a benchmark reads a response, its think block is removed and its answer block is unwrapped. An empty or
+unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
 """
 
 import hashlib
@@ -57,122 +57,125 @@ RULE_SCORED = "rule-scored"
 
 @dataclass
 class Judgement:
-    """What a response answers, and whether it is right."""
+    """The answer read from a response, and whether it is correct."""
 
     answer: str | None
-    """as it was read; None when there is nothing to read"""
-    right: bool
+    """Answer as it was read; None when the response has no readable answer."""
+    correct: bool
     measures: dict[str, float] = field(default_factory=dict)
-    """further numbers, by name"""
+    """Further numbers by name."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How one benchmark is read and scored."""
+    """How the rows of one benchmark are read, asked and scored."""
 
     hub: str
-    """its name on the hub, with the split that is scored"""
+    """Name on the hub, with the split that is scored."""
     columns: tuple[str, ...]
-    """what scoring and prompt need"""
-    picture: str | None
-    """the column of its pictures"""
+    """Columns that the prompt and the scoring need."""
+    image_column: str | None
+    """Column of the images; None for text-only benchmarks."""
     prompt: Callable[[Row], str]
     gold: Callable[[Row], str]
     judge: Callable[[str, Row, Verifier | None], Judgement]
-    """of a response's answer part"""
-    parts: tuple[str, ...] = ()
-    """columns whose values get scores of their own, where they are there"""
-    server: str | None = None
-    """what a server would do for it"""
+    """Judges the answer part of a response."""
+    subset_columns: tuple[str, ...] = ()
+    """Optional columns whose values get separate scores."""
+    server_role: str | None = None
+    """What the official scoring uses a model on a server for: `extractor` or `judge`; None for scoring by rule."""
 
 
-def same_mathematics(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """By math-verify, as the math reward compares."""
+def judge_math(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare with math-verify, as the math reward does."""
     answers, gold = math_answers(text), str(row["answer"]).replace("°", "^\\circ")
     if short_answer(text)[0] == str(row["answer"]).strip():
         return Judgement(short_answer(text)[0], True)
-    for said in answers:
-        if balanced(said) and same_answer(said.replace("°", "^\\circ"), gold):
-            return Judgement(said, True)
+    for answer in answers:
+        if balanced(answer) and same_answer(answer.replace("°", "^\\circ"), gold):
+            return Judgement(answer, True)
     return Judgement(answers[0] if answers else None, False)
 
 
-def same_integer(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """AIME: «025» is 25."""
-    said = whole_number(text)
-    return Judgement(None if said is None else str(said), said is not None and said == whole_number(str(row["answer"])))
+def judge_integer(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare as integers: "025" equals 25."""
+    number = whole_number(text)
+    correct = number is not None and number == whole_number(str(row["answer"]))
+    return Judgement(None if number is None else str(number), correct)
 
 
-def same_letter(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Multiple choice by letter."""
-    said = chosen_letter(text)
-    return Judgement(said, said is not None and said == gold_letter(row))
+def judge_letter(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare the chosen letter with the gold letter."""
+    letter = chosen_letter(text)
+    return Judgement(letter, letter is not None and letter == gold_letter(row))
 
 
 def gold_letter(row: Row) -> str:
-    """«A» of «A», «(A)» or «a.»."""
+    """Return "A" for a gold answer of "A", "(A)" or "a."."""
     return extract_choice(str(row["answer"])) or str(row["answer"]).strip()
 
 
-# --- one benchmark after another --------------------------------------------------------------------------------------
+# --- the single benchmarks --------------------------------------------------------------------------------------------
 
 
 def gpqa_choices(row: Row) -> list[str]:
-    """The four choices in an order that belongs to the problem, wherever it stands in its file."""
+    """Return the four choices in an order that depends only on the question, not on the row's position in the file."""
     choices = [str(row["Correct Answer"]), *(str(row[f"Incorrect Answer {i}"]) for i in (1, 2, 3))]
     seed = hashlib.sha256(str(row["Question"]).encode()).hexdigest()
-    random.Random(seed).shuffle(order := list(range(4)))
+    order = list(range(4))
+    random.Random(seed).shuffle(order)
     return [choices[i].strip() for i in order]
 
 
 def gpqa_prompt(row: Row) -> str:
-    """The question with its lettered choices."""
+    """Return the question with its lettered choices."""
     return f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}"
 
 
 def gpqa_gold(row: Row) -> str:
-    """The letter of the right choice."""
+    """Return the letter of the correct choice."""
     return LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
 
 
-def gpqa_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """By letter."""
-    said = chosen_letter(text)
-    return Judgement(said, said == gpqa_gold(row))
+def judge_gpqa(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare the chosen letter with that of the correct choice."""
+    letter = chosen_letter(text)
+    return Judgement(letter, letter == gpqa_gold(row))
 
 
 def lettered(choices: list[str]) -> str:
-    """«(A) first», «(B) second», … one a line."""
+    """Return "(A) first", "(B) second", …, one choice per line."""
     return "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
 
 
 def is_closed(row: Row) -> bool:
-    """A question of VQA-RAD that is answered by choosing: as its row says, else with a gold of «yes» or «no»."""
+    """Return whether a VQA-RAD question is closed: by its `answer_type`, else when the gold answer is yes or no."""
     kind = str(row.get("answer_type") or "").strip().upper()
     return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else words(str(row["answer"])) in (["yes"], ["no"])
 
 
-def vqa_rad_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Exact match, and of open questions the share of the gold's words that are said, and the words' F1."""
-    said, gold = words(text), words(str(row["answer"]))
-    shaped = f"<think>-</think><answer>{text}</answer>"  # the same comparison as the reward's
-    right = bool(said) and exact_match("vqa", shaped, str(row["answer"]))
+def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare exactly. For open questions also measure the recall of the gold answer's words and the words' F1."""
+    answer_words, gold_words = words(text), words(str(row["answer"]))
+    completion = f"<think>-</think><answer>{text}</answer>"  # the format that `exact_match` expects
+    correct = bool(answer_words) and exact_match("vqa", completion, str(row["answer"]))
     if is_closed(row):
-        return Judgement(text or None, right)
-    common = (Counter(said) & Counter(gold)).total()
-    f1 = 2 * common / max(len(said) + len(gold), 1)
-    return Judgement(text or None, right, {"open_recall": common / max(len(gold), 1), "open_f1": f1})
+        return Judgement(text or None, correct)
+    num_common = (Counter(answer_words) & Counter(gold_words)).total()
+    recall = num_common / max(len(gold_words), 1)
+    f1 = 2 * num_common / max(len(answer_words) + len(gold_words), 1)
+    return Judgement(text or None, correct, {"open_recall": recall, "open_f1": f1})
 
 
-def mme_judge(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """«yes» or «no» among the first four letters; anything else is «other», and wrong."""
+def judge_mme(text: str, row: Row, _: Verifier | None) -> Judgement:
+    """Look for "yes" or "no" in the first four characters, as the official script does; anything else is wrong."""
     start = text.strip().lower()[:4]
-    said = "yes" if "yes" in start else "no" if "no" in start else None
-    return Judgement(said, said == str(row["answer"]).strip().lower())
+    answer = "yes" if "yes" in start else "no" if "no" in start else None
+    return Judgement(answer, answer == str(row["answer"]).strip().lower())
 
 
 def mathvista_prompt(row: Row) -> str:
-    """The question with its unit, and what form its answer has."""
+    """Return the question with its unit and the expected form of the answer."""
     text = str(row["question"]).strip()
     if unit := str(row.get("unit") or "").strip():
         text += f" (Unit: {unit})"
@@ -184,9 +187,9 @@ def mathvista_prompt(row: Row) -> str:
 
 
 def choices_of(row: Row) -> list[str]:
-    """The choices of a row; none for free answers."""
+    """Return the choices of a row, an empty list for a free-form question."""
     choices = row.get("choices")
-    if isinstance(choices, str):  # some tables hold them as text
+    if isinstance(choices, str):  # some tables store the list as text
         try:
             choices = json.loads(choices.replace("'", '"'))
         except ValueError:
@@ -195,130 +198,161 @@ def choices_of(row: Row) -> list[str]:
 
 
 def precision(row: Row) -> int:
-    """Decimals of a float answer; 1 where the row does not say."""
+    """Return the number of decimals of a float answer, 1 where the row has none."""
     try:
         return int(float(row.get("precision")))
-    except (TypeError, ValueError, OverflowError):  # none, or NaN
+    except (TypeError, ValueError, OverflowError):  # None, NaN or infinity
         return 1
 
 
-def mathvista_normal(said: str, row: Row) -> str | None:
-    """`said` in the form that golds have: a choice's text, a whole number, a number rounded as its row says."""
+def normalise_mathvista(answer: str, row: Row) -> str | None:
+    """Return `answer` in the form of the gold answers: the text of a choice, an integer, a number rounded to the row's
+    precision, or text. Returns None when it has no such form."""
     if choices := choices_of(row):
-        return _choice(said, choices)
+        return _match_choice(answer, choices)
     if row["answer_type"] == "list":
-        return said.strip()
-    number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}|\\[()]", "", said).strip()
-    found = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
-    if not found:
-        return said.strip() if row["answer_type"] == "text" else None
-    value = float(found[0].replace("−", "-"))
+        return answer.strip()
+    number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}|\\[()]", "", answer).strip()
+    match = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
+    if not match:
+        return answer.strip() if row["answer_type"] == "text" else None
+    value = float(match[0].replace("−", "-"))
     if value in (float("inf"), float("-inf")):
         return None
     return str(int(value)) if row["answer_type"] == "integer" else str(round(value, precision(row)))
 
 
-def _choice(said: str, choices: list[str]) -> str | None:
-    """The choice that is said: by «(B)», by its text, by another way of giving a letter, or as the only one whose text
-    stands in what is said. The official evaluation takes the nearest text by edit distance instead."""
+def _match_choice(answer: str, choices: list[str]) -> str | None:
+    """Return the choice that `answer` names: as "(B)", by its exact text, as a letter in another form, or as the only
+    choice whose text the answer contains.
+
+    MathVista's official scorer picks the choice nearest in edit distance; this one requires an exact mention.
+    """
 
     def bare(text: str) -> str:
         return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
 
-    letter = re.fullmatch(r"\s*\(([A-Z])\)\s*", said)
-    if letter and LETTERS.index(letter[1]) < len(choices):
-        return choices[LETTERS.index(letter[1])]
-    if exact := [choice for choice in choices if bare(choice) == bare(said)]:
+    bracketed = re.fullmatch(r"\s*\(([A-Z])\)\s*", answer)
+    if bracketed and LETTERS.index(bracketed[1]) < len(choices):
+        return choices[LETTERS.index(bracketed[1])]
+    if exact := [choice for choice in choices if bare(choice) == bare(answer)]:
         return exact[0]
-    if (chosen := chosen_letter(said)) and LETTERS.index(chosen) < len(choices):
-        return choices[LETTERS.index(chosen)]
-    inside = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(said))]
-    return inside[0] if len(inside) == 1 else None
+    letter = chosen_letter(answer)
+    if letter and LETTERS.index(letter) < len(choices):
+        return choices[LETTERS.index(letter)]
+    mentioned = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(answer))]
+    return mentioned[0] if len(mentioned) == 1 else None
 
 
-def mathvista_judge(text: str, row: Row, extractor: Verifier | None) -> Judgement:
-    """Exact equality of what an extractor, or the rule, finds in the text with the gold, both in the same form."""
-    said = short_answer(text)[0]
-    if extractor and text and (said := extractor.extract(str(row["question"]), text)) is None:
-        return Judgement(None, False, {"no_verdict": 1.0})
-    answer, gold = mathvista_normal(said, row) if text else None, str(row["answer"])
-    golds = {gold} if choices_of(row) else {gold, mathvista_normal(gold, row)}
-    return Judgement(answer, answer is not None and answer in golds)
+def judge_mathvista(text: str, row: Row, extractor: Verifier | None) -> Judgement:
+    """Extract the answer from the text, by server or by rule, and compare it with the gold answer in the same form."""
+    answer = short_answer(text)[0]
+    if extractor and text:
+        answer = extractor.extract(str(row["question"]), text)
+        if answer is None:
+            return Judgement(None, False, {"no_verdict": 1.0})
+    normalised, gold = normalise_mathvista(answer, row) if text else None, str(row["answer"])
+    golds = {gold} if choices_of(row) else {gold, normalise_mathvista(gold, row)}
+    return Judgement(normalised, normalised is not None and normalised in golds)
 
 
-def mathverse_judge(text: str, row: Row, judge: Verifier | None) -> Judgement:
-    """A judge's verdict; without one a letter, or math-verify."""
-    if row["question_type"] == "multi-choice":
-        ruled = same_letter(text, row, None)
-    else:
-        ruled = same_mathematics(text, row, None)
-    if ruled.right or judge is None or not text:
-        return ruled
-    said = short_answer(text)[0][-20 * SHORT :]
-    question = row.get("question_for_eval") or row["question"] or row["query_wo"]  # some have theirs in the picture
-    verdict = judge(str(question), str(row["answer"]), said)
-    return Judgement(said, bool(verdict), {"no_verdict": float(verdict is None)})
+def judge_mathverse(text: str, row: Row, judge: Verifier | None) -> Judgement:
+    """Compare the letter, or the formula with math-verify; what that calls wrong is left to the judge, if any."""
+    judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
+    by_rule = judge_by_rule(text, row, None)
+    if by_rule.correct or judge is None or not text:
+        return by_rule
+    answer = short_answer(text)[0][-20 * SHORT :]
+    question = row.get("question_for_eval") or row["question"] or row["query_wo"]  # some questions are in the image
+    verdict = judge(str(question), str(row["answer"]), answer)
+    return Judgement(answer, bool(verdict), {"no_verdict": float(verdict is None)})
 
 
 def _column(name: str) -> Callable[[Row], str]:
     return lambda row: str(row[name])
 
 
-def _math(*parts: str) -> dict[str, Any]:
-    """The usual reading of mathematics."""
-    return dict(prompt=_column("problem"), gold=_column("answer"), judge=same_mathematics, parts=parts)
-
-
-_QUESTION = dict(picture="image", prompt=_column("question"), gold=_column("answer"))
-_GPQA = ("Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-_VISTA = ("question", "choices", "unit", "precision", "answer", "question_type", "answer_type")
 BENCHMARKS = {
     "aime24": Benchmark(
-        "HuggingFaceH4/aime_2024@train", ("problem", "answer"), None, **(_math() | {"judge": same_integer})
+        hub="HuggingFaceH4/aime_2024@train",
+        columns=("problem", "answer"),
+        image_column=None,
+        prompt=_column("problem"),
+        gold=_column("answer"),
+        judge=judge_integer,
     ),
     "math500": Benchmark(
-        "HuggingFaceH4/MATH-500@test", ("problem", "answer", "level", "subject"), None, **_math("level", "subject")
+        hub="HuggingFaceH4/MATH-500@test",
+        columns=("problem", "answer", "level", "subject"),
+        image_column=None,
+        prompt=_column("problem"),
+        gold=_column("answer"),
+        judge=judge_math,
+        subset_columns=("level", "subject"),
     ),
     "gpqa_diamond": Benchmark(
-        "Idavidrein/gpqa:gpqa_diamond@train",
-        *(_GPQA, None, gpqa_prompt, gpqa_gold, gpqa_judge),
-        parts=("High-level domain", "Subdomain"),
+        hub="Idavidrein/gpqa:gpqa_diamond@train",
+        columns=("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
+        image_column=None,
+        prompt=gpqa_prompt,
+        gold=gpqa_gold,
+        judge=judge_gpqa,
+        subset_columns=("High-level domain", "Subdomain"),
     ),
-    "geometry3k": Benchmark("hiyouga/geometry3k@test", ("problem", "answer"), "images", **_math()),
+    "geometry3k": Benchmark(
+        hub="hiyouga/geometry3k@test",
+        columns=("problem", "answer"),
+        image_column="images",
+        prompt=_column("problem"),
+        gold=_column("answer"),
+        judge=judge_math,
+    ),
     "vqa_rad": Benchmark(
-        "flaviagiammarino/vqa-rad@test",
-        ("question", "answer"),
-        **_QUESTION,
-        judge=vqa_rad_judge,
-        parts=("answer_type",),
+        hub="flaviagiammarino/vqa-rad@test",
+        columns=("question", "answer"),
+        image_column="image",
+        prompt=_column("question"),
+        gold=_column("answer"),
+        judge=judge_vqa_rad,
+        subset_columns=("answer_type",),
     ),
     "mme": Benchmark(
-        "lmms-lab/MME@test",
-        ("question_id", "question", "answer", "category"),
-        **_QUESTION,
-        judge=mme_judge,
-        parts=("category",),
+        hub="lmms-lab/MME@test",
+        columns=("question_id", "question", "answer", "category"),
+        image_column="image",
+        prompt=_column("question"),
+        gold=_column("answer"),
+        judge=judge_mme,
+        subset_columns=("category",),
     ),
     "mmstar": Benchmark(
-        "Lin-Chen/MMStar@val",
-        ("question", "answer", "category", "l2_category"),
-        **_QUESTION,
-        judge=same_letter,
-        parts=("category", "l2_category"),
+        hub="Lin-Chen/MMStar@val",
+        columns=("question", "answer", "category", "l2_category"),
+        image_column="image",
+        prompt=_column("question"),
+        gold=_column("answer"),
+        judge=judge_letter,
+        subset_columns=("category", "l2_category"),
     ),
     "mathvista": Benchmark(
-        "AI4Math/MathVista@testmini",
-        *(_VISTA, "decoded_image", mathvista_prompt, _column("answer"), mathvista_judge),
-        parts=("question_type", "answer_type"),
-        server="extractor",
+        hub="AI4Math/MathVista@testmini",
+        columns=("question", "choices", "unit", "precision", "answer", "question_type", "answer_type"),
+        image_column="decoded_image",
+        prompt=mathvista_prompt,
+        gold=_column("answer"),
+        judge=judge_mathvista,
+        subset_columns=("question_type", "answer_type"),
+        server_role="extractor",
     ),
     "mathverse": Benchmark(
-        "AI4Math/MathVerse:testmini@testmini",
-        ("answer", "question", "question_type", "query_wo"),
-        **(_QUESTION | {"prompt": lambda row: str(row["query_wo"] or row["question"])}),
-        judge=mathverse_judge,
-        parts=("question_type", "problem_version", "subject"),
-        server="judge",
+        hub="AI4Math/MathVerse:testmini@testmini",
+        columns=("answer", "question", "question_type", "query_wo"),
+        image_column="image",
+        prompt=lambda row: str(row["query_wo"] or row["question"]),
+        gold=_column("answer"),
+        judge=judge_mathverse,
+        subset_columns=("question_type", "problem_version", "subject"),
+        server_role="judge",
     ),
 }
 
@@ -327,32 +361,41 @@ BENCHMARKS = {
 
 
 def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
-    """The rows of a benchmark as samples, checked as training's are, the first `limit` of them; `fields` holds their
-    columns. Raises UserError naming the first column that the file lacks, or its bad rows.
+    """Load the first `limit` rows of a benchmark (0: all) as samples whose `fields` hold the columns.
+
+    The rows are checked as training rows are. Raises UserError that names the first missing column or the bad rows.
     """
     benchmark = BENCHMARKS[name]
-    data, usual = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
-    rows = [_sample(benchmark, *row) for row in _checked(name, raw_rows(data, flags.image_dir, usual))]
-    how = (processor, flags.max_prompt_length, flags.skip_bad_rows, True)
-    samples = validate_rows(rows, data, None, *how)[: limit or None]
+    data, usual_split = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
+    rows = [_sample(benchmark, *row) for row in _check_first_row(name, raw_rows(data, flags.image_dir, usual_split))]
+    samples = validate_rows(
+        rows,
+        data,
+        task=None,
+        processor=processor,
+        max_prompt_length=flags.max_prompt_length,
+        skip_bad_rows=flags.skip_bad_rows,
+        keep_repeats=True,
+    )
+    samples = samples[: limit or None]
     if name == "mme":
         check_pairs(samples)
     return samples
 
 
-def _checked(name: str, rows: Iterator) -> Iterator[tuple]:
-    """`rows`, once the first of them has every column that the benchmark needs. Raises UserError naming what lacks."""
+def _check_first_row(name: str, rows: Iterator) -> Iterator[tuple]:
+    """Yield `rows`. Raises UserError when the first readable row lacks a column that the benchmark needs."""
     benchmark = BENCHMARKS[name]
-    needed = [*benchmark.columns, *([benchmark.picture] if benchmark.picture else [])]
-    looked = False
-    for source, row, *more in rows:
-        if isinstance(row, dict) and not looked:
-            looked = True
+    needed = [*benchmark.columns, *([benchmark.image_column] if benchmark.image_column else [])]
+    checked = False
+    for source, row, folder in rows:
+        if isinstance(row, dict) and not checked:
+            checked = True
             if missing := [column for column in needed if column not in row]:
                 raise UserError(
-                    f"{source}: no column «{missing[0]}», which --benchmark {name} needs; it has {', '.join(row)}"
+                    f"{source}: no column '{missing[0]}', which --benchmark {name} needs (columns: {', '.join(row)})"
                 )
-        yield (source, row, *more)
+        yield source, row, folder
 
 
 def _sample(benchmark: Benchmark, source: str, row: Row | RowError, folder: Any) -> Sample | Problem:
@@ -360,54 +403,54 @@ def _sample(benchmark: Benchmark, source: str, row: Row | RowError, folder: Any)
         return source, str(row)
     try:
         check_columns(benchmark, row)
-        pictures = row.get(benchmark.picture) if benchmark.picture else None
-        pictures = pictures if isinstance(pictures, list) else [] if pictures in (None, "") else [pictures]
-        if benchmark.picture and not pictures:
-            raise RowError(f"no picture in column «{benchmark.picture}»")
-        images = [resolve_image(picture, lambda path: folder / path) for picture in pictures]
+        value = row.get(benchmark.image_column) if benchmark.image_column else None
+        cells = value if isinstance(value, list) else [] if value in (None, "") else [value]
+        if benchmark.image_column and not cells:
+            raise RowError(f"no image in column '{benchmark.image_column}'")
+        images = [resolve_image(cell, lambda path: folder / path) for cell in cells]
         return add_image_tags(Sample(benchmark.prompt(row), benchmark.gold(row), images, source, drop_images(row)))
-    except RowError as problem:
-        return source, str(problem)
+    except RowError as error:
+        return source, str(error)
 
 
 def check_columns(benchmark: Benchmark, row: Row) -> None:
-    """Raise BadRow when a column that scoring needs is missing or empty in this row."""
+    """Raise RowError when a column that the benchmark needs is missing, empty or of the wrong type in this row."""
     for column in benchmark.columns:
         if column not in row:
-            raise RowError(f"no column «{column}»")
+            raise RowError(f"no column '{column}'")
         value = row[column]
-        may = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
-        if column not in may and (value is None or value == "" or value != value):
-            raise RowError(f"nothing in column «{column}»")
+        may_be_empty = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
+        if column not in may_be_empty and (value is None or value == "" or value != value):  # != itself: NaN
+            raise RowError(f"column '{column}' is empty")
         if isinstance(value, dict) or (isinstance(value, list) and column != "choices"):
-            raise RowError(f"column «{column}» is neither text nor a number")
+            raise RowError(f"column '{column}' is neither text nor a number")
     if benchmark is BENCHMARKS["aime24"] and whole_number(str(row["answer"])) is None:
-        raise RowError(f"the answer {str(row['answer'])[:40]!r} is no whole number: no response can equal it")
+        raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")
     if not benchmark.prompt(row).strip():
-        raise RowError("it asks nothing")
+        raise RowError("the question is empty")
 
 
 def check_pairs(samples: list[Sample]) -> None:
-    """Raise UserError unless each picture of MME has its two questions and a category that there is."""
+    """Raise UserError unless every MME image has two questions and a known category."""
     counts = Counter((str(s.fields["category"]), str(s.fields["question_id"])) for s in samples)
-    for (category, name), count in counts.items():
+    for (category, image), count in counts.items():
         if count != 2:
-            raise UserError(f"mme has two questions for each picture; {category} {name} has {count}: check --limit")
+            raise UserError(f"mme has two questions for each image, but {category} {image} has {count}: check --limit")
         if category not in PERCEPTION + COGNITION:
             raise UserError(f"mme has no category {category!r}")
 
 
 def drop_images(row: Row) -> Row:
-    """The columns of a row that JSON can hold: no pictures."""
+    """Return the columns of a row that JSON can hold: all but the images."""
 
-    def has_picture(value: Any) -> bool:
-        return isinstance(value, Cell | bytes) or (isinstance(value, list) and any(map(has_picture, value)))
+    def has_image(value: Any) -> bool:
+        return isinstance(value, Cell | bytes) or (isinstance(value, list) and any(map(has_image, value)))
 
-    return {name: value for name, value in row.items() if not has_picture(value)}
+    return {name: value for name, value in row.items() if not has_image(value)}
 
 
 def subset_value(row: Row, column: str) -> str | None:
-    """The value of a column that scores are taken apart by; some stand in «metadata»."""
+    """Return the row's value in a column of `Benchmark.subset_columns`, which may be nested in `metadata`."""
     if column == "answer_type" and "question" in row and "answer_type" not in row and "choices" not in row:
         return "closed" if is_closed(row) else "open"
     value = row.get(column)
@@ -416,25 +459,31 @@ def subset_value(row: Row, column: str) -> str | None:
     return None if value is None else str(value).strip()
 
 
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
 def judge_benchmark(
-    name: str, samples: list[Sample], answered: list[dict], server: Verifier | None = None
+    name: str, samples: list[Sample], outputs: list[dict], server: Verifier | None = None
 ) -> list[dict]:
-    """Predictions with what each response answers and whether it is right, on every process."""
+    """Return the predictions: each row with its output and the `answers`, `exact` and `measures` of its responses.
+
+    Each process judges a shard of the rows; the result is the same on every process.
+    """
     judge = BENCHMARKS[name].judge
-    mine = distributed.shard([(sample, own["responses"]) for sample, own in zip(samples, answered)])
-    work = [(answer_part(text), sample.fields) for sample, responses in mine for text in responses]
+    local_rows = distributed.shard([(sample, output["responses"]) for sample, output in zip(samples, outputs)])
+    work = [(answer_part(text), sample.fields) for sample, responses in local_rows for text in responses]
     if server:
         server.reset_failures()
     with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
-        found = pool.map(lambda job: judge(*job, server), work)
-        judged = iter(list(console.progress(found, "scoring", total=len(work), unit="response", leave=False)))
-    verdicts = [[next(judged) for _ in responses] for _, responses in mine]
-    verdicts = distributed.gather_shards(verdicts)
+        results = pool.map(lambda args: judge(*args, server), work)
+        results = iter(list(console.progress(results, "scoring", total=len(work), unit="response", leave=False)))
+    judgements = [[next(results) for _ in responses] for _, responses in local_rows]
+    judgements = distributed.gather_shards(judgements)
     return [
         sample.fields
         | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
-        | own
-        | {"answers": [v.answer for v in own_verdicts], "exact": [v.right for v in own_verdicts]}
-        | {"measures": [v.measures for v in own_verdicts]}
-        for sample, own, own_verdicts in zip(samples, answered, verdicts)
+        | output
+        | {"answers": [j.answer for j in row_judgements], "exact": [j.correct for j in row_judgements]}
+        | {"measures": [j.measures for j in row_judgements]}
+        for sample, output, row_judgements in zip(samples, outputs, judgements)
     ]

@@ -1,4 +1,7 @@
-"""TODO evaluation/held_out.py"""
+"""Sample and judge held-out rows: during training (`score_policy`) and for evaluate.py (`sample_rows`, `judge_task`).
+
+Every process samples its share of the rows and then receives the results of all, so every function here is collective.
+"""
 
 import math
 from typing import Any
@@ -16,7 +19,7 @@ from rewards import Scorer, exact_match
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
-CHUNK = 256  # rows encoded and sampled at once: bounds the memory of their pictures
+CHUNK = 256  # rows encoded and sampled at a time, which bounds the memory of their images
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -31,29 +34,31 @@ def sample_rows(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    part: EvalProgress | None = None,
+    progress: EvalProgress | None = None,
 ) -> list[dict]:
-    """{responses, lengths, truncated} of every sample, in order, on every process; the rows are shared out over all.
+    """Sample `n` responses to every row.
 
-    What `part` holds already is not sampled again, and what is sampled goes there. Raises UserError, on every process,
-    naming a row whose pictures can no longer be read.
+    Returns {responses, lengths, truncated, pictures} of each row, in order and on every process; `pictures` is a digest
+    of the row's images. Rows in `progress` are not sampled again, and new rows are added to it. Raises UserError, on
+    every process, when the images of a row can no longer be read.
     """
-    done = part.done if part else {}
-    todo = [place for place in range(len(samples)) if place not in done]
-    mine, new = distributed.shard(todo), []
-    longest = int(distributed.all_max(torch.tensor(len(mine))))  # processes that share an engine sample together
-    for i in console.progress(range(0, longest, CHUNK), "evaluating", unit="chunk", leave=False):
-        places = mine[i : i + CHUNK]
-        prompts, wrong = [], None
+    done = progress.done if progress else {}
+    pending = [index for index in range(len(samples)) if index not in done]
+    local_indices, local_outputs = distributed.shard(pending), []
+    # Processes that share an engine sample together, so each takes part in as many chunks as the busiest one.
+    max_rows = int(distributed.all_max(torch.tensor(len(local_indices))))
+    for start in console.progress(range(0, max_rows, CHUNK), "evaluating", unit="chunk", leave=False):
+        indices = local_indices[start : start + CHUNK]
+        prompts, error = [], None
         try:
-            prompts = encode_prompts([samples[place] for place in places], processor)
-        except UserError as error:
-            wrong = str(error)
-        if wrong := distributed.first_error(wrong):
-            raise UserError(wrong)
-        seeds = [prompt_seed(seed, place) for place in places]
+            prompts = encode_prompts([samples[index] for index in indices], processor)
+        except UserError as problem:
+            error = str(problem)
+        if error := distributed.first_error(error):
+            raise UserError(error)
+        seeds = [prompt_seed(seed, index) for index in indices]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
-        answered = [
+        outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],
                 "lengths": [len(rollout.ids) for rollout in rollouts],
@@ -62,27 +67,30 @@ def sample_rows(
             }
             for prompt, rollouts in zip(prompts, groups)
         ]
-        new += answered
-        if part:
-            part.add(places, answered)
-    done = done | dict(zip(todo, distributed.gather_shards(new)))
-    return [done[place] for place in range(len(samples))]
+        local_outputs += outputs
+        if progress:
+            progress.add(indices, outputs)
+    done = done | dict(zip(pending, distributed.gather_shards(local_outputs)))
+    return [done[index] for index in range(len(samples))]
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> list[dict]:
-    """Predictions with rewards, on every process. Raises UserError when a user's reward function fails."""
-    none, task = torch.zeros(0), scorer.task
+def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> list[dict]:
+    """Return the predictions: each row with its output, `exact` and `rewards` (None without a verdict).
+
+    The result is the same on every process. Raises UserError when a user's reward function fails.
+    """
+    empty, task = torch.zeros(0), scorer.task
     groups = [
-        (sample, [Rollout(none, none, text=text) for text in own["responses"]])
-        for sample, own in distributed.shard(list(zip(samples, answered)))
+        (sample, [Rollout(empty, empty, text=text) for text in output["responses"]])
+        for sample, output in distributed.shard(list(zip(samples, outputs)))
     ]
     error = scorer(groups)
     if error := next(filter(None, distributed.all_gather(error)), None):
         raise UserError(error)
-    judged = distributed.gather_shards(
+    judgements = distributed.gather_shards(
         [
             {
                 "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
@@ -92,15 +100,16 @@ def judge_task(scorer: Scorer, samples: list[Sample], answered: list[dict]) -> l
         ]
     )
     return [
-        sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | own | judgement
-        for sample, own, judgement in zip(samples, answered, judged)
+        sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | output | judgement
+        for sample, output, judgement in zip(samples, outputs, judgements)
     ]
 
 
 def evaluate(
     engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
 ) -> tuple[dict[str, Any], list[dict]]:
-    """Scores and predictions of what `engine` holds, one greedy completion a row; the same on every process."""
+    """Sample one greedy completion per row with the engine's current weights. Return the scores and the predictions,
+    which are the same on every process."""
     predictions = judge_task(scorer, samples, sample_rows(engine, processor, samples, max_tokens))
     return summarise(predictions, scorer.task), predictions
 
@@ -108,7 +117,7 @@ def evaluate(
 def score_policy(
     policy: Policy, engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
 ) -> dict[str, float]:
-    """The scores of `policy` under training, one greedy completion a row, as metrics named eval/…"""
+    """Score the policy that is being trained, with one greedy completion per row. Return the metrics named eval/…"""
     engine.wake_up()
     engine.sync_weights(policy)
     scores, _ = evaluate(engine, processor, samples, scorer, max_tokens)

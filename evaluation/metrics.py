@@ -1,9 +1,13 @@
-"""Scores of predictions: shares of right completions, benchmarks' own sums, intervals, and two models side by side.
+"""Scores of predictions with bootstrap intervals, and the summary of a task.
 
-A prediction is a dict with what its row says, its `responses`, whether each is right (`exact`), and, where they are
-known, `lengths` in tokens and `truncated`. Every score is a weighted sum of ratios, Σ c · (Σ num / Σ den) over units of
-predictions, so that one bootstrap over units gives the interval of any of them: one ratio for a plain share, one for
-each category where categories count alike, two for each category of MME.
+A prediction is a dict with the row's columns, its `responses`, whether each is correct (`exact`) and, where known,
+their `lengths` in tokens and `truncated`.
+
+Every score is a weighted sum of ratios, Σ weight · (Σ num / Σ den). The inner sums run over units: rows, or images for
+MME. A plain mean is one ratio, a mean over categories has one ratio per category, and MME has two per category. One
+bootstrap over units therefore gives the interval of any score.
+
+Shapes: U units, R ratios.
 """
 
 import math
@@ -20,7 +24,7 @@ RESAMPLES = 2000
 
 @dataclass
 class WeightedRatio:
-    """One part of a score: `weight` times the sum of `num` over the sum of `den`, both (units,)."""
+    """One term of a score: `weight` times the sum of `num` over the sum of `den`, both (U,)."""
 
     weight: float
     num: np.ndarray
@@ -28,9 +32,9 @@ class WeightedRatio:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n completions, c of them right, hold a right one: 1 − C(n−c, k) / C(n, k).
+    """Return the probability that k of n completions include a correct one when c are correct: 1 − C(n−c, k) / C(n, k).
 
-    Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    Chen et al. 2021, arXiv:2107.03374, eq. 1. Raises ValueError for an impossible n, c or k.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
@@ -38,83 +42,95 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def score(ratios: list[WeightedRatio]) -> float:
-    """The score that `ratios` make up."""
+    """Return the score: the weighted sum of `ratios`."""
     return float(sum(r.weight * r.num.sum() / r.den.sum() for r in ratios))
 
 
 def bootstrap(ratios: list[WeightedRatio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """(resamples,) scores of units drawn with replacement. The same seed draws the same units for another model."""
+    """Return (resamples,) scores, each of U units drawn with replacement.
+
+    The same seed draws the same units, so the scores of two models on the same rows can be subtracted.
+    """
     num, den = np.stack([r.num for r in ratios], 1), np.stack([r.den for r in ratios], 1)  # (U, R)
-    weights, whole = np.array([r.weight for r in ratios]), num.sum(0) / den.sum(0)
+    weights = np.array([r.weight for r in ratios])  # (R,)
+    full_ratios = num.sum(0) / den.sum(0)  # (R,), for a category of which no unit was drawn
     rng, units, scores = np.random.default_rng(seed), len(num), []
     for _ in range(resamples):
-        drawn = np.bincount(rng.integers(units, size=units), minlength=units)
-        total = drawn @ den
-        scores.append(np.where(total > 0, drawn @ num / np.where(total > 0, total, 1), whole) @ weights)
+        counts = np.bincount(rng.integers(units, size=units), minlength=units)  # (U,)
+        total = counts @ den
+        scores.append(np.where(total > 0, counts @ num / np.where(total > 0, total, 1), full_ratios) @ weights)
     return np.array(scores)
 
 
 def percentile_interval(scores: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of them."""
+    """Return the 2.5th and the 97.5th percentile of `scores`."""
     low, high = np.percentile(scores, [2.5, 97.5])
     return float(low), float(high)
 
 
 def mean_score(per_row: Sequence[float]) -> list[WeightedRatio]:
-    """The plain mean of `per_row`."""
+    """Return the plain mean of `per_row` as a ratio."""
     values = np.asarray(per_row, dtype=float)
     return [WeightedRatio(1.0, values, np.ones(len(values)))]
 
 
 def bootstrap_interval(per_row: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of the mean of `per_row`, by resampling rows."""
+    """Return the 95% interval of the mean of `per_row`, from a bootstrap over rows."""
     return percentile_interval(bootstrap(mean_score(per_row), seed))
 
 
 def summarise(predictions: list[dict], task: str) -> dict:
-    """The scores of a task's `predictions`, as the head of evaluate.py defines them.
+    """Return the scores of a task; evaluate.py's docstring defines them.
 
-    A completion without verdict is left out and counted. Raises UserError when more than a tenth of them are.
+    Completions without a verdict are left out of every score but `no_verdict`. Raises UserError when more than a tenth
+    of the completions have none.
     """
-    every = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
-    without = _mean([reward is None for _, reward in every])
-    if without > MAX_UNSCORED:
-        raise UserError(f"{without:.0%} of the completions have no verdict; at most 10% may: is the verifier up?")
-    judged = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
-    judged = [exact for exact in judged if exact]
-    shares = [_mean(exact) for exact in judged]
+    completions = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
+    no_verdict = mean([reward is None for _, reward in completions])
+    if no_verdict > MAX_UNSCORED:
+        raise UserError(f"{no_verdict:.0%} of the completions have no verdict (at most 10% may): is the verifier up?")
+    exact_by_row = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
+    exact_by_row = [exact for exact in exact_by_row if exact]
+    accuracies = [mean(exact) for exact in exact_by_row]
     scores = {
         "n": len(predictions),
-        "completions_per_row": _most(predictions),
-        "reward": _mean([reward for _, reward in every if reward is not None]),
-        "exact_match": _mean(shares),
-        "exact_match_95": bootstrap_interval(shares),
-        "format_rate": _mean([FORMATS[task](response) for response, _ in every]),
-        "no_verdict": without,
+        "completions_per_row": max_completions(predictions),
+        "reward": mean([reward for _, reward in completions if reward is not None]),
+        "exact_match": mean(accuracies),
+        "exact_match_95": bootstrap_interval(accuracies),
+        "format_rate": mean([FORMATS[task](response) for response, _ in completions]),
+        "no_verdict": no_verdict,
     }
-    return scores | _lengths(predictions) | _pass_at_k(judged, predictions)
+    return scores | length_scores(predictions) | pass_at_k_scores(exact_by_row, predictions)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of `values`; NaN when there are none."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def _most(rows: list[dict]) -> int:
+def max_completions(rows: list[dict]) -> int:
+    """Return the largest number of completions of a row."""
     return max(len(row["responses"]) for row in rows)
 
 
-def _pass_at_k(exact: list[list[bool]], rows: list[dict]) -> dict[str, float]:
-    """pass@k for 1, 2, 4, … and as many completions as every one of `rows` has, over those of `exact` that have k
-    verdicts."""
-    most = min(max(map(len, exact)), *(len(row["responses"]) for row in rows))
-    ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
-    return {f"pass@{k}": _mean([pass_at_k(len(own), sum(own), k) for own in exact if len(own) >= k]) for k in ks}
+def pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[str, float]:
+    """Return pass@k for k = 1, 2, 4, … and for the largest k that every row has completions for.
+
+    Each is a mean over the entries of `exact_by_row` with at least k verdicts.
+    """
+    max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))
+    ks = sorted({max_k, *(2**i for i in range(max_k.bit_length()) if 2**i <= max_k)})
+    return {
+        f"pass@{k}": mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
+        for k in ks
+    }
 
 
-def _lengths(rows: list[dict]) -> dict[str, float]:
-    """Of responses: their tokens and how many were cut off, where that is known, and their characters."""
-    scores = {"mean_characters": _mean([len(response) for row in rows for response in row["responses"]])}
+def length_scores(rows: list[dict]) -> dict[str, float]:
+    """Return the mean length of the responses in characters and, where known, in tokens and the truncated fraction."""
+    scores = {"mean_characters": mean([len(response) for row in rows for response in row["responses"]])}
     for name, column in (("mean_length", "lengths"), ("truncated", "truncated")):
-        known = [number for row in rows for number in row.get(column) or []]
-        scores |= {name: _mean(known)} if known else {}
+        values = [value for row in rows for value in row.get(column) or []]
+        scores |= {name: mean(values)} if values else {}
     return scores

@@ -1,4 +1,8 @@
-"""TODO evaluation/progress.py"""
+"""Progress files of an evaluation: with them the same command resumes after an interruption.
+
+Each process appends its outputs to `predictions.part-RANK` in the output folder: a first line with the settings, then
+one row per line with its index as `place`. The files are deleted once the results are written.
+"""
 
 import json
 import pathlib
@@ -9,43 +13,49 @@ from common import console, distributed, files
 
 
 class EvalProgress:
-    """What of an evaluation is done, in files beside its output, one for each process: a run broken off goes on."""
+    """The outputs of an unfinished evaluation; `done` maps row indices to the outputs sampled before this start.
+
+    Outputs sampled with other `settings` are not reused: their file is renamed to `*.aside`.
+    """
 
     def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
         self.done: dict[int, dict] = {}
         if console.is_main():
             folder.mkdir(parents=True, exist_ok=True)
             settings = json.loads(json.dumps(settings))
-            own, parts = folder / "predictions.part-0", sorted(folder.glob("predictions.part-*"))
-            for path in parts:
-                head, *rows = files.read_jsonl(path) or [{}]
-                if head == settings:
+            main_path, paths = folder / "predictions.part-0", sorted(folder.glob("predictions.part-*"))
+            for path in paths:
+                saved_settings, *rows = files.read_jsonl(path) or [{}]
+                if saved_settings == settings:
                     self.done |= {row.pop("place"): row for row in rows}
                     continue
-                changed = [name for name in settings if head.get(name) != settings[name]]
-                path.rename(aside := path.with_suffix(".aside"))
+                changed = [name for name in settings if saved_settings.get(name) != settings[name]]
+                aside = path.with_suffix(".aside")
+                path.rename(aside)
                 print(
-                    f"note: {aside} is of an evaluation with other {', '.join(changed)}: starting anew", file=sys.stderr
+                    f"note: {aside} is from an evaluation with different {', '.join(changed)}; starting over",
+                    file=sys.stderr,
                 )
-            rows = [{"place": place} | row for place, row in self.done.items()]
+            rows = [{"place": index} | row for index, row in self.done.items()]
             lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
+            # The merged file is complete before the old ones are deleted, so a kill here loses nothing.
             (folder / "predictions.partial").write_text(lines, encoding="utf-8")
-            (folder / "predictions.partial").rename(own)  # whole before the others go: a kill here loses nothing
-            for path in parts:
-                if path != own:
+            (folder / "predictions.partial").rename(main_path)
+            for path in paths:
+                if path != main_path:
                     path.unlink(missing_ok=True)
             if self.done:
-                print(f"going on after {len(self.done)} rows that were sampled before", file=sys.stderr)
+                print(f"resuming: {len(self.done)} rows are already sampled", file=sys.stderr)
         self.done = distributed.all_gather(self.done)[0]
         self.path = folder / f"predictions.part-{distributed.rank()}"
         if not console.is_main():
             self.path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
-    def add(self, places: list[int], answered: list[dict]) -> None:
-        """Append the rows at `places`."""
+    def add(self, indices: list[int], outputs: list[dict]) -> None:
+        """Append the outputs of the rows with these indices."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"place": place} | row) + "\n" for place, row in zip(places, answered))
+            file.writelines(json.dumps({"place": index} | output) + "\n" for index, output in zip(indices, outputs))
 
     def remove(self) -> None:
-        """The evaluation is written: nothing is left to go on with."""
+        """Delete this process's file. Call it once the results are written."""
         self.path.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
-"""What a run was trained on and with, as flags of evaluate.py, one a line; `./run.sh eval RUN` calls it.
+"""Print the flags with which evaluate.py scores a trained run, one per line. `./run.sh eval RUN` calls it.
 
-python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
+    python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
+
+The arguments are the run's folder, the test data (may be empty) and the user's own flags for evaluate.py.
 """
 
 import json
@@ -8,14 +10,17 @@ import pathlib
 import sys
 from typing import Any
 
-ROWS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
-ANY = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
-ANY += ("verifier_url", "verifier_model", "skip_bad_rows")
+TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
+COMMON_FLAGS = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
+COMMON_FLAGS += ("verifier_url", "verifier_model", "skip_bad_rows")
 
 
 def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, Any]:
-    """The flags that score the model in the folder `run` against its base, on `test_data`, else on the rows that the
-    run itself was scored on, unless on a `benchmark`. Exits with one line when they cannot be told."""
+    """Return the flags that score the trained model in `run` against its base model.
+
+    Without a `benchmark` the rows are `test_data` or, when that is empty, the run's own held-out rows. Exits with a
+    one-line error when `run` holds no trained model or no rows are known.
+    """
     if not (run / "final").is_dir():
         sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")
     config = json.loads((run / "config.json").read_text())
@@ -24,27 +29,27 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
         flags = {"model": config["model"], "baseline": config.get("adapter") or config["model"]}
         flags["adapter"] = f"{run}/final"
     if not benchmark:
-        flags |= {"task": config["task"], "data": test_data or _scored_rows(run, config)}
-        flags |= {name: config[name] for name in ROWS if config.get(name)}
-    flags |= {name: config[name] for name in ANY if config.get(name) is not None}
+        flags |= {"task": config["task"], "data": test_data or _held_out_rows(run, config)}
+        flags |= {name: config[name] for name in TASK_FLAGS if config.get(name)}
+    flags |= {name: config[name] for name in COMMON_FLAGS if config.get(name) is not None}
     return flags | {"max_tokens": config["max_completion_length"]}
 
 
-def _scored_rows(run: pathlib.Path, config: dict[str, Any]) -> str:
-    """The held-out rows of a run: its own, or those that its recipe evaluated it on."""
-    after = run / "after" / "scores.json"
-    data = config["eval_data"] or (json.loads(after.read_text())["data"] if after.is_file() else None)
+def _held_out_rows(run: pathlib.Path, config: dict[str, Any]) -> str:
+    """Return the run's `eval_data`, or the data that its recipe evaluated it on."""
+    scores = run / "after" / "scores.json"
+    data = config["eval_data"] or (json.loads(scores.read_text())["data"] if scores.is_file() else None)
     if data is None:
-        sys.exit("error: the run has no eval_data: TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")
+        sys.exit("error: the run has no eval_data; use TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")
     return data
 
 
-def main(run: str, test_data: str, *given: str) -> None:
-    benchmark = any(flag == "--benchmark" or flag.startswith("--benchmark=") for flag in given)
+def main(run: str, test_data: str, *user_flags: str) -> None:
+    benchmark = any(flag == "--benchmark" or flag.startswith("--benchmark=") for flag in user_flags)
     for name, value in run_flags(pathlib.Path(run), test_data, benchmark).items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is not False:
-                print(f"--{name}" if one is True else f"--{name}={one}")
+        for item in value if isinstance(value, list) else [value]:
+            if item is not False:
+                print(f"--{name}" if item is True else f"--{name}={item}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What an answer is, and how it is judged: reading answers out of text, math-verify, a verifier model.
+"""Answers and how they are judged: parsing, comparison with math-verify, and a verifier model.
 
-Imports `common` and `config`. Start reading at `answers.py`: it finds the answer in a completion. `sandbox.py` runs
-reward functions in processes that can be killed, `math_equal.py` runs in them, and `verifier.py` asks a model behind an
-OpenAI-compatible server. The reward functions themselves are in `rewards.py`.
+Imports `common` and `config`. Start reading at `answers.py`, which finds the answer in a completion. `sandbox.py` runs
+functions in processes that can be killed, and `math_equal.py` runs there. `verifier.py` asks a model behind an
+OpenAI-compatible server. The reward functions are in `rewards.py`.
 """

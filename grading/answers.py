@@ -1,4 +1,9 @@
-"""TODO grading/answers.py"""
+"""Parse answers out of text: format blocks, counts, words, boxed answers, choice letters and numbers.
+
+The rewards use the strict functions in the first half. The benchmarks use the lenient ones under "benchmark answers",
+which accept the many forms in which models state an answer. Completions are untrusted: no text may make these
+functions raise or run for seconds.
+"""
 
 import re
 import unicodedata
@@ -8,7 +13,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def split_think_answer(completion: str) -> tuple[str, str] | None:
-    """The bodies of `<think>…</think><answer>…</answer>` when the completion is exactly that, else None."""
+    """Return the two bodies if the completion is exactly `<think>…</think><answer>…</answer>`, else None."""
     if any(completion.count(tag) != 1 for tag in _TAGS):
         return None
     match = _THINK_ANSWER.fullmatch(completion)
@@ -19,29 +24,30 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
-# Any number: a thousands group («1,234») or digits, with the decimals and letters that would make it no whole number.
-# A point before it makes it a decimal (« .5», «1.2.3») unless it ends something («count...12», «No.5»).
+# Any number: a thousands group ("1,234") or digits. Group 2 captures decimals or a letter: then it is not whole.
+# A preceding point makes it a decimal (" .5", "1.2.3") unless the point ends a word or sentence ("count...12", "No.5").
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 
 
 def answer_blocks(text: str) -> list[str]:
-    """The bodies of all `<answer>…</answer>` blocks, in one pass however many tags are left open."""
-    bodies, at = [], 0
-    while (start := text.find("<answer>", at)) >= 0 and (end := text.find("</answer>", start)) >= 0:
+    """Return the bodies of all `<answer>…</answer>` blocks, in one pass even if many tags are never closed."""
+    bodies, position = [], 0
+    while (start := text.find("<answer>", position)) >= 0 and (end := text.find("</answer>", start)) >= 0:
         bodies.append(text[start + len("<answer>") : end])
-        at = end + len("</answer>")
+        position = end + len("</answer>")
     return bodies
 
 
 def first_count(text: str) -> int | None:
-    """The first whole number of the `<answer>` block when there is one, else of the text; None without a number.
+    """Return the first whole number in the first `<answer>` block, or in the text if there is no block; else None.
 
-    «1,234» is one number; «3.7», «x3» and «3D» are none; CJK neighbours and full-width digits are fine.
+    "1,234" is one number. "3.7", "x3" and "3D" are not whole numbers. Digits next to CJK characters and full-width
+    digits count. Only the first 18 digits are read.
     """
     text = next(iter(answer_blocks(text)), text)
     text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
-    whole = (m[1] for m in _NUMBER.finditer(text) if not m[2])
-    number = next(whole, None)
+    whole_numbers = (m[1] for m in _NUMBER.finditer(text) if not m[2])
+    number = next(whole_numbers, None)
     return int(number.replace(",", "")[:18]) if number else None
 
 
@@ -49,9 +55,10 @@ def first_count(text: str) -> int | None:
 
 
 def words(text: str) -> list[str]:
-    """The words of a short answer as they are compared: «5.6cm.» → [«5.6», «cm»].
+    """Normalise a short answer into the words that are compared: "5.6cm." → ["5.6", "cm"].
 
-    NFKC, lower case, digits apart from letters, a point kept only between digits, every other punctuation a space.
+    Applies NFKC and lower case, separates digits from letters, keeps a point only between digits, and replaces all
+    other punctuation by a space.
     """
     text = unicodedata.normalize("NFKC", text).lower()
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
@@ -60,9 +67,11 @@ def words(text: str) -> list[str]:
     return "".join(kept).split()
 
 
-_LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the last counts
+# --- multiple choice and boxes ----------------------------------------------------------------------------------------
+
+_LAST_CHOICE = (  # strongest evidence first; the last match of a pattern counts
     re.compile(r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}"),
-    # a small letter only before punctuation or the end: «the answer is a dog» chooses nothing
+    # A lower-case letter counts only before punctuation or the end: "the answer is a dog" chooses nothing.
     re.compile(
         r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"
     ),
@@ -70,27 +79,28 @@ _LAST_CHOICE = (  # from the surest sign to the weakest; of several matches the 
 
 
 def extract_choice(completion: str) -> str | None:
-    """The letter «A» to «Z» that a completion chooses, or None.
+    """Return the letter, "A" to "Z", that a completion chooses, or None.
 
-    In this order: within the last `<answer>` block when there is one: a boxed letter; the last «answer (is) X»; a
-    lone letter, in either case; a leading «X.», «X)», «X:» or «(X)»; the last «(X)».
+    Only the last `<answer>` block is searched, or the text outside think blocks if there is no answer block. The first
+    of these that matches decides: the last boxed letter; the last "answer (is) X"; a single letter of either case; a
+    leading "X.", "X)", "X:" or "(X)"; the last "(X)".
     """
     blocks = answer_blocks(completion)
     text = blocks[-1] if blocks else without_thinking(completion)
     for pattern in _LAST_CHOICE:
-        if found := pattern.findall(text):
-            return found[-1].upper()
+        if letters := pattern.findall(text):
+            return letters[-1].upper()
     if match := re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text):
         return match[1].upper()
     if match := re.match(r"[\s*_]*(?:\(([A-Z])\)|([A-Z])[*_]*[.):])", text):
         return match[1] or match[2]
-    found = re.findall(r"\(([A-Z])\)", text)
-    return found[-1] if found else None
+    letters = re.findall(r"\(([A-Z])\)", text)
+    return letters[-1] if letters else None
 
 
 def last_boxed(text: str) -> str | None:
-    """The body of the last `\\boxed{…}` with balanced braces, the inner one of two nested; None without one."""
-    open_braces: list[int | None] = []  # where the body starts, for those of a box
+    """Return the body of the last `\\boxed{…}` with balanced braces, or None. Of nested boxes, the inner one counts."""
+    open_braces: list[int | None] = []  # for a box, the position where its body starts
     start, last = -1, None
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
         if token[0].startswith("\\boxed"):
@@ -98,14 +108,14 @@ def last_boxed(text: str) -> str | None:
         elif token[0] == "{":
             open_braces.append(None)
         elif token[0] == "}" and open_braces:
-            opened = open_braces.pop()
-            if opened is not None and opened > start:
-                start, last = opened, text[opened : token.start()]
+            body_start = open_braces.pop()
+            if body_start is not None and body_start > start:
+                start, last = body_start, text[body_start : token.start()]
     return last
 
 
 def balanced(text: str) -> bool:
-    """Whether every brace that LaTeX would count has its partner."""
+    """Whether all braces are balanced; escaped braces (`\\{`, `\\}`) do not count."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -115,82 +125,94 @@ def balanced(text: str) -> bool:
 
 
 def without_thinking(text: str) -> str:
-    """The text with a space for each `<think>…</think>`, found in one pass however many tags there are."""
-    kept, at = [], 0
-    while (start := text.find("<think>", at)) >= 0 and (end := text.find("</think>", start)) >= 0:
-        kept.append(text[at:start])
-        at = end + len("</think>")
-    return " ".join([*kept, text[at:]])
+    """Replace each `<think>…</think>` block by a space, in one pass for any number of tags."""
+    kept, position = [], 0
+    while (start := text.find("<think>", position)) >= 0 and (end := text.find("</think>", start)) >= 0:
+        kept.append(text[position:start])
+        position = end + len("</think>")
+    return " ".join([*kept, text[position:]])
 
+
+# --- benchmark answers ------------------------------------------------------------------------------------------------
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-SHORT = 100  # characters: what is longer, and in no box, is prose
-
-
-# --- reading an answer ------------------------------------------------------------------------------------------------
+SHORT = 100  # characters; a longer answer outside a box is treated as prose
 
 
 def answer_part(response: str) -> str:
-    """The response without its think block, and of an answer block what is in it. Thinking that never ends leaves
-    nothing."""
-    text = without_thinking(response).rpartition("</think>")[2]  # some templates open it in the prompt
+    """Return the body of the last answer block, or the response without its think block if it has no answer block.
+
+    A think block that is never closed leaves an empty answer.
+    """
+    text = without_thinking(response).rpartition("</think>")[2]  # some chat templates put `<think>` in the prompt
     text = text.partition("<think>")[0]
     blocks = answer_blocks(text)
     return (blocks[-1] if blocks else text).strip()
 
 
 def short_answer(text: str) -> tuple[str, bool]:
-    """What an answer comes down to: its last box, else what follows its last «answer is», else all of it; and whether
-    it was stated in one of the first two ways."""
+    """Return the core of an answer, and whether the answer was marked explicitly.
+
+    The core is the last box, else the text after the last "answer is" or "answer:", else the whole text. The first two
+    forms are explicit.
+    """
     text = text.replace("**", "")
     if (boxed := last_boxed(text)) is not None:
         return boxed.strip(), True
-    said = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
-    return (said[-1] if said else text).strip().rstrip(".").strip(), bool(said)
+    stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
+    return (stated[-1] if stated else text).strip().rstrip(".").strip(), bool(stated)
 
 
 def math_answers(text: str) -> list[str]:
-    """What may be meant as the answer, the likeliest first: a box, or a short answer as it is; of a sentence a formula
-    or a number in it, the first one where the answer was stated, else the last. Prose is never handed to math-verify:
-    it would find an answer in anything, and takes seconds for a page."""
-    said, stated = short_answer(text)
+    """Return the expressions that may be the answer, most likely first.
+
+    A boxed answer or a short answer is returned unchanged. From a sentence, a formula or a number is extracted: the
+    first one if the answer was marked explicitly, else the last. Prose itself is never returned, because math-verify
+    would find an answer in any text and takes seconds for a page.
+    """
+    answer, explicit = short_answer(text)
     if last_boxed(text) is not None:
-        return [said[: 20 * SHORT]] if said else []
-    few = 1 if stated and re.search(r"\d", said) else 2
-    is_prose = len(said) > SHORT or len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}\b", said)) >= few
-    found = [said] if said and not is_prose else []
-    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", said, re.DOTALL)
+        return [answer[: 20 * SHORT]] if answer else []
+    min_prose_words = 1 if explicit and re.search(r"\d", answer) else 2
+    num_words = len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}\b", answer))
+    is_prose = len(answer) > SHORT or num_words >= min_prose_words
+    candidates = [answer] if answer and not is_prose else []
+    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", answer, re.DOTALL)
     if formulas:
-        formula = next(filter(None, formulas[0 if stated else -1]))
-        found.append(formula.strip()[: 20 * SHORT])
+        formula = next(filter(None, formulas[0 if explicit else -1]))
+        candidates.append(formula.strip()[: 20 * SHORT])
     elif is_prose:
-        numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", said)
-        found += numbers[:1] if stated else numbers[-1:]
-    return found
+        numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer)
+        candidates += numbers[:1] if explicit else numbers[-1:]
+    return candidates
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number that an answer states, else the last one it names; None when that is no whole number."""
-    said, stated = short_answer(text)
-    found = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", said.replace("\\,", "").replace("{,}", ","))
-    if not found:
+    """Return the whole number that an answer gives; None if it gives no number, or one that is not whole.
+
+    An explicitly marked answer ("the answer is …") gives its first number, any other text its last.
+    """
+    answer, explicit = short_answer(text)
+    answer = answer.replace("\\,", "").replace("{,}", ",")
+    numbers = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
+    if not numbers:
         return None
-    number = found[0 if stated else -1].replace(",", "").replace("−", "-")
+    number = numbers[0 if explicit else -1].replace(",", "").replace("−", "-")
     whole, _, decimals = number.partition(".")
     return None if decimals.strip("0") else int(whole[:30])
 
 
-_LETTER = (  # where `extract_choice` sees none
+_MORE_CHOICES = (  # tried after `extract_choice`; the last match of a pattern counts
     r"(?i:\b(?:option|choice)\b)(?:\s+(?i:is))?\s*[:(*\[]*\s*([A-Z])\b(?!['’])",
     r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Z])(?![A-Za-z])",
     r"^\W*([A-Z])(?=\s*(?:[\n,;:–—-]|$))",
-    r"^\W*([B-H])\b(?!['’])",  # «B a red bus», but not «A red bus»
+    r"^\W*([B-H])\b(?!['’])",  # "B a red bus", but not "A red bus"
 )
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter that an answer chooses, in the forms that models answer benchmarks in, or None."""
+    """Return the letter that an answer chooses, or None. Accepts more forms than `extract_choice`."""
     if letter := extract_choice(text):
         return letter
-    found = (re.findall(pattern, text) for pattern in _LETTER)
-    return next((letters[-1] for letters in found if letters), None)
+    matches = (re.findall(pattern, text) for pattern in _MORE_CHOICES)
+    return next((letters[-1] for letters in matches if letters), None)

@@ -1,7 +1,7 @@
-"""Whether two mathematical answers are the same, by math-verify. Called in killable processes only (workers.py).
+"""Compare two mathematical answers with math-verify. Runs only in the killable processes of `sandbox.py`.
 
-math-verify's own time limit needs the main thread's alarm clock and cannot stop a long multiplication, so it is turned
-off here: `9^{9^{9}}` would compute for ever, and the caller kills it.
+math-verify's own time limit is turned off: it needs SIGALRM in the main thread and cannot interrupt a long
+multiplication. An answer such as `9^{9^{9}}` computes forever, so the caller kills the process.
 """
 
 import logging
@@ -10,53 +10,55 @@ import resource
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of every answer that it cannot parse
-MEMORY = 4 * 2**30  # bytes a call may take before it fails
-SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "≠", "¬", "_")  # of which it drops a side
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
+MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
+# math-verify ignores one side of these.
+SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "≠", "¬", "_")
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
-UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([A-Za-z.]+)\s*\}\s*$")  # it takes no notice of units
+UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([A-Za-z.]+)\s*\}\s*$")  # math-verify ignores units
 
 
 def math_equal(candidate: str, gold: str) -> bool:
-    """Whether `candidate` is `gold`: numbers, expressions, sets, intervals, matrices and letters of choices.
+    """Whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
-    Both are wrapped in a box, without which «12 \\sqrt{3}» is read as 3. Answers in words are compared as words:
-    math-verify multiplies their letters, and «silent» would equal «listen».
+    Both are wrapped in a box; otherwise `12 \\sqrt{3}` would be parsed as 3. Answers in words are compared as words:
+    math-verify reads a word as a product of letters, so "silent" would equal "listen".
     """
-    candidate, gold = _stripped(candidate), _stripped(gold)
+    candidate, gold = _strip_delimiters(candidate), _strip_delimiters(gold)
     if not candidate or any(sign in candidate and sign not in gold for sign in SIGNS):
         return False
-    if _in_words(gold):
-        return _bare(candidate) == _bare(gold)
+    if _is_words(gold):
+        return _plain_words(candidate) == _plain_words(gold)
     units = [UNIT.search(text) for text in (candidate, gold)]
     if all(units) and len({unit[1].casefold().rstrip("s.") for unit in units}) == 2:
         return False
     sides = candidate.split("=")
-    if any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1]):  # «1 = 5»
+    if any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1]):  # "1 = 5"
         return False
     boxed = [parse("\\boxed{" + text + "}", parsing_timeout=None) for text in (gold, candidate)]
     return bool(verify(*boxed, timeout_seconds=None))
 
 
-def _stripped(text: str) -> str:
-    """Without the signs around mathematics and the full stop of a sentence."""
+def _strip_delimiters(text: str) -> str:
+    """Remove dollar signs around the text and a full stop at its end."""
     return text.strip().rstrip(".。").strip().strip("$").strip().rstrip(".。")
 
 
-def _bare(text: str) -> str:
-    """The words of a text, with LaTeX's wrapping of text removed."""
+def _plain_words(text: str) -> str:
+    """Return the words and symbols of a text in lower case, with LaTeX text commands unwrapped."""
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
     return " ".join(re.findall(r"[^\W_]+|\S", text.casefold().rstrip(". ")))
 
 
-def _in_words(gold: str) -> bool:
-    """«Pythagorean theorem», but not «ab», «\\sin x» or «45 degrees»."""
-    bare = _bare(gold)
-    return bare in ("no", "on", "up") or bool(re.fullmatch(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*", bare))
+def _is_words(gold: str) -> bool:
+    """Whether the gold answer is prose: "Pythagorean theorem", but not "ab", `\\sin x` or "45 degrees"."""
+    text = _plain_words(gold)
+    return text in ("no", "on", "up") or bool(re.fullmatch(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*", text))
 
 
-# A call that grows without bound fails by itself before the machine runs out of memory.
+# Limit memory, so that a runaway call raises MemoryError before the machine runs out of memory.
 _hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-_soft = MEMORY if _hard == resource.RLIM_INFINITY else min(MEMORY, _hard)
+_soft = MAX_MEMORY if _hard == resource.RLIM_INFINITY else min(MAX_MEMORY, _hard)
 resource.setrlimit(resource.RLIMIT_DATA, (_soft, _hard))
-math_equal("\\frac{1}{2}", "0.5")  # the grammar's tables are built by the first call, before workers are forked
+# Warm up: the first call builds the parser's tables, which the processes forked later then share.
+math_equal("\\frac{1}{2}", "0.5")

@@ -1,9 +1,11 @@
-"""Calls of reward functions in processes of their own, each with a wall clock.
+"""Run functions in separate processes with a time limit for each call.
 
-math-verify and people's own reward functions can run for ever on a strange completion. Here a call that takes too long
-is killed and the next one starts at once. Every worker is a small Python process that has the functions loaded and
-forks the process that makes the calls: killing that one costs a few milliseconds. Workers never import the training
-script (as `multiprocessing` would) and end with the process that started them.
+math-verify and user-defined rewards can run forever on a strange completion, and a malicious upload to the service can
+hang its checks. Here a call that takes too long is killed, and the next call starts at once.
+
+`WorkerPool` starts each worker with `python -P -m grading.sandbox`. A worker is a small Python process that loads the
+functions once and forks a child that makes the calls. Killing and replacing that child takes a few milliseconds.
+Workers do not import the training script, as `multiprocessing` would, and they exit with the process that started them.
 """
 
 import contextlib
@@ -22,11 +24,11 @@ from typing import Any
 from common.errors import CallFailed, CallLost, WorkerLost
 
 TOO_LONG = "took longer than {:g} s"
-BUSY_FACTOR = 60  # times as long for a call that waits for a processor: it is not the call that is to blame
+BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
 
 
 class WorkerPool:
-    """`count` processes that call functions named «file.py:function»."""
+    """A pool of `count` processes that call the functions `names`, each written "file.py:function"."""
 
     def __init__(self, count: int, names: list[str]):
         self.names = names
@@ -35,22 +37,23 @@ class WorkerPool:
             self.idle.put(self._start())
 
     def _start(self) -> tuple[subprocess.Popen, connection.Connection]:
-        ours, theirs = Pipe()
-        # -P: what lies in the working directory must not hide the project's packages
-        command = [sys.executable, "-P", "-m", "grading.sandbox", str(theirs.fileno()), *self.names]
+        parent_end, child_end = Pipe()
+        # -P keeps modules in the working directory from shadowing the project's packages.
+        command = [sys.executable, "-P", "-m", "grading.sandbox", str(child_end.fileno()), *self.names]
         root = str(pathlib.Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path}
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-        theirs.close()
-        return process, ours
+        process = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        child_end.close()
+        return process, parent_end
 
     def call(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        """The result of function `name` with `arguments`, waited for at most `seconds` once a worker is idle.
+        """Return the result of function `name` with `arguments`; safe to call from many threads.
 
-        Raises CallFailed when the function raised, CallLost when it gave no result. Safe in many threads.
+        The time limit `seconds` starts when a worker is idle. Raises CallFailed if the function raised, CallLost if it
+        took too long or its process died, and WorkerLost if the worker itself died twice.
         """
-        for _ in range(2):  # once more when the worker itself is gone; killed from outside or out of memory
+        for _ in range(2):  # retry once if the worker died: it was killed from outside or ran out of memory
             process, pipe = self.idle.get()
             try:
                 pipe.send((name, seconds, arguments))
@@ -69,7 +72,10 @@ class WorkerPool:
 
 
 def load_function(name: str) -> Callable:
-    """The function that «file.py:function» names. Raises OSError, SyntaxError or AttributeError, or what it raises."""
+    """Import a file and return the function that "file.py:function" names.
+
+    Raises OSError, SyntaxError, AttributeError, or anything that the file raises while it is imported.
+    """
     file, _, function = name.rpartition(":")
     path = pathlib.Path(file).resolve()
     if not path.is_file():
@@ -84,7 +90,7 @@ def load_function(name: str) -> Callable:
 
 @contextlib.contextmanager
 def _import_from(folder: pathlib.Path) -> Iterator[None]:
-    """Its neighbours can be imported while a file is loaded, as when it is run as a script."""
+    """Allow imports from `folder` while one of its files is loaded, as if the file were run as a script."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -96,90 +102,103 @@ def _import_from(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _serve(pipe: connection.Connection, names: list[str]) -> None:
-    """Answer calls until the other end is closed."""
+    """Answer calls until the other end of the pipe is closed."""
     functions = {name: load_function(name) for name in names}
-    caller = None
+    child = None
     while True:
         try:
             name, seconds, arguments = pipe.recv()
         except (EOFError, OSError):
             break
-        caller = caller or _fork(functions)
-        begun = _state(caller[0])[1]
-        caller[1].send((name, arguments))
+        child = child or _fork(functions)
+        cpu_before = _process_state(child[0])[1]
+        child[1].send((name, arguments))
         try:
-            if why := _too_long(caller, seconds, begun):
-                answer, caller = ("lost", why), _killed(caller)
+            if problem := _wait_for_answer(child, seconds, cpu_before):
+                _kill(child)
+                answer, child = ("lost", problem), None
             else:
-                answer = caller[1].recv()
+                answer = child[1].recv()
         except (EOFError, OSError):
-            answer, caller = ("lost", "its process died, out of memory perhaps"), _killed(caller)
-        with contextlib.suppress(OSError):  # nobody waits any more
+            _kill(child)
+            answer, child = ("lost", "its process died, perhaps out of memory"), None
+        with contextlib.suppress(OSError):  # the caller may have stopped waiting
             pipe.send(answer)
-    _killed(caller)
+    _kill(child)
 
 
-def _too_long(caller: tuple[int, connection.Connection], seconds: float, begun: float) -> str:
-    """Empty when an answer comes in `seconds`; on a busy machine, where the call has not had so many of a processor and
-    waits for one, in PATIENCE times as many. Else what is wrong. `begun`: the processor seconds it had before."""
-    if caller[1].poll(seconds):
+def _wait_for_answer(child: tuple[int, connection.Connection], seconds: float, cpu_before: float) -> str:
+    """Wait until the child has an answer and return "", or return the reason why the call must be killed.
+
+    The limit is `seconds` of wall time. On a busy machine, a call that has not yet had that much CPU time and is still
+    waiting for a core gets up to BUSY_FACTOR times the limit. `cpu_before` is the child's CPU time before the call.
+    """
+    if child[1].poll(seconds):
         return ""
-    state, used = _state(caller[0])
+    state, cpu = _process_state(child[0])
     for _ in range(int((BUSY_FACTOR - 1) * seconds * 10)):
-        if used - begun > 0.9 * seconds or caller[1].poll(0.1):
+        if cpu - cpu_before > 0.9 * seconds or child[1].poll(0.1):
             break
-        before, (state, used) = used, _state(caller[0])
-        if state not in ("R", "D") and used == before:  # it sleeps, not for this moment alone
+        last_cpu = cpu
+        state, cpu = _process_state(child[0])
+        if state not in ("R", "D") and cpu == last_cpu:  # asleep, and used no CPU time since the last check
             break
-    spent = f", {used - begun:.1f} s of them on a processor" if state else ""
-    return "" if caller[1].poll(0) else TOO_LONG.format(seconds) + spent
+    cpu_used = f" ({cpu - cpu_before:.1f} s of CPU time)" if state else ""
+    return "" if child[1].poll(0) else TOO_LONG.format(seconds) + cpu_used
 
 
-def _state(process: int) -> tuple[str, float]:
-    """What /proc says of a process: R when it runs or could, D when it waits for a disk; and its processor seconds."""
+def _process_state(pid: int) -> tuple[str, float]:
+    """Return a process's state in /proc and its CPU time in seconds.
+
+    State R is running or ready to run, D is waiting for a disk. Returns ("", 0.0) on a system without /proc.
+    """
     try:
-        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # another system
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return "", 0.0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
-    """A child that makes one call after another; this process has no threads, so that forking it is safe."""
-    ours, theirs = Pipe()
-    child = os.fork()
-    if child:
-        theirs.close()
-        return child, ours
-    ours.close()
-    os.setsid()  # a group of its own: whatever a call starts is killed with it
+    """Fork a child that makes one call after another, and return its pid and pipe.
+
+    Forking is safe because this process has no threads.
+    """
+    parent_end, child_end = Pipe()
+    pid = os.fork()
+    if pid:
+        child_end.close()
+        return pid, parent_end
+    parent_end.close()
+    os.setsid()  # a process group of its own, so that processes started by a call are killed with it
     while True:
         try:
-            name, arguments = theirs.recv()
+            name, arguments = child_end.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
             value = functions[name](**arguments)
-            answer = "done", value.item() if hasattr(value, "item") else value  # numbers of NumPy and torch
-        except BaseException as error:  # noqa: BLE001 - whatever a reward function does, SystemExit too, is an answer
+            answer = "done", value.item() if hasattr(value, "item") else value  # NumPy and torch scalars
+        except BaseException as error:  # noqa: BLE001 - report any exception of a reward function, even SystemExit
             answer = "raised", f"{type(error).__name__}: {error}"[:300]
         try:
-            theirs.send(answer)
-        except (TypeError, AttributeError, ValueError) as error:  # a result that cannot be pickled
-            theirs.send(("raised", f"its result cannot be passed on ({error})"[:300]))
+            child_end.send(answer)
+        except (TypeError, AttributeError, ValueError) as error:
+            child_end.send(("raised", f"its result cannot be pickled ({error})"[:300]))
 
 
-def _killed(caller: tuple[int, connection.Connection] | None) -> None:
-    if caller:
+def _kill(child: tuple[int, connection.Connection] | None) -> None:
+    if child:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(caller[0], signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):  # it may not have come to its own group yet
-            os.kill(caller[0], signal.SIGKILL)
-        os.waitpid(caller[0], 0)
-        caller[1].close()
+            os.killpg(child[0], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may not have called `setsid` yet
+            os.kill(child[0], signal.SIGKILL)
+        os.waitpid(child[0], 0)
+        child[1].close()
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the trainer, which ends its step; torchrun sends them to all
-        signal.signal(number, signal.SIG_IGN)
+    # torchrun sends these signals to all processes of a run, but only the trainer must act: it first ends its step.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     _serve(connection.Connection(int(sys.argv[1])), sys.argv[2:])

@@ -1,7 +1,7 @@
-"""Pictures: decoded, oriented, flattened and resized once; no later processor resizes them again.
+"""Check, decode and resize images. Each image is resized once, here; no later processor resizes it again.
 
-A picture is checked when its row is loaded (`check_image`) and decoded when its row is used (`fit_image`), so that
-twenty thousand rows are checked in seconds and none of them stays in memory.
+`check_image` checks an image when its row is loaded, and `fit_image` decodes it when the row is used. So twenty
+thousand rows are checked in seconds, and no image stays in memory.
 """
 
 import contextlib
@@ -17,19 +17,26 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.records import ImageSource
 
-# What decoders and archives raise about what they cannot read; RuntimeError: AVIF, and compression methods unknown here
+# Errors that decoders and archives raise for unreadable data.
 UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, EOFError, RuntimeError),
-    *(Image.DecompressionBombError, zipfile.BadZipFile, zlib.error),
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    RuntimeError,  # AVIF, and unknown compression methods in a ZIP
+    Image.DecompressionBombError,
+    zipfile.BadZipFile,
+    zlib.error,
 )
-ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap the sides
+ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
 
 
 def decode_image(source: ImageSource) -> Image.Image:
-    """`source` as upright 8-bit RGB. Raises ValueError when it is not a whole image, OSError when it is not there.
+    """Decode `source` as upright 8-bit RGB.
 
-    EXIF orientation is applied and transparency goes on white. 16-bit and float scans are stretched from their darkest
-    to their brightest value, since clipping them to 8 bit would leave a white sheet.
+    The EXIF orientation is applied, and transparent pixels are blended with white. 16-bit and float scans are rescaled
+    so that their darkest value becomes 0 and their brightest 255; clipping them to 8 bits would turn them white.
+    Raises ValueError when the image is damaged or incomplete, and FileNotFoundError when the file does not exist.
     """
     with _readable():
         image = ImageOps.exif_transpose(_open(source))
@@ -47,10 +54,10 @@ def decode_image(source: ImageSource) -> Image.Image:
 
 
 def check_image(source: ImageSource) -> tuple[int, int]:
-    """(height, width) of the upright picture once it is known to be whole. Raises like `decode_image`.
+    """Check that an image is intact and return its upright (height, width). Raises the errors of `decode_image`.
 
-    Made to be fast: PNG by its checksums, JPEG decoded at an eighth of its size, which reads every byte of it; any
-    other format is decoded in full.
+    This is faster than decoding. PNG is checked by its checksums. JPEG is decoded at an eighth of its size, which still
+    reads every byte. Other formats are decoded in full.
     """
     if isinstance(source, Image.Image):
         return source.height, source.width
@@ -61,13 +68,16 @@ def check_image(source: ImageSource) -> tuple[int, int]:
         if image.format == "PNG":
             image.verify()
         else:
-            image.draft("L", (1, 1))  # for JPEG; other formats have no drafts and ignore it
+            image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
             image.load()
     return (width, height) if swapped else (height, width)
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
-    """What `source` comes down to: a path, encoded bytes, or a picture. Raises ValueError when it is empty."""
+    """Reduce `source` to a path, encoded bytes or an image. Reads table cells and files in a ZIP.
+
+    Raises ValueError when `source` has neither bytes nor a path, or cannot be read from its ZIP.
+    """
     if hasattr(source, "read") and not isinstance(source, pathlib.Path | zipfile.Path):
         source = source.read()
     if isinstance(source, dict):
@@ -80,14 +90,15 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Whatever a decoder raises about a broken image becomes a ValueError; a missing file stays one."""
+    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError is not changed."""
     try:
         yield
     except FileNotFoundError:
         raise
     except UNREADABLE as error:
-        why = "no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)[:80]
-        raise ValueError(f"not a readable image ({why})") from None
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "Pillow does not recognise the format" if unknown else str(error)[:80]
+        raise ValueError(f"not a readable image ({reason})") from None
 
 
 def _open(source: ImageSource) -> Image.Image:
@@ -100,13 +111,15 @@ def _open(source: ImageSource) -> Image.Image:
 def fitted_size(
     height: int, width: int, min_pixels: int, max_pixels: int, factor: int = 28, max_side: int = 0
 ) -> tuple[int, int]:
-    """(height, width) as multiples of `factor` with height·width within the limits and the aspect kept.
+    """Return the (height, width) in pixels to which an image is resized.
 
-    The same sizes as Qwen2-VL's own resizing where that one stays within the limits. `max_side` bounds the longest
-    side, 0 does not. Raises ValueError for pictures more than 200 times as long as wide, which the models refuse.
+    Both are multiples of `factor`. Height · width is within the pixel limits, and the aspect ratio is approximately
+    kept. `max_side` limits the longer side; 0 means no limit. The result equals that of Qwen2-VL's own resizing
+    whenever that respects the limits. Raises ValueError when one side is more than 200 times the other, which the
+    models reject.
     """
     if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"the picture is {width}x{height}: its sides differ by more than 200 times")
+        raise ValueError(f"the image is {width}x{height}: one side is more than 200 times the other")
     if max_side:
         shrink = min(1.0, max_side / max(height, width))
         height, width = height * shrink, width * shrink
@@ -117,7 +130,8 @@ def fitted_size(
     elif h * w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    # Where the limits cannot all hold, or a thin picture's short side is at the minimum already, the upper ones do.
+    # The limits cannot always all be met, for example when a thin image's short side is already `factor`. Then the
+    # upper limits take precedence.
     if max_side:
         h, w = (max(factor, min(side, max_side // factor * factor)) for side in (h, w))
     h = max(factor, min(h, max_pixels // w // factor * factor))
@@ -128,7 +142,7 @@ def fitted_size(
 def fit_image(
     source: ImageSource, min_pixels: int, max_pixels: int, factor: int = 28, max_side: int = 0
 ) -> Image.Image:
-    """Decode `source` and resize it once (bicubic) to `fitted_size`."""
+    """Decode `source` and resize it to its `fitted_size` (bicubic). Raises the errors of both functions."""
     image = decode_image(source)
     h, w = fitted_size(image.height, image.width, min_pixels, max_pixels, factor, max_side)
     return image if image.size == (w, h) else image.resize((w, h), Image.Resampling.BICUBIC)

@@ -1,4 +1,4 @@
-"""TODO policy/batches.py"""
+"""Micro-batches: cut groups into equally many on every process, count their FLOP, and record log-probabilities."""
 
 import math
 from collections.abc import Iterator
@@ -15,38 +15,43 @@ from policy.sharding import unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
-    """`groups` packed and moved to the policy's device: as many micro-batches on every process, so that all of them
-    take part in the same collectives, with blank ones (weight zero) where this process has fewer."""
+    """Pack `groups` into micro-batches of at most `budget` tokens, and iterate over them on the policy's device.
+
+    Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
+    process with fewer adds blank ones, whose tokens have weight zero.
+    """
     batches = pack_groups(groups, budget)
-    most = int(distributed.all_max(torch.tensor(max(1, len(batches)))))
-    if len(batches) < most:
+    num_batches = int(distributed.all_max(torch.tensor(max(1, len(batches)))))
+    if len(batches) < num_batches:
         token = torch.zeros(1, dtype=torch.long)
         rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
         blank = Rollout(token, torch.zeros(1), old_logp=torch.zeros(1), ref_logp=torch.zeros(1))
         prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
-        batches += [pack([Group(prompt, [blank])]) for _ in range(most - len(batches))]
+        batches += [pack([Group(prompt, [blank])]) for _ in range(num_batches - len(batches))]
     if any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
-        with_images = distributed.all_max(torch.tensor([bool(batch.vision) for batch in batches]).int())
-        for batch, anywhere in zip(batches, with_images.tolist()):
-            batch.dummy_vision = bool(anywhere) and not batch.vision
+        any_images = distributed.all_max(torch.tensor([bool(batch.vision) for batch in batches]).int())
+        for batch, images_on_any_rank in zip(batches, any_images.tolist()):
+            batch.dummy_vision = bool(images_on_any_rank) and not batch.vision
     device = next(policy.parameters()).device
     for batch in batches:
         batch.flop = train_flop(policy, batch)
-    # Copies of the weights exchange their gradients once, with the last micro-batch; with each one where the vision
-    # tower is trained, which the last one may leave out.
-    always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
+    # Copies of the weights sum their gradients once, with the last micro-batch. With a trained vision tower they do so
+    # with every micro-batch, because the last one may not run the tower.
+    reduce_always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
 
-    def handed_out(batch: PackedBatch) -> PackedBatch:
-        if not always:
+    def prepare(batch: PackedBatch) -> PackedBatch:
+        if not reduce_always:
             policy.set_requires_all_reduce(batch is batches[-1])
         return batch.to(device)
 
-    return map(handed_out, batches)
+    return map(prepare, batches)
 
 
 def vision_cost_per_patch(policy: Policy) -> float:
-    """What a patch costs the vision tower, as a share of what a token costs the decoder stack, by their numbers of
-    parameters; 0 when the tower is frozen, whose features are known."""
+    """Return the cost of a patch in the vision tower relative to that of a token in the decoder stack.
+
+    The ratio is that of their parameter counts. It is 0 when the tower is frozen, because its features are cached.
+    """
     vision = vision_parameters(policy.model)
     if not any(parameter.requires_grad for parameter in vision):
         return 0.0
@@ -54,17 +59,22 @@ def vision_cost_per_patch(policy: Policy) -> float:
 
 
 def train_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Operations of a forward and backward pass: the gradients of activations cost as much as the forward pass, those
-    of weights the share that is trained."""
-    weights = dict.fromkeys((False, True), 0)
+    """Return the floating-point operations of a forward and backward pass of the language model.
+
+    Gradients of activations cost as much as the forward pass. Gradients of weights cost the same times the fraction of
+    weights that is trained.
+    """
+    counts = {False: 0, True: 0}
     for parameter in language_model(policy.model).parameters():
-        weights[parameter.requires_grad] += parameter.numel()
-    return forward_flop(policy, batch) * (2 + weights[True] / sum(weights.values()))
+        counts[parameter.requires_grad] += parameter.numel()
+    return forward_flop(policy, batch) * (2 + counts[True] / sum(counts.values()))
 
 
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Floating-point operations of a forward pass of the language model: two for each weight and token, four for each
-    query, key and hidden unit that attention brings together."""
+    """Return the floating-point operations of a forward pass of the language model.
+
+    There are two for each weight and token, and four for each attended pair of query and key and each hidden unit.
+    """
     model = language_model(policy.model)
     config = model.config
     weights = sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.layers.parameters())
@@ -76,9 +86,9 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 
 @torch.no_grad()
 def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature: float, budget: int) -> None:
-    """Store the log-probabilities that `policy` gives each completion under the attribute `name`."""
+    """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
     with unsharded(policy):
-        found = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
-    for rollouts, logp in found:  # to the host only now: no micro-batch waits for the one before
-        for rollout, of_rollout in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
-            setattr(rollout, name, of_rollout)
+        results = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
+    for rollouts, logp in results:  # copied to the host only now, so that no micro-batch waits for the previous one
+        for rollout, rollout_logp in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
+            setattr(rollout, name, rollout_logp)

@@ -1,4 +1,11 @@
-"""TODO policy/forward.py"""
+"""The packed forward pass: prepare a transformers model for packed batches and compute token log-probabilities.
+
+`enable_packed_forward` changes a model in place so that its attention runs through `packing.shared_prefix_attention`.
+It also keeps the residual stream in float32. `token_logprobs` then runs the model on a packed batch. It applies the
+lm_head only to completion tokens, a few rows at a time.
+
+Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V vocabulary.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -7,82 +14,89 @@ from transformers import AttentionInterface
 
 from packing import PackedBatch, shared_prefix_attention
 
-LOGIT_ROWS = 512  # completion tokens per lm_head call: bounds the (rows, V) float32 logits to 0.3 GB for V = 152k
-# Only a name with "flash" in it makes the Qwen vision towers hand over their windows in one call instead of looping
-# over them; the language model must not have such a name, or its mask code would look for the flash-attn package.
+LOGIT_ROWS = 512  # completion tokens per lm_head call; bounds the (rows, V) float32 logits to 0.3 GB for V = 152k
+# The Qwen vision towers attend to all windows in one call only if the attention's name contains "flash"; otherwise they
+# loop over the windows. The language model needs a name without "flash", because transformers' mask code would look for
+# the flash-attn package.
 AttentionInterface.register("shared_prefix", shared_prefix_attention)
 AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 
 
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
-    """Make `model` (a transformers causal or image-text model) take packed batches, in place.
+    """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
-    `compiled`: the small operations around the matrix products of each decoder layer, and the log-probabilities, are
-    fused by torch.compile; attention stays a call of its own.
+    `compiled`: torch.compile fuses the small operations around the matrix products of each decoder layer, and those of
+    the log-probabilities. Attention stays a separate call.
 
-    Its attention is routed through this file by the configs, after loading: given to `from_pretrained`, the vision
-    tower's name would demand the flash-attn package.
+    The attention function is set in the configs after loading. `from_pretrained` would reject the vision tower's
+    attention name unless the flash-attn package is installed.
     """
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
     embedding = language_model(model).embed_tokens
-    if _completion_ids_back not in embedding._forward_pre_hooks.values():
-        embedding.register_forward_pre_hook(_completion_ids_back)
+    if _restore_completion_ids not in embedding._forward_pre_hooks.values():
+        embedding.register_forward_pre_hook(_restore_completion_ids)
         keep_residual_in_float32(language_model(model))
-    # with its «online» softmax 512 rows of 152k took 1.7 ms (LOG.md)
-    plain = {"online_softmax": False}
-    model.from_logits = torch.compile(_from_logits, dynamic=True, options=plain) if compiled else _from_logits
+    # Inductor's online softmax is slower: 1.7 ms for 512 rows of 152k logits (docs/log.md).
+    options = {"online_softmax": False}
+    model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks stay outside
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks must stay outside
 
 
-def keep_residual_in_float32(text: nn.Module) -> None:
-    """Let a decoder stack that computes in bfloat16 add up its layers in float32; in float32 nothing changes.
+def keep_residual_in_float32(decoder: nn.Module) -> None:
+    """Make a bfloat16 decoder stack add up its residual stream in float32; a float32 stack does not change.
 
-    Rounded after each addition it would lose much, and what it loses would depend on how a compiler fuses them: with
-    and without gradients the same model gave other log-probabilities.
+    Rounding after each addition would lose precision, and the rounding would depend on how a compiler fuses the
+    additions: the same model gave different log-probabilities with and without gradients.
     """
 
-    def to_weights(norm: nn.Module, _: object, out: Tensor) -> Tensor:
+    def cast_to_weight_dtype(norm: nn.Module, _: object, out: Tensor) -> Tensor:
         return out.to(norm.weight.dtype)
 
-    def rounded_angles(_: nn.Module, __: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Rounded, although float32 would be exact: samplers round them too, and equal roundings do not add up. To a
-        compiler that takes every size for unknown, the rotation in each layer would be mostly divisions."""
-        cos_sin = tuple(x.to(text.norm.weight.dtype) for x in out)  # (1, T, E) each
+    def round_rotary(_: nn.Module, __: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Round cos and sin to the weights' dtype and mark their fixed dimensions as static.
+
+        Float32 would be exact, but samplers round too, and the same rounding on both sides causes no difference. With
+        dynamic sizes everywhere, the compiled rotation would consist mostly of integer divisions.
+        """
+        cos_sin = tuple(x.to(decoder.norm.weight.dtype) for x in out)  # (1, T, E) each
         for x in cos_sin:
             torch._dynamo.mark_static(x, (0, 2))
         return cos_sin
 
-    text.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
-    text.rotary_emb.register_forward_hook(rounded_angles)
-    text.norm.register_forward_hook(to_weights)
-    for layer in text.layers:
+    decoder.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
+    decoder.rotary_emb.register_forward_hook(round_rotary)
+    decoder.norm.register_forward_hook(cast_to_weight_dtype)
+    for layer in decoder.layers:
         for name, child in layer.named_children():
             if "norm" in name:
-                child.register_forward_hook(to_weights)
+                child.register_forward_hook(cast_to_weight_dtype)
 
 
 def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
-    """(image tokens, features) all that the language model takes of images: the last layer's features and, for models
-    that have them, those of the layers between, side by side."""
+    """Return the image features that the language model needs, (image tokens, features).
+
+    A row holds the features of the last layer. For models with deepstack features (Qwen3-VL), those of the inner layers
+    follow in the same row.
+    """
     out = visual(pixel_values.to(visual.dtype), grid_thw=grid)
     return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
 
 
-def _completion_ids_back(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Before the embedding: −1 − id becomes id again.
+def _restore_completion_ids(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Turn −1 − id back into id; a hook that runs before the embedding.
 
-    A model may sample its image placeholder. To the sampler that is a token like any other, but the model's forward
-    would look for a picture to put there; packed completions hide their ids until the pictures are in place.
+    A model may sample its own image placeholder. The sampler treats it like any other token, but the model's forward
+    would expect an image for it. Packed completions therefore hide their ids until the images are in place.
     """
     return (torch.where(args[0] < 0, -1 - args[0], args[0]),)
 
 
 def language_model(model: nn.Module) -> nn.Module:
-    """The decoder stack: `.layers`, `.embed_tokens`, `.norm`."""
+    """Return the decoder stack, the module with `.layers`, `.embed_tokens` and `.norm`."""
     return getattr(model.model, "language_model", model.model)
 
 
@@ -90,15 +104,15 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probability of every completion token and the entropy of the distribution it came from, (C,) float32 each.
+    """Return the log-probability of every completion token and the entropy of its distribution, (C,) float32 each.
 
-    Both are those of the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
-    lm_head runs on completion tokens only; see `_TokenLogprobs`.
+    Both belong to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
+    lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
     inputs = {"input_ids": batch.input_ids, **batch.vision}
     forward = model.model
     if "features" in batch.vision:
-        inputs, forward = _with_features(model, batch), language_model(model)
+        inputs, forward = _decoder_inputs(model, batch), language_model(model)
     hidden = forward(
         position_ids=batch.position_ids,
         attention_mask={"full_attention": None} if hasattr(model.model, "get_rope_index") else None,
@@ -107,30 +121,32 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
         **inputs,
     ).last_hidden_state[0]  # (T, D)
     hidden = hidden[batch.predict_from]  # (C, D)
-    # a float would be a tensor on the host to torch.compile, which then looks for a C++ compiler, for 40 seconds
+    # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     keep = torch.is_grad_enabled() and not model.is_gradient_checkpointing
     return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
 
 
-def _with_features(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
-    """The decoder's inputs with image features in their places. The model's own way asks the device where they go."""
-    text = language_model(model)
-    embedded = text.embed_tokens(batch.input_ids)  # (1, T, D)
-    last, *between = batch.vision["features"].to(embedded.dtype).split(embedded.shape[-1], dim=-1)
+def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
+    """Return the decoder's inputs, with the image features inserted among the token embeddings.
+
+    The model's own code would find the image tokens on the device, which makes the host wait.
+    """
+    embedded = language_model(model).embed_tokens(batch.input_ids)  # (1, T, D)
+    last, *deepstack = batch.vision["features"].to(embedded.dtype).split(embedded.shape[-1], dim=-1)
     inputs: dict[str, object] = {"inputs_embeds": embedded.index_copy(1, batch.image_tokens, last[None])}
-    if between:  # Qwen3-VL adds features of the tower's inner layers after the decoder's first ones
-        places = torch.zeros(batch.input_ids.shape, dtype=torch.bool, device=embedded.device)
-        places[0, batch.image_tokens] = True
-        inputs |= {"visual_pos_masks": places, "deepstack_visual_embeds": list(between)}
+    if deepstack:  # Qwen3-VL adds features of the tower's inner layers to the outputs of the first decoder layers
+        is_image = torch.zeros(batch.input_ids.shape, dtype=torch.bool, device=embedded.device)
+        is_image[0, batch.image_tokens] = True
+        inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deepstack}
     return inputs
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(rows, V) hidden (rows, D) times the lm_head's weight (V, D), summed in float32 and left there; on a GPU
-    there is no gradient of it, and callers need none.
+    """Return the logits (rows, V): `hidden` (rows, D) times the lm_head's `weight` (V, D), summed and kept in float32.
 
-    bfloat16 keeps eight bits: a logit between 16 and 32, as trained models have them, would be off by up to 0.06.
+    bfloat16 has eight significant bits: it would be off by up to 0.06 for a logit between 16 and 32, a usual size in
+    trained models. On a GPU the result has no gradient, and no caller needs one.
     """
     if hidden.device.type == "cuda" and hidden.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -140,9 +156,12 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 def _from_logits(
     logits: Tensor, targets: Tensor, temperature: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of (rows, V) logits: log-probabilities of the targets, entropies, and the derivatives of the former by the
-    logits, rounded to `dtype` when all is done. In passes without gradients too: compiled apart, the rest might be
-    rounded otherwise, and ratios of policies begin beside 1."""
+    """Return the targets' log-probabilities, the entropies, and the derivatives of the log-probabilities.
+
+    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. Passes without gradients
+    compute them too: compiled separately, the log-probabilities could be rounded differently, and the initial ratio
+    would not be exactly 1.
+    """
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
     e = (logits - top).exp()
@@ -156,23 +175,23 @@ def _from_logits(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(C,) log-probabilities and entropies of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
+    """Log-probabilities and entropies (C,) of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
-    The float32 logits exist for `LOGIT_ROWS` tokens at a time. What the backward pass needs of them, the derivatives
-    one_hot(target) - softmax(logits), is kept for all (C, V) with `keep`, in the type that is computed in. Without, for
-    models short of memory, the logits are computed again, which takes a quarter of the lm_head's time more, and its
-    weight gets a gradient from every few rows.
+    The float32 logits exist for `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
+    one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
+    dtype. Without `keep`, for models short of memory, the backward pass recomputes the logits. This makes the lm_head a
+    quarter slower, and the gradient of its weight is added up over chunks of rows.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, from_logits, keep: bool) -> tuple[Tensor, Tensor]:
         derivatives = hidden.new_empty(len(hidden) if keep else 0, len(weight))
         logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        for rows in _cuts(len(hidden), LOGIT_ROWS):
+        for rows in _row_slices(len(hidden), LOGIT_ROWS):
             logits = float32_logits(hidden[rows], weight)
-            logp[rows], entropy[rows], of_logits = from_logits(logits, targets[rows], temperature, hidden.dtype)
+            logp[rows], entropy[rows], row_derivatives = from_logits(logits, targets[rows], temperature, hidden.dtype)
             if keep:
-                derivatives[rows] = of_logits
+                derivatives[rows] = row_derivatives
         ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
         ctx.from_logits, ctx.keep = from_logits, keep
         ctx.mark_non_differentiable(entropy)
@@ -182,18 +201,19 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden), None
-        for rows in _cuts(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
+        hidden_grad, weight_grad = torch.empty_like(hidden), None
+        for rows in _row_slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
                 logits = float32_logits(hidden[rows], weight)
                 derivatives = ctx.from_logits(logits, targets[rows], temperature, hidden.dtype)[2]
             scale = grad[rows, None]
-            of_hidden[rows] = derivatives @ weight * scale
+            hidden_grad[rows] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
-                part = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)
-                of_weight = part if of_weight is None else of_weight.add_(part)
-        return of_hidden, of_weight, None, None, None, None
+                chunk_grad = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)
+                weight_grad = chunk_grad if weight_grad is None else weight_grad.add_(chunk_grad)
+        return hidden_grad, weight_grad, None, None, None, None
 
 
-def _cuts(length: int, size: int) -> list[slice]:
+def _row_slices(length: int, size: int) -> list[slice]:
+    """Cut `length` rows into slices of at most `size`."""
     return [slice(start, start + size) for start in range(0, length, max(size, 1))]

@@ -1,6 +1,6 @@
-"""A GPU's memory: what a model needs of it, micro-batches and checkpointing that fit, going on after an overflow.
+"""GPU memory: estimate what a model needs, choose sharding, checkpointing and micro-batch size, recover from overflows.
 
-The figures of a layer's activations are measured ones (LOG.md): one H200, bfloat16, layers fused by torch.compile.
+The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile (docs/log.md).
 """
 
 import sys
@@ -19,15 +19,18 @@ from policy.model import Policy, compute_dtype, vision_parameters
 from policy.sharding import reshard
 
 T = TypeVar("T")
-MOST_TOKENS = 10240  # of a micro-batch chosen here: more keeps a GPU no busier
-ENOUGH_TOKENS = 8192  # with fewer, checkpointing with larger micro-batches is faster
-CPU_TOKENS = 16384  # without a GPU
-MARGIN = 0.06  # of the GPU's memory, for what its allocator cannot use
+MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches do not use a GPU better
+TARGET_MICRO_BATCH_TOKENS = 8192  # below this, checkpointing more layers for larger micro-batches is faster
+CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
+MARGIN = 0.06  # fraction of the GPU's memory that its allocator cannot use
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
 def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tuple[int, int]:
-    """Bytes of a whole copy of (weights, the reference's included, and moments; gradients)."""
+    """Return the bytes that a whole copy of the training state takes, as (weights and moments, gradients).
+
+    The weights include those of a separate reference model. Weights and moments in host memory do not count.
+    """
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
     if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
@@ -36,20 +39,22 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tup
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
-    """Of this process's GPU, held to `limit` GiB (0: all of it), what its allocator can use."""
+    """Return the bytes of this process's GPU that its allocator can use, at most `limit` GiB (0: no limit)."""
     return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
 
 
 def choose_sharding(
     policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
 ) -> str:
-    """What «auto» of `PolicyFlags.sharding` is here; without a GPU «full». A copy on each process saves the gathering
-    of weights, a share of one leaves memory for larger micro-batches and for the sampler. Raises UserError for hybrid
-    over machines with different numbers of processes."""
-    alike = len(set(distributed.all_gather(distributed.local_world_size()))) == 1
-    if flags.sharding == "hybrid" and not alike:
+    """Return `flags.sharding`, with "auto" resolved to "none", "hybrid" or "full"; without a GPU "auto" is "full".
+
+    A whole copy on each process avoids gathering weights. Shards leave memory for larger micro-batches and for the
+    sampler. Raises UserError for "hybrid" over machines with different numbers of processes.
+    """
+    equal_machines = len(set(distributed.all_gather(distributed.local_world_size()))) == 1
+    if flags.sharding == "hybrid" and not equal_machines:
         raise UserError(
-            "--sharding hybrid needs as many processes on every machine: give all the same --nproc_per_node"
+            "--sharding hybrid needs the same number of processes on every machine: use the same --nproc_per_node"
         )
     if flags.sharding != "auto":
         return flags.sharding
@@ -57,9 +62,9 @@ def choose_sharding(
         return "full"
     state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)
     several_machines = distributed.local_world_size() < distributed.world_size()
-    fits_machine = alike and state / distributed.local_world_size() < 2 * total / 3
+    fits_machine = equal_machines and state / distributed.local_world_size() < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
-    chosen = distributed.all_gather(chosen)[0]  # machines may have different GPUs
+    chosen = distributed.all_gather(chosen)[0]  # rank 0's choice: machines may have different GPUs
     if console.is_main():
         print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
     return chosen
@@ -70,74 +75,86 @@ def check_gpu_memory(
     flags: PolicyFlags,
     with_reference: bool,
     device: torch.device,
-    sampler: float,
+    sampler_fraction: float,
     limit: float = 0.0,
     sharding: str = "full",
 ) -> None:
-    """Hold this process to `limit` GiB of its GPU (0: all of it). Raise UserError when weights, gradients and optimizer
-    alone overflow that, or, gradients apart, do so beside the share that is the `sampler`'s while it is awake."""
+    """Limit this process to `limit` GiB of its GPU (0: no limit); raise UserError when the training state does not fit.
+
+    Weights, gradients and optimizer must fit during an update. Weights and optimizer must fit beside the awake sampler,
+    which takes `sampler_fraction` of the memory.
+    """
     if device.type != "cuda":
         return
     if limit:
         torch.cuda.set_per_process_memory_fraction(distributed.memory_fraction(limit), device)
     total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
-    resting, gradients = (part / shards for part in state_bytes(policy, flags, with_reference))
-    training, sampling = resting + gradients, resting + sampler * total
+    resting, gradients = (size / shards for size in state_bytes(policy, flags, with_reference))
+    training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
-        what = "weights, gradients, AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
+        what = "weights, gradients and AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
         raise UserError(
-            f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB of "
-            f"{total / 2**30:.1f} usable on each of {distributed.world_size()} processes. What helps: "
-            f"{smaller_state(flags, with_reference, sharding)}"
+            f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB on "
+            f"each of {distributed.world_size()} processes, and {total / 2**30:.1f} GiB are usable. What helps: "
+            f"{memory_saving_flags(flags, with_reference, sharding)}"
         )
 
 
-def smaller_state(flags: PolicyFlags, with_reference: bool, sharding: str) -> str:
-    """The flags that make weights and optimizer smaller and are not given yet."""
-    adapter, separate = flags.has_adapter, with_reference and not flags.has_adapter
-    steps = {
+def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str) -> str:
+    """Return the flags that would make the training state smaller and are not in use yet."""
+    adapter, separate_reference = flags.has_adapter, with_reference and not flags.has_adapter
+    hints = {
         "--sharding full": distributed.num_shards(sharding) < distributed.world_size(),
         "--lora_rank 64": not adapter,
         "--load_in_4bit" if adapter else "--load_in_4bit with it": not flags.load_in_4bit,
         "--offload_optimizer": not flags.offload_optimizer,
-        "--offload_reference": separate and not flags.offload_reference,
-        "--beta 0": separate,
+        "--offload_reference": separate_reference and not flags.offload_reference,
+        "--beta 0": separate_reference,
         "a smaller --vllm_memory": True,
         "more GPUs": True,
     }
-    return ", ".join(step for step, open_ in steps.items() if open_)
+    return ", ".join(hint for hint, applies in hints.items() if applies)
 
 
-def set_checkpointing(policy: Policy, again: int) -> None:
-    """Let `again` of the layers, evenly spread, keep only their input and be computed again in the backward pass; and
-    with any of them the blocks of a trained vision tower."""
-    if again == 0:
+def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
+    """Checkpoint `num_checkpointed` decoder layers, evenly spaced.
+
+    A checkpointed layer keeps only its input and is recomputed in the backward pass. If there is one, the blocks of a
+    trained vision tower are checkpointed, too.
+    """
+    if num_checkpointed == 0:
         return
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = language_model(policy.model).layers
     for i, layer in enumerate(layers):
-        layer.gradient_checkpointing = i * again // len(layers) < (i + 1) * again // len(layers)
+        layer.gradient_checkpointing = i * num_checkpointed // len(layers) < (i + 1) * num_checkpointed // len(layers)
 
 
-def bytes_per_token(policy: Policy, again: int, compiled: bool, dtype: torch.dtype = torch.bfloat16) -> float:
-    """What one packed token leaves behind in the forward pass for the backward pass when `again` layers are
-    checkpointed, over all layers, those of a trained vision tower included: the token may stand for a picture."""
+def bytes_per_token(
+    policy: Policy, num_checkpointed: int, compiled: bool, dtype: torch.dtype = torch.bfloat16
+) -> float:
+    """Return the bytes of activations that one packed token keeps for the backward pass, summed over all layers.
+
+    `num_checkpointed`: number of checkpointed decoder layers. The layers of a trained vision tower count too, because
+    the token may be part of an image.
+    """
     config, size = language_model(policy.model).config, dtype.itemsize
-    kept = 4 * config.hidden_size  # the residual stream is float32
-    logits = size * config.vocab_size if again == 0 else 0  # their derivatives, kept where no layer is checkpointed
-    whole = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
-    layers = (config.num_hidden_layers - again) * whole + again * kept + whole
-    return layers + logits + _vision_bytes(policy, again, size)
+    layer_input = 4 * config.hidden_size  # the residual stream is float32
+    logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept without checkpointing only
+    full_layer = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
+    layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
+    return layers + logits + _vision_bytes_per_token(policy, num_checkpointed, size)
 
 
-def _vision_bytes(policy: Policy, again: int, size: int) -> float:
+def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) -> float:
+    """Return the bytes that a trained vision tower adds to `bytes_per_token`, with values of `size` bytes."""
     if not any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
         return 0.0
     config = policy.model.config.vision_config
-    kept = size * config.hidden_size
-    whole = size * (14 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size))
-    blocks = config.depth * (kept if again else whole) + whole
-    return blocks * config.spatial_merge_size**2  # patches of a token
+    block_input = size * config.hidden_size
+    full_block = size * (14 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size))
+    blocks = config.depth * (block_input if num_checkpointed else full_block) + full_block
+    return blocks * config.spatial_merge_size**2  # patches per token
 
 
 def choose_micro_batch_size(
@@ -149,73 +166,77 @@ def choose_micro_batch_size(
     limit: float = 0.0,
     sharding: str = "full",
 ) -> int:
-    """Set the checkpointing and whether weights are gathered once, and return the tokens of a micro-batch: the flags',
-    else the fastest in the free memory.
+    """Set the checkpointing and whether weights stay gathered, and return the maximum number of tokens per micro-batch.
 
-    `longest`: the most tokens of a prompt with one completion, which cannot be split; `limit`: GiB of the GPU that the
-    run may use. Raises UserError when not even that fits. Every process takes the same.
+    This number is `flags.micro_batch_tokens` if set, else the fastest choice for the free memory. Every process chooses
+    the same. `longest`: maximum tokens of a prompt with one completion, which cannot be split. `limit`: GiB of the GPU
+    that the run may use (0: no limit). Raises UserError when not even one prompt with one completion fits.
     """
-    layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
-    choices = {"none": [0], "selective": [layers // 2], "full": [layers], "auto": list(range(layers + 1))}
+    num_layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
+    choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
         keep_unsharded(policy, reference, flags, (0, 0))
-        return budget or CPU_TOKENS
+        return budget or CPU_MICRO_BATCH_TOKENS
     torch.cuda.empty_cache()
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
-    vocabulary = language_model(policy.model).embed_tokens.weight.shape[0]
-    layer = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
-    free, whole = torch.cuda.mem_get_info(device)
-    total = limit * 2**30 or whole
-    free -= whole - total
-    # gradients and moments are not there yet; logits in float32 and what comes of them; two layers gathered whole
-    coming, logits = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28
-    room = free - MARGIN * total - coming * trained - logits * LOGIT_ROWS * vocabulary - 12 * layer
-    enough = max(longest, budget or ENOUGH_TOKENS)
-    cost = {
-        again: bytes_per_token(policy, again, flags.compile, compute_dtype(flags.dtype, device)) for again in choice
-    }
-    fits = {again: int(room / cost[again]) for again in choice}
-    again = next((again for again, tokens in fits.items() if tokens >= enough), choice[-1])
-    again = int(distributed.all_max(torch.tensor(again)))
-    tokens = -int(distributed.all_max(torch.tensor(-fits[again])))
+    trained_params = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
+    vocab_size = language_model(policy.model).embed_tokens.weight.shape[0]
+    layer_params = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
+    free, gpu_size = torch.cuda.mem_get_info(device)
+    total = limit * 2**30 or gpu_size
+    free -= gpu_size - total
+    # Still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered layers.
+    state_size, logit_size = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28  # bytes per value
+    available = (
+        free - MARGIN * total - state_size * trained_params - logit_size * LOGIT_ROWS * vocab_size - 12 * layer_params
+    )
+    target = max(longest, budget or TARGET_MICRO_BATCH_TOKENS)
+    token_bytes = {n: bytes_per_token(policy, n, flags.compile, compute_dtype(flags.dtype, device)) for n in choice}
+    max_tokens = {n: int(available / token_bytes[n]) for n in choice}
+    num_checkpointed = next((n for n, tokens in max_tokens.items() if tokens >= target), choice[-1])
+    num_checkpointed = int(distributed.all_max(torch.tensor(num_checkpointed)))
+    tokens = -int(distributed.all_max(torch.tensor(-max_tokens[num_checkpointed])))
     if tokens < longest and not budget:
-        missing = (longest - tokens) * cost[again] / 2**30
+        missing = (longest - tokens) * token_bytes[num_checkpointed] / 2**30
         raise UserError(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
             f"shorter ones (--max_prompt_length, --max_completion_length), {OOM_ACTIVATION_HINT}"
         )
-    budget = budget or min(tokens, MOST_TOKENS)
-    # without gradients a token leaves at most as much as when all layers are checkpointed
-    forward = bytes_per_token(policy, layers, flags.compile, compute_dtype(flags.dtype, device))
-    keep_unsharded(policy, reference, flags, (room - budget * cost[again], room - budget * forward))
-    set_checkpointing(policy, again)
+    budget = budget or min(tokens, MAX_MICRO_BATCH_TOKENS)
+    # Without gradients a token keeps at most as much as with all layers checkpointed.
+    forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, compute_dtype(flags.dtype, device))
+    free_bytes = (available - budget * token_bytes[num_checkpointed], available - budget * forward_token_bytes)
+    keep_unsharded(policy, reference, flags, free_bytes)
+    set_checkpointing(policy, num_checkpointed)
     if console.is_main():
-        how = f"activation checkpointing of {again} of {layers} layers"
-        once = ", weights gathered once for all of an update" if policy.keep_unsharded else ""
-        print(f"micro-batches of {budget} tokens, {how}{once}", file=sys.stderr)
+        checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
+        gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
+        print(f"micro-batches of {budget} tokens, {checkpointing}{gathering}", file=sys.stderr)
     return budget
 
 
-def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, room: Sequence[float]) -> None:
-    """Set for `policy` and `reference` whether their gathered weights stay, alike on every process: as the flags say,
-    else where that leaves memory of the `room` in bytes that each has."""
+def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
+    """Set `keep_unsharded` of `policy` and `reference`, to the same value on every process.
+
+    `flags.gather` decides; with "auto", a model's layers stay gathered if its full weights fit into its `free_bytes`
+    (policy first, then reference).
+    """
     models = [policy] if reference in (None, policy) else [policy, reference]
-    for model, bytes_free in zip(models, room):
+    for model, available in zip(models, free_bytes):
         parameters = list(model.parameters())
         size = compute_dtype(flags.dtype, parameters[0].device).itemsize
-        whole = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
+        full_bytes = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
         never = flags.gather == "layer" or (model is reference and flags.offload_reference)
-        too_large = flags.gather == "auto" and bytes_free < whole
+        too_large = flags.gather == "auto" and available < full_bytes
         model.keep_unsharded = not distributed.all_max(torch.tensor(int(never or too_large)))
 
 
 def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
-    """`work(budget)`, and the budget it was done with: when the GPU's memory overflows, everything that it added to the
-    gradient is forgotten and it is done again, once, with half the budget.
+    """Return the budget and the result of `work(budget)`; when GPU memory overflows, retry once with half the budget.
 
-    Raises RunStopped when that does not help either, or when other processes wait in the middle of the same work.
+    Before the retry, all gradients are discarded. Raises RunStopped when the retry overflows, too, or when there are
+    other processes, which would wait in the middle of the same work.
     """
     for attempt in range(2):
         try:
@@ -226,12 +247,12 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
                 raise RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1) from None
             recover(policy)
             budget //= 2
-            print(f"out of GPU memory: from now on micro-batches of {budget} tokens", file=sys.stderr)
+            print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
     raise AssertionError("unreachable")
 
 
 def recover(policy: Policy) -> None:
-    """End a forward or backward pass that broke off, as FSDP ends one that came through, and forget its gradients."""
+    """End an interrupted forward or backward pass as FSDP ends a completed one, and discard its gradients."""
     policy._get_fsdp_state()._root_post_backward_final_callback()
     reshard(policy)
     policy.zero_grad()

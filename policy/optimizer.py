@@ -1,4 +1,4 @@
-"""TODO policy/optimizer.py"""
+"""The optimizer: AdamW, its learning-rate schedule, and a variant that keeps its moments in host memory."""
 
 import functools
 import math
@@ -13,12 +13,14 @@ from config import PolicyFlags
 from policy.model import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PINNED_CHUNK_BYTES = 2**32  # bytes of host memory asked for at a time
+PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose moments lie in host memory (`init_adam_state`) and come to the GPU, one parameter's at a time, for the
-    update alone."""
+    """AdamW with its moments in host memory, where `init_adam_state` puts them.
+
+    An update copies them to the GPU and back, one parameter at a time.
+    """
 
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
@@ -26,79 +28,87 @@ class HostAdamW(torch.optim.AdamW):
             for group in groups:
                 for parameter in group["params"]:
                     self.param_groups = [group | {"params": [parameter]}]
-                    moments = [_local_part(self.state[parameter][name]) for name in MOMENTS]
-                    places = [moment.data for moment in moments]
+                    moments = [_local_tensor(self.state[parameter][name]) for name in MOMENTS]
+                    host_buffers = [moment.data for moment in moments]
                     for moment in moments:
                         moment.data = moment.to(parameter.device)
                     super().step()
-                    for moment, place in zip(moments, places):
-                        moment.data = place.copy_(moment)
+                    for moment, host_buffer in zip(moments, host_buffers):
+                        moment.data = host_buffer.copy_(moment)
         finally:
             self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """In place: PyTorch's brings all moments to the GPU at once."""
-        own, parameters = self.state, [p for group in self.param_groups for p in group["params"]]
+        """Copy `state_dict` into the existing state; PyTorch's own method would move all moments to the GPU."""
+        state, parameters = self.state, [p for group in self.param_groups for p in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         super().load_state_dict(state_dict | {"state": {}})
         for name, parameter in zip(names, parameters, strict=True):
             for key, value in state_dict["state"][name].items():
-                own[parameter][key].copy_(value)
-        self.state = own
+                state[parameter][key].copy_(value)
+        self.state = state
 
 
-def _local_part(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
-    """(size,) float32 zeros in host memory for each of `sizes`, cut from pieces of `PINNED_CHUNK_BYTES` bytes: alone, PyTorch would
-    round the page-locked memory of each up to a power of two, 1.9 times what the matrices of a 7B need."""
-    coming, left = sum(sizes), torch.empty(0)
+    """Yield a float32 tensor of zeros in host memory, (size,), for each of `sizes`; page-locked if `pinned`.
+
+    The tensors are cut from chunks of `PINNED_CHUNK_BYTES`. PyTorch rounds each page-locked allocation up to a power of
+    two, so separate allocations would take 1.9 times the memory that the matrices of a 7B need.
+    """
+    remaining, chunk = sum(sizes), torch.empty(0)
     for size in sizes:
-        if len(left) < size:
-            piece = max(size, min(coming, PINNED_CHUNK_BYTES // 4))
-            left = torch.zeros(1 << (piece - 1).bit_length(), pin_memory=pinned)
-        yield left[:size]
-        left, coming = left[size:], coming - size
+        if len(chunk) < size:
+            length = max(size, min(remaining, PINNED_CHUNK_BYTES // 4))
+            chunk = torch.zeros(1 << (length - 1).bit_length(), pin_memory=pinned)
+        yield chunk[:size]
+        chunk, remaining = chunk[size:], remaining - size
 
 
 def make_optimizer(
     policy: Policy, flags: PolicyFlags, updates: int
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW over what is trained (matrices decay, norms and biases do not) and its learning-rate schedule.
+    """Return AdamW over the trained parameters, and its learning-rate schedule for a run of `updates` updates.
 
-    The warm-up is in updates, below 1 a share of all `updates`; no update is spent at rate zero.
+    Weight decay applies to matrices, not to norms and biases. The warm-up starts above zero, so that no update is
+    wasted; `flags.warmup` below 1 is a fraction of `updates`.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    kind = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
-    optimizer = kind([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
+    optimizer_class = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
+    optimizer = optimizer_class([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
     init_adam_state(optimizer)
-    shape = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    factor = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:
-    """The state that AdamW would make for a parameter at its first gradient, for all of them now: a checkpoint has it
-    whenever it is written, and whoever loads one has where to put it. PyTorch itself would take an empty step for it,
-    which counts."""
+    """Create AdamW's state for all parameters before the first step, so that a checkpoint can be saved and loaded.
+
+    PyTorch would create it in a dummy step, which increments `step`.
+    """
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
-    sizes = [_local_part(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
-    places = pinned_slots(sizes, pinned=parameters[0][0].is_cuda)
+    sizes = [_local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
+    host_buffers = pinned_slots(sizes, pinned=parameters[0][0].is_cuda)
     for parameter, fused in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
         for name in MOMENTS if isinstance(optimizer, HostAdamW) else ():
-            own = _local_part(optimizer.state[parameter][name])
-            own.data = next(places).view(own.shape)
+            moment = _local_tensor(optimizer.state[parameter][name])
+            moment.data = next(host_buffers).view(moment.shape)
 
 
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
-    """The learning rate of update 0, 1, … as a share of its peak: a linear rise, then constant, linear or cosine."""
-    rise = warmup * updates if warmup < 1 else warmup
-    if update < rise:
-        return (update + 1) / (rise + 1)
-    done = min((update - rise) / max(updates - rise, 1), 1.0)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
+    """Return the learning rate of `update` (0, 1, …) as a fraction of its peak.
+
+    It rises linearly during the warm-up. Then it stays constant, or it falls to zero linearly or along a cosine.
+    """
+    warmup_updates = warmup * updates if warmup < 1 else warmup
+    if update < warmup_updates:
+        return (update + 1) / (warmup_updates + 1)
+    progress = min((update - warmup_updates) / max(updates - warmup_updates, 1), 1.0)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[schedule]

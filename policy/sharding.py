@@ -1,4 +1,4 @@
-"""TODO policy/sharding.py"""
+"""Sharding with FSDP2: shard a policy or the reference, gather and free layers, and read the full weights back."""
 
 import contextlib
 import itertools
@@ -20,9 +20,11 @@ from policy.model import Policy, compute_dtype, load_model, vision_parameters
 def load_reference(
     name: str, flags: PolicyFlags, device: torch.device, policy: Policy, sharding: str = "full"
 ) -> Policy:
-    """The fixed reference of the KL term: `policy` itself when it has an adapter, which `lora.reference_weights`
-    switches; else the model at `name` in the compute type, sharded, with the vision tower of `policy` when that is not
-    trained."""
+    """Return the fixed reference of the KL term.
+
+    With an adapter, the reference is `policy` itself, whose adapter `lora.reference_weights` switches. Otherwise it is
+    the model at `name`, sharded and in the compute dtype. It uses the vision tower of `policy`, unless that is trained.
+    """
     if has_adapter(policy.model):
         return policy
     dtype = compute_dtype(flags.dtype, device)
@@ -37,36 +39,40 @@ def load_reference(
 def apply_fsdp(
     policy: Policy, device: torch.device, dtype: torch.dtype, sharding: str = "full", offload: bool = False
 ) -> Policy:
-    """Spread `policy` over the processes as `PolicyFlags.sharding` says: every decoder layer a unit, the rest
-    (embedding, lm_head) with the root.
+    """Shard `policy` over the processes, in place, as `PolicyFlags.sharding` describes.
 
-    Master weights stay float32, compute runs in `dtype`, gradients are averaged in float32. A frozen vision
-    tower stays whole on every process, so a batch of text alone touches no collective of it; so does a 4-bit model.
-    `offload`: shards lie in host memory until a layer is run. Where processes but the main one have empty weights
-    (`load_model`), they get their shares of its.
+    Every decoder layer is a unit; the root holds the rest (embedding, lm_head). Master weights stay in float32, compute
+    runs in `dtype`, and gradients are averaged in float32. A frozen vision tower stays whole on every process, so that
+    a batch without images needs no collective for it. A 4-bit model stays whole, too.
+
+    `offload`: keep the shards in host memory until their layer runs. If only the main process has loaded the weights
+    (see `load_model`), the other processes receive their shards from it.
     """
-    # No name may keep a parameter: FSDP moves each to the device before it takes its share, and would leave it there.
+    # Hold no reference to any parameter here. FSDP moves each parameter to the device before it takes its shard; a
+    # stale reference would keep the full tensor there.
     empty = any(tensor.is_meta for tensor in itertools.chain(policy.parameters(), policy.buffers()))
     empty = bool(distributed.all_max(torch.tensor(int(empty))))
-    whole = {name: tensor.detach() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()] if empty}
-    # inputs are left as they come: the residual stream stays float32
+    full_state = {
+        name: tensor.detach() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()] if empty
+    }
+    # Inputs are not cast, so that the residual stream stays in float32.
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
-    # An adapter's part in a frozen tower is exported as it came; the reference's copy is cast, as the trained one is
-    # for its forward, or the KL term would not start at zero.
+    # Adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's copy is cast,
+    # as the trained one is in its forward; otherwise the KL term would not start at zero.
     exported = set(adapter_parameters(policy.model).values())
     for parameter in frozen:
-        keep = parameter in exported or not parameter.is_floating_point()
-        kept_dtype = parameter.dtype if keep else dtype
-        parameter.data = parameter.data.to("meta" if parameter.is_meta else device, kept_dtype)
+        keep_dtype = parameter in exported or not parameter.is_floating_point()
+        new_dtype = parameter.dtype if keep_dtype else dtype
+        parameter.data = parameter.data.to("meta" if parameter.is_meta else device, new_dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
     vision_trained = bool(vision) and not frozen.intersection(vision)
-    del vision, exported  # see above
+    del vision, exported  # these hold references to parameters; see above
     if vision_trained:
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
@@ -75,40 +81,47 @@ def apply_fsdp(
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
     if empty:
-        _broadcast_and_shard(policy, whole, device, torch.device("cpu") if offload else device)
-    # the next layer is gathered beside this one's compute; in the backward pass that is so unasked
+        _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
+    # Gather the next layer while this one computes. FSDP does this by default only in the backward pass.
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     return policy
 
 
 @torch.no_grad()
-def _broadcast_and_shard(policy: Policy, whole: dict[str, Tensor], device: torch.device, shards: torch.device) -> None:
-    """Fill the sharded `policy`, one tensor after another, with the main process's `whole` parameters and buffers;
-    empty shards come to lie on `shards`."""
+def _broadcast_and_shard(
+    policy: Policy, full_state: dict[str, Tensor], device: torch.device, shard_device: torch.device
+) -> None:
+    """Fill the sharded `policy` with the main process's `full_state`, one parameter or buffer after another.
 
-    def there(tensor: Tensor) -> Tensor:
-        where = shards if isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor
+    Empty shards are allocated on `shard_device`, other empty tensors on `device`.
+    """
 
-    policy._apply(there)
-    for name, own in [*policy.named_parameters(), *policy.named_buffers()]:
-        tensor = torch.empty(own.shape, dtype=own.dtype, device=device)
+    def allocate(tensor: Tensor) -> Tensor:
+        target_device = shard_device if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=target_device) if tensor.is_meta else tensor
+
+    policy._apply(allocate)
+    for name, target in [*policy.named_parameters(), *policy.named_buffers()]:
+        tensor = torch.empty(target.shape, dtype=target.dtype, device=device)
         if console.is_main():
-            tensor.copy_(whole.pop(name))
+            tensor.copy_(full_state.pop(name))
         dist.broadcast(tensor, 0)
-        if isinstance(own, DTensor):
-            tensor = distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None).to_local()
-            own.to_local().copy_(tensor)
+        if isinstance(target, DTensor):
+            tensor = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            target.to_local().copy_(tensor)
         else:
-            own.copy_(tensor)
+            target.copy_(tensor)
 
 
 @contextlib.contextmanager
 def unsharded(policy: Policy) -> Iterator[None]:
-    """Where `keep_unsharded` is set, layers stay gathered after their first use in here. Afterwards each process has its
-    share alone again, also when the work breaks off between micro-batches (`memory.recover` ends a broken pass), and of
-    the embedding and the lm_head too, which FSDP would leave whole after a forward pass without gradients."""
+    """Keep layers gathered after their first use inside the context, if `policy.keep_unsharded` is set.
+
+    At the end every process keeps only its shards, also after an exception between micro-batches. (`memory.recover`
+    ends an interrupted pass.) This includes the embedding and the lm_head, which FSDP leaves gathered after a forward
+    pass without gradients.
+    """
     if policy.keep_unsharded:
         policy.set_reshard_after_forward(False)
         policy.set_reshard_after_backward(False)
@@ -119,23 +132,27 @@ def unsharded(policy: Policy) -> Iterator[None]:
 
 
 def reshard(policy: Policy) -> None:
-    """Leave each process its share of the weights alone."""
+    """Free the gathered weights, so that every process keeps only its shards."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(in-memory name, whole tensor) of every parameter of the model, its adapter worked in; every process must go
-    through all of it together."""
+    """Yield (in-memory name, full tensor) of every model parameter, with the adapter added to its base weight.
+
+    Gathering is collective: every process must iterate to the end.
+    """
     return adapted_weights(policy.model)
 
 
 @torch.no_grad()
 def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """As `full_weights`, in the type that is computed in: a layer's shards are gathered at once, and let go again when
-    those of the layer after it are asked for, so that no process holds more than two layers, or the embedding and the
-    lm_head. A weight is to be copied before the next one is taken."""
+    """Yield the same as `full_weights`, in the compute dtype; copy each weight before requesting the next one.
+
+    The shards of an FSDP unit (a layer, or the embedding and the lm_head) are gathered together, while the previous
+    unit is read. They are freed when the next unit is requested, so that at most two units are gathered at a time.
+    """
     if has_adapter(policy.model) or not isinstance(policy, FSDPModule):
         yield from adapted_weights(policy.model)
         return
@@ -144,11 +161,11 @@ def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     for name, _ in policy.named_parameters():
         names[max((unit for unit in units if name.startswith(f"{unit}." if unit else "")), key=len)].append(name)
     order = sorted(units)
-    unsharded = units[order[0]].unshard(async_op=True)
+    gathering = units[order[0]].unshard(async_op=True)
     for unit, following in itertools.zip_longest(order, order[1:]):
-        if unsharded:
-            unsharded.wait()
-        unsharded = units[following].unshard(async_op=True) if following else None
-        own = dict(units[unit].named_parameters(prefix=unit))
-        yield from ((name.removeprefix("model."), own[name]) for name in names[unit])
+        if gathering:
+            gathering.wait()
+        gathering = units[following].unshard(async_op=True) if following else None
+        parameters = dict(units[unit].named_parameters(prefix=unit))
+        yield from ((name.removeprefix("model."), parameters[name]) for name in names[unit])
         units[unit].reshard()

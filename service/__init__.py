@@ -1,6 +1,6 @@
-"""The object-counting service: upload images, train, watch, download, over HTTP and on a page.
+"""The object-counting service: upload images, train, watch and download, over HTTP and on a page.
 
-Imports `common`, `config`, `inputs`, `grading` and `rewards`, and no torch: jobs run `grpo.py` and `evaluate.py` as
+Imports `common`, `inputs`, `grading` and `rewards`, but no torch at start-up: jobs run `grpo.py` and `evaluate.py` as
 processes. Start reading at `app.py` (the endpoints), then `jobs.py` (files and jobs). `schema.py` has the request and
-response bodies, `middleware.py` access control, `uploads.py` the check of a ZIP, `page/` the page.
+response bodies, `middleware.py` controls access, `uploads.py` checks an uploaded ZIP, and `page/` is the page.
 """

@@ -1,4 +1,4 @@
-"""`python -m service`: run the service; its flags are in `service.app.Config`."""
+"""Run the service: `python -m service`. Its flags are in `service.app.Config`."""
 
 from common import cli
 from service.app import Config, main

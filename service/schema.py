@@ -1,4 +1,4 @@
-"""What the service takes and gives: the bodies of its requests and answers, which its page at /docs shows."""
+"""The request and response bodies of the service, which its page at /docs shows."""
 
 from typing import Annotated, Literal
 
@@ -6,26 +6,32 @@ from pydantic import BaseModel, ConfigDict, Field
 
 DATA_FORMAT = {
     "format": "ZIP",
-    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the pictures"},
+    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the images"},
     "columns": {
-        "images_path": "path of the picture, from the ZIP's root or from images/",
-        "question": "what is asked, like «How many apples are in the picture?»",
-        "answer": "a sentence with the right number, like «A photo of 5 apples», or the number alone",
+        "images_path": "path of the image, relative to the ZIP's root or to images/",
+        "question": "the question, like 'How many apples are in the picture?'",
+        "answer": "a sentence with the right number, like 'A photo of 5 apples', or just the number",
     },
     "example": "images_path,question,answer\nimages/1.jpg,How many apples?,A photo of 5 apples\n",
-    "notes": ["both may be one folder down", "PNG, JPEG, WebP and whatever else Pillow reads", "nothing is unpacked"],
+    "notes": [
+        "main.csv and images/ may both be inside one folder of the ZIP",
+        "PNG, JPEG, WebP and every other format that Pillow reads",
+        "the ZIP is not unpacked to disk",
+    ],
 }
 
 
 class Strict(BaseModel):
-    """Unknown fields are refused: a misspelt one would be passed over in silence."""
+    """Base class that rejects unknown fields: a misspelt one would otherwise be ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class TrainingConfig(Strict):
-    """How a job trains. Completions of one update: batch_size x gradient_accumulation_steps, in groups of
-    num_generations."""
+    """Training settings of a job.
+
+    One update uses batch_size x gradient_accumulation_steps completions, in groups of num_generations per question.
+    """
 
     num_epochs: Annotated[int, Field(ge=1, le=1000)] = 50
     learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 5e-5
@@ -39,8 +45,11 @@ class TrainingConfig(Strict):
 
 
 class LoraConfig(Strict):
-    """The adapter. lora_dropout is written into the adapter's configuration and not applied: the sampler has none, and
-    the policy would differ from what was sampled."""
+    """Settings of the LoRA adapter.
+
+    lora_dropout is written to the adapter's configuration but not applied in training: the sampler has no dropout, so
+    the policy would differ from the one that sampled.
+    """
 
     r: Annotated[int, Field(ge=1, le=512)] = 64
     lora_alpha: Annotated[int, Field(ge=1, le=512)] = 128
@@ -48,7 +57,7 @@ class LoraConfig(Strict):
 
 
 class TrainRequest(Strict):
-    """A job to be trained."""
+    """A new job."""
 
     job_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"\S")]
     data_file_id: Annotated[str, Field(min_length=1, max_length=64)]
@@ -69,7 +78,7 @@ class FileInfo(BaseModel):
 
 
 class JobInfo(BaseModel):
-    """A job as it stands."""
+    """A job and its progress."""
 
     job_id: str
     job_name: str
@@ -83,11 +92,11 @@ class JobInfo(BaseModel):
     error_message: str | None
     output_dir: str
     stopping: bool
-    """it was cancelled and writes its checkpoint"""
+    """The job was cancelled and is saving its checkpoint."""
 
 
 class Started(BaseModel):
-    """A job that was queued, cancelled or queued again."""
+    """The job after it was queued, cancelled or resumed."""
 
     job_id: str
     message: str
@@ -95,6 +104,6 @@ class Started(BaseModel):
 
 
 class Answer(BaseModel):
-    """What a trained model says to a picture."""
+    """The answer of a trained model."""
 
     answer: str

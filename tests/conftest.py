@@ -1,4 +1,4 @@
-"""Fixtures: a tiny random Qwen2.5-VL in Hugging Face layout and a small counting data set, made once a session."""
+"""Shared fixtures: tiny random models in Hugging Face layout and a small counting data set, made once per session."""
 
 import atexit
 import os
@@ -10,20 +10,20 @@ import pytest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MKL_DYNAMIC"] = "FALSE"  # a busy machine must not change the number of threads, and with it the last bits
+os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise the number of threads, and so the rounding, would depend on the load
 
-os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # parquet files as Arrow tables; gone with the tests
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # Arrow copies of parquet files, deleted after the tests
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that do more of what others do once, too")
+    parser.addoption("--slow", action="store_true", help="also run the slow tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: ./run.sh test --slow runs it"))
+            item.add_marker(pytest.mark.skip(reason="slow: run it with ./run.sh test --slow"))
 
 
 @pytest.fixture(scope="session")
@@ -64,17 +64,17 @@ def shapes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def server():
-    """A server that judges as the test says."""
+    """A judge server whose replies the test sets."""
     from tests.helpers.judge_server import Server
 
-    made = Server()
-    yield made
-    made.server.should_exit = True
+    judge = Server()
+    yield judge
+    judge.server.should_exit = True
 
 
 @pytest.fixture(scope="module")
 def sft(tiny_model, tmp_path_factory) -> pathlib.Path:
-    """An adapter over the tiny model, saved by PEFT."""
+    """An adapter for the tiny model, saved by PEFT."""
     from tests.helpers.adapters import make_sft_adapter
 
     return make_sft_adapter(tiny_model, tmp_path_factory.mktemp("sft") / "adapter")
@@ -82,7 +82,7 @@ def sft(tiny_model, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def prompt(tiny_model, shapes):
-    """A prompt with a picture."""
+    """A prompt with an image."""
     from data import encode_prompts, load_processor, load_samples
 
     processor = load_processor(tiny_model, "count")

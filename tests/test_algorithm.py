@@ -1,8 +1,8 @@
-"""The maths of grpo.py against hand-worked numbers and independent computations.
+"""The maths of grpo.py, compared with hand-worked numbers and independent computations.
 
-Guards against: a residue instead of zero for equal rewards, a left-out completion that moves its group's mean, weights
-that depend on the cut, clipping on the wrong side, a sequence ratio that is a sum instead of a mean, and a KL estimate
-with its sign turned round.
+Guards against: a rounding residue instead of zero for equal rewards, an unscored completion that shifts its group's
+mean, token weights that depend on how the batch is cut, clipping on the wrong side, a sequence ratio that is a sum
+instead of a mean, and a KL estimate with the wrong sign.
 """
 
 import math
@@ -18,7 +18,7 @@ NAN = math.nan
 
 def test_advantages_by_hand():
     got = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 3.0]]))
-    # row 1: mean 0.25, deviation of a sample sqrt((0.75² + 3·0.25²)/3) = 0.5; row 2: mean 2, deviation sqrt(4/3)
+    # row 1: mean 0.25, standard deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; row 2: mean 2, standard deviation sqrt(4/3)
     third = 1 / math.sqrt(4 / 3)
     want = [[1.5, -0.5, -0.5, -0.5], [third, -third, -third, third]]
     torch.testing.assert_close(got, torch.tensor(want))
@@ -28,7 +28,7 @@ def test_equal_rewards_give_exactly_zero():
     for value in (0.0, 0.1, 1 / 3, 0.85, 1e6):
         for scale in ("group", "none"):
             assert torch.equal(group_advantages(torch.full((2, 7), value), scale), torch.zeros(2, 7))
-    # 0.1 + 0.2 averages to something else than each of them in floating point: still nothing to learn
+    # In floating point the mean of equal values may differ from each of them, yet there is nothing to learn.
     assert not group_advantages(torch.full((1, 3), 0.1 + 0.2)).any()
 
 
@@ -46,7 +46,7 @@ def test_scales():
     torch.testing.assert_close(group_advantages(rewards, "none"), torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
     assert torch.equal(group_advantages(rewards, False), group_advantages(rewards, "none"))
     assert torch.equal(group_advantages(rewards, True), group_advantages(rewards))
-    # batch: mean 0.25, deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; centred by the group's own mean
+    # batch: mean 0.25, standard deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; each row is centred by its own mean
     torch.testing.assert_close(group_advantages(rewards, "batch"), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
 
 
@@ -82,12 +82,12 @@ def test_token_weights(loss_type, want):
 def test_token_weights_do_not_depend_on_the_cut(loss_type):
     whole = token_weights(LENGTHS, loss_type, 8)
     totals = torch.stack([(LENGTHS > 0).sum(), LENGTHS.sum()])
-    parts = torch.cat([token_weights(part, loss_type, 8, totals) for part in LENGTHS.split([1, 2, 1])])
-    assert torch.equal(whole, parts)
+    in_chunks = torch.cat([token_weights(chunk, loss_type, 8, totals) for chunk in LENGTHS.split([1, 2, 1])])
+    assert torch.equal(whole, in_chunks)
 
 
 def by_hand(loss_type, logp, old, advantage, lengths, low, high, beta, ref):
-    """The papers' formulas with Python loops over sequences and tokens."""
+    """Compute the papers' formulas with Python loops over sequences and tokens."""
     total, start, tokens = 0.0, 0, sum(lengths)
     for length, a in zip(lengths, advantage):
         seq, start = slice(start, start + length), start + length
@@ -142,8 +142,8 @@ def grad_of(loss_type, log_ratio, advantage, **kwargs):
 
 
 def test_clipping_stops_the_gradient_on_the_right_side():
-    assert grad_of("grpo", 0.5, +1.0)[0] == 0.0  # already much likelier, and good: no further
-    assert grad_of("grpo", 0.5, -1.0)[0] == pytest.approx(math.exp(0.5))  # likelier but bad: pushed back
+    assert grad_of("grpo", 0.5, +1.0)[0] == 0.0  # good, and already much more likely: no further push
+    assert grad_of("grpo", 0.5, -1.0)[0] == pytest.approx(math.exp(0.5))  # bad, but more likely: pushed back
     assert grad_of("grpo", -0.5, -1.0)[0] == 0.0
     assert grad_of("grpo", -0.5, +1.0)[0] == pytest.approx(-math.exp(-0.5))
     assert grad_of("dapo", 0.22, +1.0, clip_high=0.28)[0] != 0.0  # clip-higher leaves room above 1.2
@@ -158,7 +158,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
 
 
 def test_first_update_is_the_plain_policy_gradient():
-    """With π_old = π_θ every loss has the gradient −A · w · ∇ log π, whatever the clip range."""
+    """With π_old = π_θ the gradient of every loss is −A · w · ∇ log π, for any clip range."""
     for loss_type in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert grad_of(loss_type, 0.0, 0.7)[0] == pytest.approx(-0.7), loss_type
 
@@ -174,7 +174,7 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
 
 
 def test_tokens_without_weight_never_make_the_loss_infinite():
-    """A blank micro-batch has a reference log-probability of 0 where the policy may say −120."""
+    """A blank micro-batch has a placeholder reference log-probability of 0, where the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])

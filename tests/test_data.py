@@ -1,4 +1,4 @@
-"""Loading, fitting, encoding, and what is said about rows that do not fit."""
+"""Loading rows, resizing images, encoding prompts, and the error messages for bad rows."""
 
 import io
 import json
@@ -29,18 +29,19 @@ def test_fitted_sizes_always_hold_their_limits():
         h, w = (int(x) for x in np.exp(rng.uniform(0, 8.5, 2)) + 1)
         if max(h, w) > 200 * min(h, w):
             continue
-        least, most = sorted(int(x) for x in np.exp(rng.uniform(np.log(28 * 28 * 210), 16, 2)))
-        fh, fw = fitted_size(h, w, least // 4, most)
+        low, max_pixels = sorted(int(x) for x in np.exp(rng.uniform(np.log(28 * 28 * 210), 16, 2)))
+        min_pixels = low // 4
+        fh, fw = fitted_size(h, w, min_pixels, max_pixels)
         assert fh % 28 == fw % 28 == 0
         assert min(fh, fw) >= 28
-        assert fh * fw <= most, (h, w, least // 4, most)
+        assert fh * fw <= max_pixels, (h, w, min_pixels, max_pixels)
 
 
 def test_a_very_thin_picture_stays_within_max_pixels():
     h, w = fitted_size(28, 5600, 0, 56 * 56)
     assert h == 28
     assert h * w <= 56 * 56
-    assert fitted_size(10, 30, 3136, 3136) == (28, 112)  # both limits cannot hold: the upper one does
+    assert fitted_size(10, 30, 3136, 3136) == (28, 112)  # both limits cannot be met: the upper one takes precedence
     with pytest.raises(ValueError, match="200 times"):
         fitted_size(1, 201, 0, 10**6)
 
@@ -48,7 +49,7 @@ def test_a_very_thin_picture_stays_within_max_pixels():
 def test_images_are_oriented_flattened_and_stretched(tmp_path):
     sideways = Image.new("RGB", (40, 20), "red")
     exif = sideways.getexif()
-    exif[0x0112] = 6  # the camera was turned: show rotated
+    exif[0x0112] = 6  # the camera was held sideways, so the image must be rotated
     sideways.save(tmp_path / "exif.jpg", exif=exif)
     assert decode_image(tmp_path / "exif.jpg").size == (20, 40)
 
@@ -59,12 +60,12 @@ def test_images_are_oriented_flattened_and_stretched(tmp_path):
     assert decode_image(palette).getpixel((0, 0)) == (10, 20, 30)
     assert decode_image(Image.new("L", (4, 4), 7)).getpixel((0, 0)) == (7, 7, 7)
 
-    ramp = (np.arange(16, dtype=np.uint16).reshape(4, 4) * 273).astype(np.uint16)  # a 12-bit scan in 16 bits
+    ramp = (np.arange(16, dtype=np.uint16).reshape(4, 4) * 273).astype(np.uint16)  # a 12-bit scan stored in 16 bits
     Image.fromarray(ramp).save(tmp_path / "scan.png")
     got = np.asarray(decode_image(tmp_path / "scan.png"))[..., 0]
     assert got.min() == 0
     assert got.max() == 255
-    assert len(np.unique(got)) == 16, "a scan must not be clipped"
+    assert len(np.unique(got)) == 16, "a scan must be rescaled, not clipped"
     assert (
         np.asarray(decode_image(Image.fromarray(np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)))).max() == 255
     )
@@ -88,7 +89,7 @@ def test_engine_ids_expand_to_the_trainers_ids(tiny_model, shapes):
     prompt = encode_prompt(load_samples(shapes, "count")[0], processor)
     image = processor.image_token_id
     assert prompt.engine_ids.count(image) == 1
-    assert (prompt.ids == image).sum() == 9  # 84 x 84 pixels, 28 a side and token
+    assert (prompt.ids == image).sum() == 9  # an 84 x 84 image has 3 x 3 tokens of 28 x 28 pixels
     assert [t for t in prompt.ids.tolist() if t != image] == [t for t in prompt.engine_ids if t != image]
     assert prompt.positions.shape == (3, len(prompt.ids))
     assert prompt.vision["pixel_values"].shape == (36, 1176)
@@ -107,7 +108,7 @@ def test_the_question_is_data_and_never_rendered(tiny_model, tmp_path):
 
 def test_a_special_token_in_the_question_is_an_error_that_names_the_row(tiny_model, tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "look <|image_pad|>", "answer": "x"}))
-    with pytest.raises(UserError, match=r"row 1: <\|image_pad\|> stands in the question"):
+    with pytest.raises(UserError, match=r"row 1: <\|image_pad\|> appears in the question"):
         load_samples(str(tmp_path / "d.jsonl"), "vqa", processor=load_processor(tiny_model, "vqa"))
 
 
@@ -142,7 +143,7 @@ def test_easyr1_rows(folder):
     samples = load_samples(jsonl(folder, *rows), "vqa")
     assert [len(s.images) for s in samples] == [1, 2, 0, 1]
     assert samples[0].fields == {"extra": 5}
-    assert samples[1].prompt == "<image><image>no tag"  # images without tags go in front
+    assert samples[1].prompt == "<image><image>no tag"  # without tags, images go before the text
     assert samples[1].answer == "3"
     assert samples[1].source.endswith("data.jsonl row 2")
     (folder / "data.json").write_text(json.dumps(rows))
@@ -161,15 +162,18 @@ BAD_ROWS = {
     "more tags than images": ({**good(), "prompt": "<image><image>?"}, r"2 <image> tags in the prompt but 1 images"),
     "a literal tag in a text row": ({"prompt": "an <image> tag", "answer": "x"}, r"1 <image> tags .* but 0 images"),
     "a missing image": ({**good(), "images": ["images/none.png"]}, r"no image at .*none\.png"),
-    "no prompt": ({"answer": "x"}, r"no text under «prompt», «problem» or «question»"),
-    "images that are no paths": ({**good(), "images": [1]}, r"«images» is not a list of paths"),
-    "images that are a number": ({**good(), "images": 3}, r"«images» is not a list of paths"),
-    "an answer that is a list": ({**good(), "answer": ["yes"]}, r"«answer» is neither text nor a number"),
-    "half a surrogate pair": ({**good(), "prompt": "<image>q\ud800"}, r"a broken character"),
-    "a reserved column": (good(completion="x"), r"a column named «completion»"),
+    "no prompt": ({"answer": "x"}, r"no text under 'prompt', 'problem' or 'question'"),
+    "images that are not paths": ({**good(), "images": [1]}, r"'images' is not a list of paths"),
+    "images that are a number": ({**good(), "images": 3}, r"'images' is not a list of paths"),
+    "an answer that is a list": ({**good(), "answer": ["yes"]}, r"'answer' is neither text nor a number"),
+    "half a surrogate pair": (
+        {**good(), "prompt": "<image>q\ud800"},
+        r"the prompt or answer contains a broken character",
+    ),
+    "a reserved column": (good(completion="x"), r"a column is named 'completion'"),
     "an empty answer": ({**good(), "answer": " "}, r"the answer is empty"),
     "no answer": ({"prompt": "<image>?", "images": ["images/0.png"]}, r"the answer is empty"),
-    "an answer without a word": ({**good(), "answer": "?!"}, r".* has no word to compare"),
+    "an answer without a word": ({**good(), "answer": "?!"}, r".* contains no words to compare"),
     "not JSON": ("{broken", r"not JSON"),
     "not an object": ("[1]", r"not an object with columns"),
 }
@@ -188,14 +192,14 @@ def test_a_bad_row_is_named_with_file_and_row(folder, name, capsys):
 def test_a_corrupt_image_is_found_at_load(folder):
     whole = (folder / "images" / "1.png").read_bytes()
     (folder / "images" / "1.png").write_bytes(whole[: len(whole) // 2])
-    (folder / "images" / "2.png").write_bytes(b"this is no picture")
+    (folder / "images" / "2.png").write_bytes(b"this is not an image")
     with pytest.raises(UserError, match=r"2 of 3 rows .*row 2: image .*1\.png: not a readable.*row 3: image"):
         load_samples(jsonl(folder, good(0), good(1), good(2)), "vqa")
 
 
 def test_many_bad_rows_are_counted_and_the_first_few_named(folder):
     rows = [{**good(), "answer": ""} for _ in range(9)]
-    with pytest.raises(UserError, match=r"9 of 9 rows .*row 1: .*row 5: .*; and 4 more; mend them or pass"):
+    with pytest.raises(UserError, match=r"9 of 9 rows .*row 1: .*row 5: .*; and 4 more; fix them or pass"):
         load_samples(jsonl(folder, *rows), "vqa")
     with pytest.raises(UserError, match="no usable row"):
         load_samples(jsonl(folder, *rows), "vqa", skip_bad_rows=True)
@@ -214,7 +218,8 @@ def test_over_long_prompts_are_counted_with_their_image_tokens(folder, tiny_mode
 def test_duplicates_are_named_and_kept(folder, capsys):
     samples = load_samples(jsonl(folder, good(0), good(1), good(0)), "vqa")
     assert len(samples) == 3
-    assert "1 duplicate rows (kept; --skip_bad_rows leaves them out): " in (err := capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert "1 duplicate rows (kept; --skip_bad_rows leaves them out): " in err
     assert "row 3 repeats" in err
 
 
@@ -227,7 +232,11 @@ def test_counting_folder(folder):
     assert samples[0].source.endswith("main.csv row 2")
 
 
-BAD_TEMPLATES = [("{{ content", "unexpected end"), ("{{ other }}", "is undefined"), ("Q:", "leaves the question out")]
+BAD_TEMPLATES = [
+    ("{{ content", "unexpected end"),
+    ("{{ other }}", "is undefined"),
+    ("Q:", "does not contain the question"),
+]
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_TEMPLATES)
@@ -263,7 +272,7 @@ def test_a_zip_is_read_where_it_is(tmp_path, prefix, tiny_model):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..\\x", "C:/x"])
 def test_a_zip_with_a_path_that_leaves_its_folder_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="leaves the folder"):
+    with pytest.raises(UserError, match="points outside the ZIP"):
         load_samples(zipped(tmp_path / "d.zip", **{name: b"x"}), "count")
     assert [p.name for p in tmp_path.iterdir()] == ["d.zip"]
 
@@ -295,8 +304,8 @@ def test_other_broken_zips(tmp_path):
     with pytest.raises(UserError, match=r"has no main\.csv"):
         load_samples(str(tmp_path / "b.zip"), "count")
     damaged = bytearray(pathlib.Path(zipped(tmp_path / "c.zip")).read_bytes())
-    picture = zipfile.ZipFile(tmp_path / "c.zip").getinfo("images/1.png")
-    damaged[picture.header_offset + 30 + len(picture.filename) + picture.compress_size // 2] ^= 0xFF
+    image = zipfile.ZipFile(tmp_path / "c.zip").getinfo("images/1.png")
+    damaged[image.header_offset + 30 + len(image.filename) + image.compress_size // 2] ^= 0xFF
     (tmp_path / "c.zip").write_bytes(damaged)
     with pytest.raises(UserError, match=r"2 of 2 rows .*row 2: image .*1\.png: not a readable image"):
         load_samples(str(tmp_path / "c.zip"), "count")
@@ -306,12 +315,12 @@ def test_missing_data(tmp_path):
     with pytest.raises(UserError, match=r"no data at .*nowhere"):
         load_samples(str(tmp_path / "nowhere"), "count")
     (tmp_path / "x.txt").write_text("?")
-    with pytest.raises(UserError, match="is neither"):
+    with pytest.raises(UserError, match="is not a folder or"):
         load_samples(str(tmp_path / "x.txt"), "count")
 
 
 def test_the_stream_goes_through_every_row_each_epoch_in_a_new_order():
-    first, second = ([row_at(place, [10], seed=3) for place in range(start, start + 10)] for start in (0, 10))
+    first, second = ([row_at(index, [10], seed=3) for index in range(start, start + 10)] for start in (0, 10))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert first != [row_at(place, [10], seed=4) for place in range(10)]
+    assert first != [row_at(index, [10], seed=4) for index in range(10)]

@@ -1,4 +1,4 @@
-"""Scores against hand-worked numbers."""
+"""Task scores against numbers computed by hand."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_scores_by_hand():
 def test_bootstrap_interval():
     assert bootstrap_interval([1.0] * 50) == (1.0, 1.0)
     low, high = bootstrap_interval([0.0, 1.0] * 200)
-    # the standard error of the mean is 0.5 / sqrt(400) = 0.025, the interval about 1.96 of them each way
+    # the standard error of the mean is 0.5 / sqrt(400) = 0.025, and the interval is about ±1.96 standard errors
     assert low == pytest.approx(0.5 - 0.049, abs=0.01)
     assert high == pytest.approx(0.5 + 0.049, abs=0.01)
 
@@ -73,13 +73,13 @@ def test_completions_without_verdict_are_left_out_and_counted():
     assert scores["no_verdict"] == pytest.approx(3 / 40)
     assert scores["exact_match"] == 1.0
     assert scores["reward"] == 1.0
-    assert scores["pass@4"] == 1.0  # of the rows with four verdicts
+    assert scores["pass@4"] == 1.0  # over the rows with four verdicts
     with pytest.raises(UserError, match="14% of the completions have no verdict"):
         summarise([*rows, row(["a"] * 4, [False] * 4, [None, None, None, 1.0])], "count")
 
 
 def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monkeypatch):
-    """This process has two rows, another has five: it takes part in all of the five chunks."""
+    """This process has two rows and another has five, so this one takes part in all five chunks."""
     processor = load_processor(tiny_model, "count")
     samples = load_samples(shapes, "count", processor=processor)
     engine = HFEngine(load_model(tiny_model, torch.float32), processor)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the variable-length attention kernels, bfloat16, and a run on the device."""
+"""Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device, vLLM and memory limits."""
 
 import importlib.util
 import json
@@ -21,19 +21,21 @@ from policy.model import Policy
 from tests.helpers.models import build, make_group
 from tests.helpers.scripts import ROOT
 
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU in this machine")
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
 pytestmark = [pytest.mark.gpu, no_gpu]
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
-    """A script in a process of its own, with nothing of this one's CUDA and vLLM."""
+    """Run a script in a separate process, which shares no CUDA or vLLM state with this one."""
     return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"])
 def test_attention_kernels_agree_with_float32(family):
-    """bfloat16 through the variable-length kernel against float32 through SDPA: log-probabilities within 0.03 on
-    average, gradients in the same direction."""
+    """Compare bfloat16 with the variable-length kernel to float32 with SDPA.
+
+    Log-probabilities differ by less than 0.03 on average, and gradients point in the same direction.
+    """
     g = torch.Generator().manual_seed(1)
     model = build(family)
     grids = [] if family in ("qwen2_5", "qwen3") else [[(4, 4)], [], [(2, 2), (4, 8)]]
@@ -86,17 +88,19 @@ no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="v
 
 @pytest.fixture(scope="module")
 def engine(tiny_model, shapes, tmp_path_factory) -> dict:
-    """What tests/vllm_worker.py found."""
-    out = tmp_path_factory.mktemp("vllm") / "found.json"
-    done = run("tests/helpers/vllm_worker.py", tiny_model, shapes, str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
+    """The results of tests/helpers/vllm_worker.py."""
+    out = tmp_path_factory.mktemp("vllm") / "results.json"
+    process = run("tests/helpers/vllm_worker.py", tiny_model, shapes, str(out))
+    assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(out.read_text())
 
 
 @no_vllm
 def test_sampler_and_trainer_agree_round_after_round(engine):
-    """Weights pushed after sleep level 2, compared one by one (--check_sync), and log-probabilities of what is sampled:
-    with vLLM's own vision tower in the first round, with the trainer's features after it."""
+    """Weights pushed after sleep level 2 are compared one by one (--check_sync); log-probabilities are compared, too.
+
+    The first round uses vLLM's own vision tower, the later rounds use the trainer's features.
+    """
     assert [r["features"] for r in engine["rounds"]] == [False, True, True]
     for r in engine["rounds"]:
         for kind in ("image", "text"):
@@ -108,8 +112,8 @@ def test_sampler_and_trainer_agree_round_after_round(engine):
 def test_sleep_gives_memory_back_and_seeds_repeat(engine):
     for r in engine["rounds"]:
         assert r["freed_gib"] > 5
-        assert r["same_again"] == 1.0, "the same weights, seeds and batch: the same tokens"
-        assert r["distinct"] > 20, "each completion from random numbers of its own"
+        assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
+        assert r["distinct"] > 20, "completions must not share their random numbers"
 
 
 @no_vllm
@@ -122,23 +126,23 @@ def test_completions_end_as_the_trainer_expects(engine):
 
 
 @no_vllm
-def test_the_hand_off_is_proven(engine):
+def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
     assert engine["pixels_checked"]
     assert "did not get the trainer's pixels" in engine["wrong_pixels"]
     assert "main.csv row" in engine["wrong_ids"]
-    assert "tokens of the prompt and the trainer" in engine["wrong_ids"]
+    assert "tokens that differ from the trainer's" in engine["wrong_ids"]
 
 
 @no_vllm
 def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
-    """A random model learns to write vowels: rollouts by vLLM, weights synced every step, the vision tower trained."""
+    """A random model learns to write vowels, with vLLM rollouts, a sync every step and a trained vision tower."""
     reward = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
     (tmp_path / "r.py").write_text(reward)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
     flags += [f"--reward={tmp_path}/r.py:vowels", "--reward=count=0", "--max_steps=30", "--prompts_per_step=12"]
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
-    done = run("grpo.py", *flags, "--no_compile", "--check_sync")
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run("grpo.py", *flags, "--no_compile", "--check_sync")
+    assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
@@ -148,7 +152,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
 @no_vllm
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
-    """After every sync vLLM's weights are base plus adapter, the base dequantised when it is held in 4 bits."""
+    """After every sync, vLLM holds the base plus the adapter; a 4-bit base is dequantised."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--lora_rank=8"]
     flags += [
         "--max_steps=4",
@@ -158,8 +162,8 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
         "--beta=0.01",
     ]
     flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
-    done = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
+    assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["kl"] > 0
@@ -167,9 +171,12 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
 def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
-    found = []
-    for name, offload in (("here", False), ("host", True)):
+    losses = []
+    for name, offload in (("device", False), ("host", True)):
         cfg = grpo.Config(
             model=tiny_model,
             data=shapes,
@@ -186,26 +193,26 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
             learning_rate=1e-3,
         )
         grpo.main(cfg)
-        found.append([row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")])
-    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+        losses.append([row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
     optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).optimizer
     moments = [state["exp_avg"]._local_tensor for state in optimizer.state.values()]
-    assert all(moment.is_pinned() for moment in moments), "a resumed run has them in host memory too"
+    assert all(moment.is_pinned() for moment in moments), "a resumed run must keep them in host memory, too"
     assert any(moment.any() for moment in moments)
 
 
-def test_a_gpu_too_small_says_by_how_much(monkeypatch):
-    class Small:
+def test_a_gpu_that_is_too_small_reports_the_missing_memory(monkeypatch):
+    class SmallGPU:
         total_memory = 2 * 2**20
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
     policy = Policy(build("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
         check_gpu_memory(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
 
 
 def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_path, capsys):
-    """A real one: the allocator is left too little for the first micro-batch; the run goes on with half of it."""
+    """The first micro-batch needs more memory than the allocator may use. The run continues with half the budget."""
     cfg = grpo.Config(
         model=tiny_model,
         data=shapes,
@@ -232,12 +239,12 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
     needed = torch.cuda.max_memory_allocated() - before
     run.policy.zero_grad()
     torch.cuda.empty_cache()
-    share = (torch.cuda.memory_reserved() + 0.75 * needed) / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(share)
+    fraction = (torch.cuda.memory_reserved() + 0.75 * needed) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction)
     try:
         run.step, stats = 0, grpo.update(run, groups)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "from now on micro-batches of 7000 tokens" in capsys.readouterr().err
+    assert "reducing micro-batches to 7000 tokens" in capsys.readouterr().err
     assert run.budget == 7000
     assert stats["grad_norm"].isfinite()

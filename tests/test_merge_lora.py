@@ -1,4 +1,4 @@
-"""Merged models against PEFT's own forward, for every kind of adapter people bring."""
+"""`merge_lora.py`: merged models are compared with PEFT's own forward, for every supported kind of adapter."""
 
 import json
 import pathlib
@@ -14,34 +14,34 @@ from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
 from policy.lora import LANGUAGE_TARGETS
 from policy.model import load_model
-from tests.helpers.adapters import changed, plain, saved_adapter
+from tests.helpers.adapters import copy_adapter, plain_logits, save_random_adapter
 from tests.helpers.scripts import run_script
 
 KINDS = {
     "lora": dict(target_modules=LANGUAGE_TARGETS),
     "rslora": dict(target_modules=LANGUAGE_TARGETS, use_rslora=True),
     "dora": dict(target_modules=LANGUAGE_TARGETS, use_dora=True),
-    "every linear layer, the vision tower's too": dict(target_modules="all-linear"),
-    "ranks and alphas of their own": dict(
+    "every linear layer, vision tower included": dict(target_modules="all-linear"),
+    "different ranks and alphas": dict(
         target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 1}
     ),
     "embedding": dict(target_modules=["embed_tokens", "q_proj"]),
     "trained biases": dict(target_modules=["q_proj", "v_proj"], bias="all"),
     "trained biases of adapted layers": dict(target_modules=["q_proj", "v_proj"], bias="lora_only"),
     "patch embedding": dict(target_modules=["patch_embed.proj", "q_proj"]),
-    "lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-    "embedding and lm_head saved whole": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "full lm_head": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "full embedding and lm_head": dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
 }
 
 
 @pytest.fixture(scope="module")
 def untied(tiny_model, tmp_path_factory) -> str:
-    """A model whose lm_head has weights of its own, as the 7B's, in several shards; the tiny one's is its embedding."""
+    """A model in several shards with a separate lm_head, like the 7B; the tiny model's lm_head is its embedding."""
     folder = tmp_path_factory.mktemp("untied") / "model"
     shutil.copytree(tiny_model, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"] = False
-    (folder / "config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
     model = load_model(str(folder), torch.float32)
     assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
     torch.nn.init.normal_(model.lm_head.weight, std=0.08)
@@ -54,13 +54,13 @@ def untied(tiny_model, tmp_path_factory) -> str:
 @pytest.mark.parametrize("base", ["tiny_model", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, monkeypatch):
-    monkeypatch.setattr("merge_lora.SHARD", 300_000 if base == "untied" else 1e9)
+    monkeypatch.setattr("merge_lora.SHARD_BYTES", 300_000 if base == "untied" else 1e9)
     base = request.getfixturevalue(base)
-    want = plain(saved_adapter(base, tmp_path / "adapter", **KINDS[kind]), prompt)
+    want = plain_logits(save_random_adapter(base, tmp_path / "adapter", **KINDS[kind]), prompt)
     difference = merge_lora(base, str(tmp_path / "adapter"), str(tmp_path / "merged"))
-    got = plain(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt)
-    start = plain(load_model(base, torch.float32).eval(), prompt)
-    assert (want - start).abs().max() > 0.05, "the adapter does nothing"
+    got = plain_logits(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt)
+    start = plain_logits(load_model(base, torch.float32).eval(), prompt)
+    assert (want - start).abs().max() > 0.05, "the adapter has no effect"
     assert difference <= 1e-4 and (got - want).abs().max() <= 1e-4
     assert "largest difference of the logits" in capsys.readouterr().out
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
@@ -69,63 +69,66 @@ def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, mo
 
 
 def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_path):
-    """A base and an adapter with names as the hub's Qwen2.5-VL files have them, in another dtype."""
+    """Merge a base and an adapter that use the names of the hub's Qwen2.5-VL files, and save in another dtype."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(tiny_model, base)
     shutil.copytree(sft, adapter)
-    old = {}
+    old_weights = {}
     for key, tensor in load_file(base / "model.safetensors").items():
-        old[key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")] = tensor
-    save_file(old, base / "model.safetensors", metadata={"format": "pt"})
+        old_weights[key.replace("model.language_model.", "model.").replace("model.visual.", "visual.")] = tensor
+    save_file(old_weights, base / "model.safetensors", metadata={"format": "pt"})
     tensors = load_file(adapter / "adapter_model.safetensors")
     renamed = {key.replace("model.language_model.", "model."): tensor for key, tensor in tensors.items()}
     save_file(renamed, adapter / "adapter_model.safetensors")
     output = tmp_path / "merged"
     flags = [f"--base_model={base}", f"--lora_model={adapter}", f"--output_path={output}", "--dtype=bfloat16"]
-    done = run_script("merge_lora.py", *flags)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "largest difference" in done.stdout
+    process = run_script("merge_lora.py", *flags)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "largest difference" in process.stdout
     model = load_model(str(output), torch.bfloat16)
     assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
-    assert load_file(output / "model.safetensors").keys() == old.keys()
-    want = plain(peft.PeftModel.from_pretrained(load_model(tiny_model, torch.float32), sft).eval(), prompt)
-    assert (plain(model.float().eval(), prompt) - want).abs().max() < 0.1 * want.std()
-    again = run_script("merge_lora.py", *flags)
-    assert (again.returncode, "is there already" in again.stderr, "Traceback" in again.stderr) == (2, True, False)
+    assert load_file(output / "model.safetensors").keys() == old_weights.keys()
+    want = plain_logits(peft.PeftModel.from_pretrained(load_model(tiny_model, torch.float32), sft).eval(), prompt)
+    assert (plain_logits(model.float().eval(), prompt) - want).abs().max() < 0.1 * want.std()
+    rerun = run_script("merge_lora.py", *flags)
+    assert (rerun.returncode, "already exists" in rerun.stderr, "Traceback" in rerun.stderr) == (2, True, False)
 
 
 def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
-    own = "model.language_model.layers.0.self_attn.q_proj"
-    want = plain(
-        saved_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE_TARGETS, alpha_pattern={own: 64}), prompt
+    name = "model.language_model.layers.0.self_attn.q_proj"
+    want = plain_logits(
+        save_random_adapter(tiny_model, tmp_path / "new", target_modules=LANGUAGE_TARGETS, alpha_pattern={name: 64}),
+        prompt,
     )
-    older = {own.replace("model.language_model", "^model"): 64}
-    old = changed(
+    old_alphas = {name.replace("model.language_model", "^model"): 64}
+    old = copy_adapter(
         tmp_path / "new",
         tmp_path / "old",
-        {"alpha_pattern": older, "target_modules": r"model\.layers.*proj"},
+        {"alpha_pattern": old_alphas, "target_modules": r"model\.layers.*proj"},
         lambda k, t: (k.replace("model.language_model.", "model."), t),
     )
     merge_lora(tiny_model, old, str(tmp_path / "merged"))
-    assert (plain(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt) - want).abs().max() <= 1e-4
+    assert (plain_logits(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt) - want).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("left_out", ["", "layers.0", "mlp"])
 def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkeypatch, dtype, left_out, capsys):
-    """Also where it changes the logits by less than what is allowed in all."""
-    saved_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE_TARGETS)
+    """This holds even if the adapter changes the logits by less than the allowed difference."""
+    save_random_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE_TARGETS)
     settings = tmp_path / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 2}))
     merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "whole"), dtype=dtype)
     merge = merge_lora_module._Merger.__call__
 
-    def forgetful(self, module, leaf, weight):
-        merged = merge(self, module, leaf, weight)
+    def skip_modules(self, module, param, weight):
+        merged = merge(self, module, param, weight)
         return weight if left_out in module else merged
 
-    monkeypatch.setattr(merge_lora_module._Merger, "__call__", forgetful)
-    with pytest.raises(RunStopped, match=r"merged.partial does not give the adapter's logits: they are off by .* left"):
+    monkeypatch.setattr(merge_lora_module._Merger, "__call__", skip_modules)
+    with pytest.raises(
+        RunStopped, match=r"merged.partial does not reproduce the adapter's logits: the RMS error .* kept"
+    ):
         merge_lora(tiny_model, str(tmp_path / "adapter"), str(tmp_path / "merged"), dtype=dtype)
 
 
@@ -145,20 +148,20 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
     def copy(name: str, base: str = tiny_model) -> pathlib.Path:
         return pathlib.Path(shutil.copytree(base, tmp_path / name))
 
-    def settings(name: str, **changes) -> None:
+    def copy_with_config(name: str, **changes) -> None:
         path = copy(name) / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     weights = copy("cut") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    settings("unknown", model_type="nothing_known")
-    settings("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    copy_with_config("unknown", model_type="nothing_known")
+    copy_with_config("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     sorted(copy("shard", untied).glob("model-*.safetensors"))[0].unlink()
     (copy("index", untied) / "model.safetensors.index.json").write_text("{")
     cases = {
-        "cut": r"cut/model.safetensors is damaged \(.*\): fetch it anew",
+        "cut": r"cut/model.safetensors is damaged \(.*\): download it again",
         "unknown": r"cannot load a model from .*/unknown' \(.*nothing_known",
-        "quantised": r"quantised' was saved quantised: name the model it was made from",
+        "quantised": r"quantised' was saved quantised: give the original model",
         "shard": r"model.safetensors.index.json and every file it names",
         "index": r"index.json is damaged",
     }
@@ -166,11 +169,11 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
         with pytest.raises(UserError, match=message):
             merge_lora(str(tmp_path / name), str(sft), str(tmp_path / "merged"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--output_path .*file/merged' cannot be made \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"--output_path .*file/merged' cannot be created \(Not a directory\)"):
         merge_lora(tiny_model, str(sft), str(tmp_path / "file" / "merged"))
-    with pytest.raises(UserError, match=r"initialised with 'pissa', which rewrote the base"):
+    with pytest.raises(UserError, match=r"initialised with 'pissa', which changed the base"):
         merge_lora(
-            tiny_model, changed(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
+            tiny_model, copy_adapter(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
         )
     assert not list(tmp_path.glob("merged*"))
 
@@ -184,11 +187,11 @@ def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):
     )
     output = str(tmp_path / "merged")
     with pytest.raises(
-        UserError, match=r"made for another base: its .*lora_A.weight is \(4, 255\), .* the \(128, 256\)"
+        UserError, match=r"made for another base: .*lora_A.weight has shape \(4, 255\), .* the weight \(128, 256\)"
     ):
         merge_lora(tiny_model, str(other), output)
     with pytest.raises(UserError, match=r"has no adapter_config.json"):
         merge_lora(tiny_model, untied, output)
-    with pytest.raises(UserError, match=r"--base_model .*nowhere.* is neither a folder nor on the hub"):
+    with pytest.raises(UserError, match=r"--base_model .*nowhere.* is neither a folder nor a model on the hub"):
         merge_lora(str(tmp_path / "nowhere" / "at" / "all"), str(sft), output)
     assert not pathlib.Path(output).exists()

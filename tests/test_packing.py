@@ -1,7 +1,7 @@
-"""Shared-prefix packing against the plain forward of the unmodified transformers model.
+"""Shared-prefix packing, compared with a plain forward pass of the unmodified transformers model.
 
-Guards against: attention across completions or groups, positions that do not go on after the image, a first token
-predicted from the wrong place, images given to the wrong group, and gradients lost in the gather.
+Guards against: attention across completions or groups, positions that do not continue after the image, a first token
+predicted from the wrong hidden state, images assigned to the wrong group, and gradients lost in the gather.
 """
 
 import copy
@@ -17,7 +17,7 @@ from tests.helpers import models
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
-# For each group of the pack: text tokens, image grids in patches, completion lengths (1 = only an end token).
+# Each group of a pack: text tokens, image grids in patches, completion lengths (1: only an end token).
 SHAPES = {
     "one image": [(5, [(4, 4)], [4, 1, 7]), (3, [(2, 6)], [2, 2])],
     "several images": [(4, [(4, 4), (2, 2), (4, 8)], [3, 5]), (6, [(2, 2), (4, 4)], [1, 4, 2])],
@@ -39,7 +39,7 @@ def groups_for(model, family, shape):
 
 @pytest.mark.parametrize(("family", "shape", "keep"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)])
 def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, monkeypatch):
-    """Logits of three tokens at a time, their derivatives kept, or computed again where layers are checkpointed."""
+    """Logits are computed for three tokens at a time; with checkpointed layers their derivatives are recomputed."""
     monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
     plain = build(family)
     packed = copy.deepcopy(plain)
@@ -52,22 +52,22 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
 
     want = torch.cat([plain_logprobs(plain, g, r.ids, temperature=0.7) for g in groups for r in g.rollouts])
     got, entropy = token_logprobs(packed, batch, temperature=0.7)
-    assert want.std() > 0.05, "the model is too flat for the comparison to mean anything"
+    assert want.std() > 0.05, "the log-probabilities vary too little for a meaningful comparison"
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert (entropy >= 0).all()
 
     (want * weights).sum().backward()
     (got * weights).sum().backward()
-    reached = 0
+    compared = 0
     for (name, p), q in zip(plain.named_parameters(), packed.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:
-            reached += 1
+            compared += 1
             scale = max(1.0, p.grad.abs().max().item())
             torch.testing.assert_close(
                 q.grad / scale, p.grad / scale, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
-    assert reached > 20
+    assert compared > 20
 
 
 def test_completions_do_not_see_each_other():
@@ -124,7 +124,7 @@ def test_an_empty_completion_is_refused():
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_kept_image_features_stand_for_their_pixels(family):
-    """A frozen tower looks at each picture once; its kept features give the same log-probabilities and gradients."""
+    """A frozen tower runs once per image; its cached features give the same log-probabilities and gradients."""
     g = torch.Generator().manual_seed(2)
     model = build(family)
     grids = [[(4, 4)], [], [(2, 2), (4, 8)], [(4, 4)]]
@@ -137,18 +137,18 @@ def test_kept_image_features_stand_for_their_pixels(family):
     want, _ = token_logprobs(model, pack(groups))
     want.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    kept = {}
-    cache_image_features(Policy(model), [group.prompt for group in groups], kept, at_once=20)
-    assert len(kept) == 3
-    model.model.visual.blocks = None  # nothing may look at a picture any more
-    cache_image_features(Policy(model), [group.prompt for group in groups], kept)
+    cache = {}
+    cache_image_features(Policy(model), [group.prompt for group in groups], cache, at_once=20)
+    assert len(cache) == 3
+    model.model.visual.blocks = None  # from now on the tower must not run
+    cache_image_features(Policy(model), [group.prompt for group in groups], cache)
     model.zero_grad()
     got, _ = token_logprobs(model, pack(groups))
     got.sum().backward()
     assert torch.allclose(got, want, atol=1e-5)
     for name, want_gradient in gradients.items():
-        own = dict(model.named_parameters())[name].grad
-        assert (own - want_gradient).norm() <= 1e-5 * want_gradient.norm() + 1e-7, name
+        got_gradient = dict(model.named_parameters())[name].grad
+        assert (got_gradient - want_gradient).norm() <= 1e-5 * want_gradient.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,12 +156,12 @@ def test_in_half_precision_the_residual_stream_is_float32(family):
     model = build(family).bfloat16()
     groups = groups_for(model, family, "no image")
     enable_packed_forward(model)
-    seen = set()
+    input_dtypes = set()
     for layer in language_model(model).layers:
-        layer.register_forward_pre_hook(lambda _, args: seen.add(("residual", args[0].dtype)))
-        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args: seen.add(("attention", args[0].dtype)))
+        layer.register_forward_pre_hook(lambda _, args: input_dtypes.add(("residual", args[0].dtype)))
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args: input_dtypes.add(("attention", args[0].dtype)))
     token_logprobs(model, pack(groups))
-    assert seen == {("residual", torch.float32), ("attention", torch.bfloat16)}
+    assert input_dtypes == {("residual", torch.float32), ("attention", torch.bfloat16)}
 
 
 def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
@@ -182,15 +182,15 @@ def test_a_deep_stack_in_half_precision_is_nearer_to_float32(monkeypatch):
 
 
 def test_compiled_logprobs_take_no_float_from_the_host():
-    """A float argument would be a float64 tensor there, and a C++ kernel for it costs the first step 40 seconds."""
-    model, taken = build("qwen2_5"), []
+    """A float argument would become a float64 tensor, whose C++ kernel would add 40 seconds to the first step."""
+    model, graph_inputs = build("qwen2_5"), []
     enable_packed_forward(model)
 
-    def note(graph: torch.fx.GraphModule, inputs: list):
-        taken.extend(inputs)
+    def record_inputs(graph: torch.fx.GraphModule, inputs: list):
+        graph_inputs.extend(inputs)
         return graph.forward
 
-    model.from_logits = torch.compile(model.from_logits, dynamic=True, backend=note)
+    model.from_logits = torch.compile(model.from_logits, dynamic=True, backend=record_inputs)
     token_logprobs(model, pack(groups_for(model, "qwen2_5", "no image")), temperature=0.7)
-    assert taken
-    assert all(x.dtype != torch.float64 for x in taken if torch.is_tensor(x))
+    assert graph_inputs
+    assert all(x.dtype != torch.float64 for x in graph_inputs if torch.is_tensor(x))

@@ -1,4 +1,4 @@
-"""Rewards against the specification's cases and against cases like them that only a careful reading gets right."""
+"""Check the rewards against the test vectors in tests/vectors and against further edge cases."""
 
 import json
 
@@ -39,7 +39,7 @@ def think(answer: str) -> str:
         ("12,345,678", 12345678),
         ("1,2 and 3", 1),  # a list, not a thousands group
         ("1234,567", 1234),  # four digits in front: not a thousands group
-        ("there are 3.", 3),  # a full stop is no decimal point
+        ("there are 3.", 3),  # a full stop, not a decimal point
         ("3.5 or 4", 4),  # a decimal is not a count
         (".5 of 6", 6),
         ("x3 y4z 5", 5),
@@ -49,8 +49,8 @@ def think(answer: str) -> str:
         ("3rd: 4", 4),
         ("７", 7),
         ("有12隻", 12),
-        ("<answer>none</answer> 4", None),  # the answer block decides, even without a number
-        ("<answer>4", 4),  # never closed: no block
+        ("<answer>none</answer> 4", None),  # only the answer block counts, even without a number
+        ("<answer>4", 4),  # not closed, so not a block
         ("10²", 10),
         ("count...12", 12),
         ("see No.5", 5),
@@ -59,7 +59,7 @@ def think(answer: str) -> str:
         ("", None),
         ("-3", 3),
         ("0", 0),
-        ("9" * 5000, int("9" * 18)),  # Python refuses to read 5,000 digits; any bound will do
+        ("9" * 5000, int("9" * 18)),  # int() refuses 5,000 digits; any bound will do
     ],
 )
 def test_first_count(text, want):
@@ -98,8 +98,8 @@ def test_words(text, want):
         ("Yes, yes", "yes", 1.0),
         ("yes - not no", "yes", 0.0),
         ("right lung", "right upper lung", 0.8),
-        ("the the the ct", "ct", 0.0),  # multiset: 2·1/5 = 0.4
-        ("yes", "yes it is", 0.5),  # a longer gold is compared by words: 2·1/4
+        ("the the the ct", "ct", 0.0),  # F1 over multisets: 2·1/5 = 0.4, below 0.5
+        ("yes", "yes it is", 0.5),  # a longer gold answer is compared by words: 2·1/4
         ("anything", "?!", 0.0),
     ],
 )
@@ -115,7 +115,7 @@ def test_gold_problems_are_named():
 
 
 def test_exact_match_is_stricter_than_a_full_reward():
-    assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words
+    assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words in another order
     assert not rewards.exact_match("vqa", think("right to left"), "left to right")
     assert rewards.exact_match("vqa", think("Left to right."), "left to right")
     assert rewards.exact_match("vqa", think("yes, clearly"), "yes")
@@ -157,7 +157,7 @@ def test_verdicts_of_the_math_vectors(case):
         ("Correct, because 3 = 3", None),
         ("not correct", None),
         ("incorrectly", None),
-        ("They match.</think>\n\nCorrect", True),  # a template that opens the thinking in the prompt
+        ("They match.</think>\n\nCorrect", True),  # the chat template put <think> in the prompt
         ("<think>Incorrect</think><think>hm</think> «Correct»", True),
         ("!= correct", None),
         ("≠ correct", None),

@@ -1,7 +1,7 @@
-"""HFEngine against the plain model, and against the packed forward that trains on its completions.
+"""Compare HFEngine with plain transformers generation and with the packed forward of the trainer.
 
-Guards against: log-probabilities of another distribution than the one sampled from, left padding that leaks into
-attention or positions, completions that depend on their batch, and stop tokens lost or counted twice.
+Guards against log-probabilities from a different distribution than the one sampled from, left padding that leaks into
+attention or positions, completions that depend on their batch, and stop tokens that are dropped or counted twice.
 """
 
 import importlib.util
@@ -35,25 +35,25 @@ def engine(tiny_model, processor) -> HFEngine:
 
 @pytest.fixture(scope="module")
 def prompts(processor):
-    def picture(w, h, shade):
+    def image(w, h, shade):
         return Image.new("RGB", (w, h), (shade, 90, 200))
 
     samples = [
-        Sample("<image>How many?", "1", [picture(84, 84, 20)], "a"),
-        Sample("no picture here", "1", [], "b"),
-        Sample("<image>and<image> which?", "1", [picture(56, 112, 250), picture(84, 56, 130)], "c"),
+        Sample("<image>How many?", "1", [image(84, 84, 20)], "a"),
+        Sample("no image here", "1", [], "b"),
+        Sample("<image>and<image> which?", "1", [image(56, 112, 250), image(84, 56, 130)], "c"),
     ]
     return [encode_prompt(s, processor) for s in samples]
 
 
 def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
-    """Sampler and trainer agree on every token, sampled image placeholders included."""
+    """Sampler and trainer agree on every token, including image placeholders that were sampled as text."""
     rollouts = engine.generate(prompts, 24, [1, 2, 3], max_tokens=40, temperature=0.8)
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
     enable_packed_forward(model)
     batch = pack([Group(p, r) for p, r in zip(prompts, rollouts)])
     placeholder = model.config.image_token_id
-    assert (batch.targets == placeholder).any(), "no completion holds a placeholder: sample more of them"
+    assert (batch.targets == placeholder).any(), "no completion contains a placeholder: sample more"
     with torch.no_grad():
         logp, _ = token_logprobs(model, batch, temperature=0.8)
     torch.testing.assert_close(logp, batch.column("sampling_logp"), atol=1e-5, rtol=0)
@@ -98,22 +98,23 @@ def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts
 
 
 def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
-    """Rows of two splits of one file may have the same name; the same picture is looked at once."""
+    """The feature cache uses image content as its key, because rows of two splits can share a name. Equal images are
+    encoded once."""
 
     def prompt(shade: int):
         return encode_prompt(Sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor)
 
-    policy, kept = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
-    first, other, again = prompt(10), prompt(200), prompt(10)
-    cache_image_features(policy, [first], kept)
-    cache_image_features(policy, [other, again], kept)
+    policy, feature_cache = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
+    first, other, repeated = prompt(10), prompt(200), prompt(10)
+    cache_image_features(policy, [first], feature_cache)
+    cache_image_features(policy, [other, repeated], feature_cache)
     assert not torch.equal(first.features, other.features)
-    assert torch.equal(first.features, again.features)
-    assert len(kept) == 2
+    assert torch.equal(first.features, repeated.features)
+    assert len(feature_cache) == 2
 
 
 def test_every_end_token_of_the_generation_config_counts(tiny_model):
-    """vLLM hands the generation config over as a dict, transformers as an object."""
+    """vLLM returns the generation config as a dict, transformers as an object."""
     tokenizer = load_processor(tiny_model, "count").tokenizer
     for config in (GenerationConfig(eos_token_id=[5, 7]), {"eos_token_id": [5, 7]}, {"eos_token_id": 5}):
         want = {5, 7} if not isinstance(config, dict) or isinstance(config["eos_token_id"], list) else {5}
@@ -150,13 +151,13 @@ def test_temperature_zero_takes_the_likeliest():
     torch.testing.assert_close(logp, logits.log_softmax(-1).amax(-1), atol=1e-6, rtol=0)
 
 
-# --- vLLM where it cannot be ------------------------------------------------------------------------------------------
+# --- vLLM without a GPU -----------------------------------------------------------------------------------------------
 
 
 def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor, tmp_path, monkeypatch):
     flags, cpu = EngineFlags(engine="vllm"), torch.device("cpu")
     if importlib.util.find_spec("vllm") is None:
-        with pytest.raises(UserError, match=r"vLLM is not installed; pip install -r requirements-gpu"):
+        with pytest.raises(UserError, match=r"vLLM is not installed; run pip install -r requirements-gpu"):
             make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('undefined symbol: built for another torch')\n")
@@ -164,7 +165,7 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("RANK", "LOCAL_RANK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*--engine hf samples"):
+    with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*or use --engine hf"):
         VLLMEngine(flags, tiny_model, processor, torch.bfloat16, 100, 1)
     with pytest.raises(UserError, match="there is no GPU"):
         make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
@@ -177,12 +178,12 @@ def test_auto_says_what_it_chose(tiny_model, processor, capsys):
 
 def test_pixels_are_compared_picture_by_picture(processor):
     images = [Image.new("RGB", (56, 28 * (1 + i)), (40 * i, 9, 90)) for i in range(3)]
-    pictures = [Sample("<image>?", "1", [image], f"row {i}") for i, image in enumerate(images)]
-    prompts = encode_prompts(pictures, processor)
-    seen = [(p.vision["pixel_values"].bfloat16().float(), p.vision["image_grid_thw"]) for p in reversed(prompts)]
-    check_pixels(prompts, seen)
-    seen[0] = (seen[0][0] + 0.1, seen[0][1])
+    samples = [Sample("<image>?", "1", [image], f"row {i}") for i, image in enumerate(images)]
+    prompts = encode_prompts(samples, processor)
+    received = [(p.vision["pixel_values"].bfloat16().float(), p.vision["image_grid_thw"]) for p in reversed(prompts)]
+    check_pixels(prompts, received)
+    received[0] = (received[0][0] + 0.1, received[0][1])
     with pytest.raises(UserError, match="row 2: vLLM's vision tower did not get the trainer's pixels"):
-        check_pixels(prompts, seen)
+        check_pixels(prompts, received)
     with pytest.raises(UserError, match="row 0"):
         check_pixels(prompts, [])

@@ -1,7 +1,7 @@
-"""Whole runs, as a user starts them: what they leave, how they end, and what a mistake is answered with.
+"""Whole runs, started as a user starts them: their output files, how they end, and their error messages.
 
-Guards against: a final model that scores differently from the one trained, a run that differs with the number of
-processes, a resume that is not the same run, and tracebacks for mistakes.
+Guards against: a final model that scores differently from the trained one, a run that depends on the number of
+processes, a resumed run that differs from an undisturbed one, and tracebacks for user mistakes.
 """
 
 import json
@@ -30,30 +30,30 @@ from training.checkpoint import write_manifest
 
 @pytest.fixture(scope="module")
 def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
-    """Four steps with a checkpoint after each second one, evaluated on the way."""
+    """A run of four steps with a checkpoint and an evaluation every two steps."""
     output = tmp_path_factory.mktemp("runs") / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01))
     return output
 
 
-# --- what a run leaves ------------------------------------------------------------------------------------------------
+# --- output files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_what_the_readme_says(run):
+def test_a_run_leaves_what_the_documents_say(run):
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 2, 4]
     for row in rows[1:]:
-        unknown = {name for name, value in row.items() if value is None}
-        assert unknown == {"mfu", "sampling/logp_difference_text"}, "no GPU, and every row has a picture"
+        missing = {name for name, value in row.items() if value is None}
+        assert missing == {"mfu", "sampling/logp_difference_text"}, "no GPU, and every row has an image"
         assert all(math.isfinite(value) for value in row.values() if value is not None)
         assert row["sampling/logp_difference_image"] == pytest.approx(row["sampling/logp_difference_mean"])
         assert row["sampling/logp_difference_mean"] < 1e-5
     assert rows[4]["kl"] > 0
-    described = (ROOT / "README.md").read_text()
+    glossary = (ROOT / "docs" / "metrics.md").read_text()
     for name in rows[4]:
         if not name.startswith(("rewards/", "eval/")):
-            assert f"`{name}`" in described, f"the README's glossary lacks {name}"
+            assert f"`{name}`" in glossary, f"docs/metrics.md does not explain {name}"
     settings = json.loads((run / "config.json").read_text())
     assert settings["beta"] == 0.01
     assert settings["git_commit"]
@@ -90,7 +90,7 @@ def test_same_seed_same_run(run, tiny_model, shapes, tmp_path):
 
 
 def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
-    """Two steps, then resumed for two more: bit for bit the run that went through."""
+    """A run resumed after two of four steps equals an undisturbed one bit for bit."""
     cfg = config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2, beta=0.01)
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
     (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
@@ -103,7 +103,7 @@ def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
 
 def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_model, shapes, tmp_path):
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
-    with pytest.raises(UserError, match=r"is of another run \(seed was 0, is 1\)"):
+    with pytest.raises(UserError, match=r"belongs to another run \(seed was 0, is 1\)"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", seed=1))
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume="newest", learning_rate=1e-5))
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
@@ -127,8 +127,8 @@ def test_two_processes_make_the_same_run(run, tiny_model, shapes, tmp_path):
         "grpo.py", f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}", *flags, processes=2
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (read_jsonl(folder / "metrics.jsonl") for folder in (run, tmp_path))
-    for a, b in zip(one[1:], two):
+    single, double = (read_jsonl(folder / "metrics.jsonl") for folder in (run, tmp_path))
+    for a, b in zip(single[1:], double):
         for name in ("reward", "completions/mean_length", "loss", "kl", "entropy", "grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
     a, b = weights(run / "final"), weights(tmp_path / "final")
@@ -160,17 +160,17 @@ def test_variants_run(name, tiny_model, shapes, tmp_path):
 
 
 def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, tmp_path):
-    """With the same arithmetic in sampler and trainer both flags give the same run."""
-    ends = []
+    """The sampler and the trainer use the same arithmetic here, so both values of `old_logp` give the same run."""
+    losses = []
     for old in ("policy", "sampler"):
         output = tmp_path / old
         grpo.main(config(tiny_model, shapes, output, max_steps=2, num_iterations=2, old_logp=old, max_grad_norm=1e9))
-        ends.append([row["loss"] for row in read_jsonl(output / "metrics.jsonl")])
-    assert ends[0] == pytest.approx(ends[1], rel=1e-3, abs=1e-6)
+        losses.append([row["loss"] for row in read_jsonl(output / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
 
 
 def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, tmp_path, monkeypatch):
-    """Every second prompt of the stream gets equal rewards: each step must draw twice as many."""
+    """Every second prompt of the stream gets equal rewards, so each step must draw twice the number of prompts."""
     calls = []
 
     def reward(completion, answer, **_):
@@ -193,7 +193,7 @@ def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tm
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
 
 
-NONE_FOR = """
+MOODY_REWARD = """
 import pathlib
 
 def moody(completion, answer, **fields):
@@ -209,7 +209,7 @@ def moody(completion, answer, **fields):
 
 
 def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
-    (tmp_path / "r.py").write_text(NONE_FOR.replace("TIMES", "1"))
+    (tmp_path / "r.py").write_text(MOODY_REWARD.replace("TIMES", "1"))
     grpo.main(
         config(tiny_model, shapes, tmp_path / "run", max_steps=1, beta=0.1, reward=(f"{tmp_path}/r.py:moody=0.5",))
     )
@@ -221,8 +221,7 @@ def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
 
 
 def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
-    """Two steps go well; from the third on the reward is silent. The checkpoint is of step 2, and the run goes on from
-    it as if nothing had been."""
+    """Without verdicts in step 3, the run stops and saves step 2. The resumed run equals an undisturbed one."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
     flags = dict(max_steps=4, seed=3, reward=(f"{tmp_path}/r.py:fine",))
     grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
@@ -233,7 +232,7 @@ def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_no
         step = grpo.train_step
         patch.setattr(grpo, "train_step", lambda run: (run.step == 2 and (tmp_path / "silent").touch(), step(run))[1])
         with pytest.raises(
-            RunStopped, match=r"step 3: 100% of the completions have no verdict.*r\.py:fine gave None.*--resume"
+            RunStopped, match=r"step 3: 100% of the completions have no verdict.*r\.py:fine returned None.*--resume"
         ):
             grpo.main(config(tiny_model, shapes, tmp_path / "broken", **flags))
     (tmp_path / "silent").unlink()
@@ -247,20 +246,20 @@ def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
     more = dict(reward=("count=0.5", "format=2", f"{tmp_path}/r.py:one=-3"), overlong_buffer=6)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
-    parts = {name: row[f"rewards/{name}"] for name in ("count", "format", "one", "overlong")}
-    assert parts["one"] == 1
-    assert -1 <= parts["overlong"] < 0
-    want = 0.5 * parts["count"] + 2 * parts["format"] - 3 * parts["one"] + parts["overlong"]
-    assert row["reward"] == pytest.approx(want, abs=1e-6)
+    means = {name: row[f"rewards/{name}"] for name in ("count", "format", "one", "overlong")}
+    assert means["one"] == 1
+    assert -1 <= means["overlong"] < 0
+    expected = 0.5 * means["count"] + 2 * means["format"] - 3 * means["one"] + means["overlong"]
+    assert row["reward"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tiny_model, shapes, tmp_path):
-    """With an odd constant in the reward, taking the penalty off again would leave a rounding error behind."""
+    """With a constant such as 1/3 in the reward, subtracting the penalty again would leave a rounding error."""
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
-    assert row["groups_drawn"] == 8, "no group had anything to learn from, so all rounds were drawn"
+    assert row["groups_drawn"] == 8, "all groups have equal rewards, so all rounds are drawn"
     assert row["rewards/overlong"] < 0
 
 
@@ -274,13 +273,15 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
     state = tmp_path / "moved" / "checkpoint-1" / "state.json"
     state.write_text(state.read_text().replace(json.dumps(shapes), json.dumps(str(fewer))))
     write_manifest(state.parent)
-    with pytest.raises(UserError, match=r"is of another run .rows was \[12\], is \[11\]"):
+    with pytest.raises(UserError, match=r"belongs to another run .rows was \[12\], is \[11\]"):
         grpo.main(config(tiny_model, str(fewer), tmp_path / "moved", max_steps=2, resume="newest"))
 
 
 def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes, tmp_path):
-    """Four prompts a step of five text rows to one with pictures: most steps leave one process without any picture.
-    The vision tower is trained, so that it would hang if that process did not join."""
+    """In most steps, one process has no image: a step has four prompts, and only one row in six has images.
+
+    The vision tower is trained, so the run would hang if that process did not join its collectives.
+    """
     rows = [{"prompt": f"How much is {i}?", "answer": str(i)} for i in range(10)]
     image = f"{shapes}/images/00000.png"
     rows += [
@@ -301,7 +302,7 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
 
 @pytest.mark.parametrize("where", ["forward", "backward", "reference"])
 def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model, shapes, tmp_path, where, capsys):
-    """The error is raised by a decoder layer in the second micro-batch, in the midst of the gradient's adding up."""
+    """A decoder layer raises the error in the second micro-batch, while the gradient is being accumulated."""
     flags = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loader = "load_reference" if where == "reference" else "load_policy"
@@ -324,12 +325,12 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, loader, overflowing)
         grpo.main(config(tiny_model, shapes, tmp_path / "overflow", **flags))
-    assert "from now on micro-batches of 100 tokens" in capsys.readouterr().err
+    assert "reducing micro-batches to 100 tokens" in capsys.readouterr().err
     assert len(calls) > 4
     plain, other = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "overflow"))
-    for row, again in zip(plain, other):
+    for row, retried in zip(plain, other):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
-            assert again[name] == pytest.approx(row[name], rel=1e-4, abs=1e-7), name
+            assert retried[name] == pytest.approx(row[name], rel=1e-4, abs=1e-7), name
     one, two = weights(tmp_path / "plain" / "final"), weights(tmp_path / "overflow" / "final")
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
@@ -351,7 +352,7 @@ def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monke
 
 
 def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_path, monkeypatch):
-    """Its log-probabilities are another distribution's: nothing is trained on them."""
+    """If the sampler's log-probabilities come from a different model, the run stops before training on them."""
     monkeypatch.setattr(rollout.HFEngine, "sync_weights", lambda self, policy: self.model.lm_head.weight.data.mul_(3))
     with pytest.raises(RunStopped, match=r"step 1: .* differ from the trainer's by .* --max_logp_difference"):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
@@ -362,7 +363,7 @@ def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_p
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
-    with pytest.raises(RunStopped, match=r"step 4: 3 updates in a row left out \(loss nan.*--learning_rate") as stopped:
+    with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row \(loss nan.*--learning_rate") as stopped:
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=0, learning_rate=1e30))
     assert stopped.value.status == 1
     assert (tmp_path / "checkpoint-1" / "state.json").is_file()
@@ -377,7 +378,7 @@ def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
     (copy("b") / "preprocessor_config.json").unlink()
     whole = (copy("c") / "model.safetensors").read_bytes()
     (tmp_path / "c" / "model.safetensors").write_bytes(whole[:1000])
-    for name, message in (("a", "not a whole model"), ("b", "not a whole model"), ("c", "cannot load a model")):
+    for name, message in (("a", "not a complete model"), ("b", "not a complete model"), ("c", "cannot load a model")):
         with pytest.raises(UserError, match=message):
             grpo.main(config(str(tmp_path / name), shapes, tmp_path / "out", max_steps=1))
 
@@ -392,13 +393,13 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
     deadline = time.time() + 120
     while len(read_jsonl(tmp_path / "metrics.jsonl")) < 3 and time.time() < deadline and process.poll() is None:
         time.sleep(0.2)
-    # As a terminal does: the signal goes to the launcher and its processes alike.
+    # like a terminal, send the signal to the launcher and all of its processes
     subprocess.run(["pkill", f"-{signal.SIGINT.value}", "-g", str(process.pid)], check=True)
     _, err = process.communicate(timeout=60)
     checkpoints = list(tmp_path.glob("checkpoint-*"))
     assert len(checkpoints) == 1, err[-3000:]
     assert (checkpoints[0] / "state.json").is_file()
-    assert "is whole: --resume goes on from it" in err
+    assert "is complete: continue with --resume" in err
     if not processes:
         assert process.returncode == 130
         assert "Traceback" not in err
@@ -410,7 +411,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
 
 
 def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
-    """Started for real, two at a time: nothing of a traceback, nothing written, exit status 2."""
+    """Each mistake ends a real process with exit status 2 and one line; nothing is written."""
     rows = tmp_path / "bad.jsonl"
     rows.write_text(json.dumps({"prompt": "<image>?", "answer": "1", "images": ["gone.png"]}) + "\n")
     output = tmp_path / "out"
@@ -443,12 +444,12 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
 
     with ThreadPoolExecutor(2) as pool:
         for (command, message), done in zip(cases, pool.map(start, cases)):
-            said = done.stderr + done.stdout
-            assert done.returncode == 2, (command, said)
-            assert message in said, (command, said)
-            assert "Traceback" not in said, (command, said)
-            if said.startswith("error:"):
-                assert said.strip().count("\n") == 0, said
+            text = done.stderr + done.stdout
+            assert done.returncode == 2, (command, text)
+            assert message in text, (command, text)
+            assert "Traceback" not in text, (command, text)
+            if text.startswith("error:"):
+                assert text.strip().count("\n") == 0, text
     assert not output.exists()
-    with pytest.raises(UserError, match="holds a run: --resume goes on with it, --overwrite replaces it"):
+    with pytest.raises(UserError, match="contains a run: continue it with --resume or replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, run, max_steps=1))

@@ -1,6 +1,7 @@
-"""What keeps a run going: prompts in order, balanced processes, checks before an update, checkpoints, logs.
+"""The machinery of a run around the training step: prompt order, load balance, guards, checkpoints, metrics, logs.
 
-Imports the rooms and modules up to `data`. Start reading at `prompt_stream.py`, which decides which rows come when.
+Imports the rooms and modules up to `data`. Start reading at `prompt_stream.py`, which decides the order of the rows.
 `balance.py` moves completions between processes, `guards.py` checks an update, `checkpoint.py` saves and resumes,
-`export.py` writes the final model, `metrics.py` measures a step, `run_log.py` and `report.py` write what people read.
+`export.py` writes the final model, `metrics.py` measures a step, `run_log.py` writes the log files, and `report.py`
+draws the curves and the completions page.
 """

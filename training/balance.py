@@ -1,7 +1,7 @@
-"""Which process samples which prompts and trains on which completions, so that all of them finish together.
+"""Balance training work: move completions between processes so that all of them finish an update together.
 
-Every process holds the same figures and comes to the same plan. It says who does a piece of work, never what is done:
-completions follow from their prompts' seeds, and gradients are sums.
+Every process computes the same plan from the same costs. The plan decides where a completion is trained, not the
+result: gradients are sums over completions, whichever process computes them.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,27 @@ import torch.distributed as dist
 from common import distributed
 from common.records import Group, Rollout
 
-MAX_IMBALANCE = (
-    0.02  # what the busiest process may have more than the mean, as a share of it: a move costs something too
-)
+MIN_GAIN = 0.02  # a transfer takes time too: it must save at least this fraction of the mean load
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """A group as the plan knows it: no tokens, only how many."""
+    """The cost of a group, in tokens. The plan needs no more than this."""
 
     group_index: int
-    prompt: float
-    """cost of the prompt, its pictures included"""
+    prompt_cost: float
+    """Cost of the prompt, images included."""
     lengths: tuple[int, ...]
-    """tokens of each completion to train on"""
+    """Tokens of each completion to train on."""
 
     @property
     def cost(self) -> float:
-        return self.prompt + sum(self.lengths)
+        return self.prompt_cost + sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The last `count` completions of a group go from one process to another, with their prompt."""
+    """Move the last `count` completions of a group, with their prompt, from rank `source` to rank `target`."""
 
     group_index: int
     source: int
@@ -43,71 +41,77 @@ class Transfer:
     count: int
 
 
-def plan_transfers(held: list[list[GroupCost]]) -> list[Transfer]:
-    """What makes the processes' costs alike when they hold `held`: from the busiest to the idlest, whole groups or the
-    last completions of one, as long as that lowers the larger of the two by more than `MAX_IMBALANCE` of the mean."""
-    held = [list(works) for works in held]
-    loads = [sum(work.cost for work in works) for works in held]
-    enough, moves = MAX_IMBALANCE * sum(loads) / len(loads), []
+def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
+    """Return the transfers that even out the load, given each rank's groups.
+
+    Greedy: move a group, or the last completions of one, from the busiest rank to the idlest, as long as this lowers
+    the higher of their two loads by more than `MIN_GAIN` of the mean load.
+    """
+    costs_by_rank = [list(costs) for costs in costs_by_rank]
+    loads = [sum(group.cost for group in costs) for costs in costs_by_rank]
+    min_gain = MIN_GAIN * sum(loads) / len(loads)
+    transfers: list[Transfer] = []
     while True:
         source, target = loads.index(max(loads)), loads.index(min(loads))
         best: tuple[float, int, int] | None = None
-        for place, work in enumerate(held[source]):
-            for count in range(1, len(work.lengths) + 1):
-                tokens = sum(work.lengths[-count:])
-                given = tokens + (work.prompt if count == len(work.lengths) else 0)
-                larger = max(loads[source] - given, loads[target] + tokens + work.prompt)
-                if best is None or larger < best[0]:
-                    best = (larger, place, count)
-        if best is None or loads[source] - best[0] <= enough:
-            return moves
-        _, place, count = best
-        work = held[source].pop(place)
-        if kept := work.lengths[:-count]:
-            held[source].append(replace(work, lengths=kept))
-        there = next(
-            (other for other in held[target] if other.group_index == work.group_index), replace(work, lengths=())
-        )
-        held[target] = [other for other in held[target] if other is not there]
-        held[target].append(replace(there, lengths=there.lengths + work.lengths[-count:]))
-        loads = [sum(work.cost for work in works) for works in held]
-        moves.append(Transfer(work.group_index, source, target, count))
+        for index, group in enumerate(costs_by_rank[source]):
+            for count in range(1, len(group.lengths) + 1):
+                tokens = sum(group.lengths[-count:])
+                freed = tokens + (group.prompt_cost if count == len(group.lengths) else 0)
+                higher = max(loads[source] - freed, loads[target] + tokens + group.prompt_cost)
+                if best is None or higher < best[0]:
+                    best = (higher, index, count)
+        if best is None or loads[source] - best[0] <= min_gain:
+            return transfers
+        _, index, count = best
+        group = costs_by_rank[source].pop(index)
+        if remaining := group.lengths[:-count]:
+            costs_by_rank[source].append(replace(group, lengths=remaining))
+        merged = group.lengths[-count:]
+        for other in costs_by_rank[target]:
+            if other.group_index == group.group_index:
+                merged = other.lengths + merged
+        costs_by_rank[target] = [other for other in costs_by_rank[target] if other.group_index != group.group_index]
+        costs_by_rank[target].append(replace(group, lengths=merged))
+        loads = [sum(group.cost for group in costs) for costs in costs_by_rank]
+        transfers.append(Transfer(group.group_index, source, target, count))
 
 
-def rebalance(groups: list[Group], trained: Callable[[Rollout], bool], patch_cost: float = 0.0) -> list[Group]:
-    """This process's groups after some completions have gone to processes that had less to train on.
+def rebalance(groups: list[Group], is_trained: Callable[[Rollout], bool], patch_cost: float = 0.0) -> list[Group]:
+    """Return this process's groups after the planned transfers. Call it on every process.
 
-    `trained`: whether the loss depends on a completion; `patch_cost`: what a picture's patch costs in tokens, where
-    the vision tower is run again. Every process calls it together.
+    `is_trained` tells whether the loss depends on a completion. `patch_cost` is the cost of an image patch in tokens;
+    it is 0 when the vision tower is not run again in training.
     """
     if distributed.world_size() == 1:
         return groups
-    works = []
+    costs = []
     for group in groups:
-        if lengths := tuple(len(r.ids) for r in group.rollouts if trained(r)):
+        if lengths := tuple(len(r.ids) for r in group.rollouts if is_trained(r)):
             patches = len(group.prompt.vision["pixel_values"]) if group.prompt.vision else 0
-            works.append(GroupCost(group.group_index, len(group.prompt.ids) + patch_cost * patches, lengths))
-    mine = {group.group_index: group for group in groups}
-    for move in plan_transfers(distributed.all_gather(works)):
-        if distributed.rank() == move.source:
-            group = mine.pop(move.group_index)
-            going = [r for r in group.rollouts if trained(r)][-move.count :]
-            staying = [r for r in group.rollouts if all(r is not other for other in going)]
-            if staying:
-                mine[move.group_index] = replace(group, rollouts=staying)
-            dist.send_object_list([_light(replace(group, rollouts=going))], move.target, device=torch.device("cpu"))
-        elif distributed.rank() == move.target:
+            costs.append(GroupCost(group.group_index, len(group.prompt.ids) + patch_cost * patches, lengths))
+    local_groups = {group.group_index: group for group in groups}
+    for transfer in plan_transfers(distributed.all_gather(costs)):
+        if distributed.rank() == transfer.source:
+            group = local_groups.pop(transfer.group_index)
+            sent = [r for r in group.rollouts if is_trained(r)][-transfer.count :]
+            remaining = [r for r in group.rollouts if all(r is not other for other in sent)]
+            if remaining:
+                local_groups[transfer.group_index] = replace(group, rollouts=remaining)
+            payload = _without_images(replace(group, rollouts=sent))
+            dist.send_object_list([payload], transfer.target, device=torch.device("cpu"))
+        elif distributed.rank() == transfer.target:
             received: list[Group | None] = [None]
-            dist.recv_object_list(received, move.source, device=torch.device("cpu"))
+            dist.recv_object_list(received, transfer.source, device=torch.device("cpu"))
             (group,) = received
-            if there := mine.get(move.group_index):
-                group = replace(there, rollouts=[*there.rollouts, *group.rollouts])
-            mine[move.group_index] = group
-    return [mine[group_index] for group_index in sorted(mine)]
+            if existing := local_groups.get(transfer.group_index):
+                group = replace(existing, rollouts=[*existing.rollouts, *group.rollouts])
+            local_groups[transfer.group_index] = group
+    return [local_groups[index] for index in sorted(local_groups)]
 
 
-def _light(group: Group) -> Group:
-    """`group` without what training does not need: its pictures, and their patches where their features are known."""
+def _without_images(group: Group) -> Group:
+    """Return `group` without what training does not need: its images, and their patches where features are cached."""
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
         prompt = replace(prompt, vision={"image_grid_thw": prompt.vision["image_grid_thw"]})

@@ -2,11 +2,13 @@
 
     python -m training.checkpoint --checkpoint runs/grpo/checkpoint-40 --output exported    # as a model or adapter
 
-A checkpoint is a folder `checkpoint-STEP` with what is trained and the optimizer's state in
-`torch.distributed.checkpoint` form, every process's random states, `state.json` with everything else, and
-`manifest.json` with the size and hash of each file. It is written beside its place by a thread, while training goes
-on from the copy on the host, flushed to disk and renamed when it is whole: a killed run never leaves a half one under
-that name, and a damaged one is noticed before any of it is used.
+A checkpoint is a folder `checkpoint-STEP`. It holds the trained parameters and the optimizer state in
+`torch.distributed.checkpoint` format, the random states of every process, `state.json` with everything else, and
+`manifest.json` with the size and hash of each file.
+
+The tensors are copied to host memory, and a thread writes them to a temporary folder while training continues. The
+folder is flushed to disk and renamed when it is complete, so a killed run never leaves a partial checkpoint under the
+final name. The hashes reveal a damaged checkpoint before any of it is loaded.
 """
 
 import datetime
@@ -42,13 +44,31 @@ from policy.model import Policy, load_policy
 from policy.optimizer import make_optimizer
 from training.export import export
 
-# What a resumed run must share. Which prompts come next, what is trained, and what is maximised; the schedule counts
-# updates. Not among them: what people change on the way, such as the learning rate, β, temperature or longer answers.
-MUST_MATCH = ("task", "data", "data_weights", "rows", "rows_digest", "model", "seed", "prompts_per_step")
-MUST_MATCH += ("num_generations", "prompts_per_update", "num_iterations", "loss_type", "reward")
-MUST_MATCH += ("lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
-RUN_STATE = ("step", "position", "best", "norms", "skipped", "unscored")  # of a run, beside the lengths of its rows
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # the rest lies where the run started from
+# Settings that a resumed run must share: they decide the order of the prompts, the trained parameters, the objective
+# and the number of updates. Settings that are often changed during a run are not listed, such as the learning rate, β,
+# the temperature or the completion length.
+MUST_MATCH = (
+    "task",
+    "data",
+    "data_weights",
+    "rows",
+    "rows_digest",
+    "model",
+    "seed",
+    "prompts_per_step",
+    "num_generations",
+    "prompts_per_update",
+    "num_iterations",
+    "loss_type",
+    "reward",
+    "lora_rank",
+    "lora_alpha",
+    "adapter",
+    "load_in_4bit",
+    "train_vision",
+)
+RUN_STATE = ("step", "position", "best", "norms", "skipped", "unscored")  # attributes of `grpo.Run` that are saved
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 MANIFEST = "manifest.json"
 SUPERSEDED_SUFFIX = ".before-resume"
 
@@ -58,23 +78,24 @@ class Config:
     """Write a checkpoint in Hugging Face layout, or as an adapter when one was trained."""
 
     checkpoint: str
-    """The checkpoint's folder."""
+    """Folder of the checkpoint."""
     output: str
-    """Where the model or adapter goes; the folder must not exist yet."""
+    """Folder for the model or adapter; it must not exist yet."""
 
 
 class Checkpoints:
-    """The checkpoints of a run: saved beside training, thinned out, found again."""
+    """The checkpoints of a run: saved in the background, pruned, and found when the run is resumed."""
 
-    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False, patience: float = 30.0):
+    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False, timeout: float = 30.0):
+        """`timeout`: minutes that a save may wait for another process before it fails."""
         self.folder, self.keep_last, self.keep_best = pathlib.Path(output), keep_last, keep_best
-        minutes = datetime.timedelta(minutes=patience)
-        self.group = dist.new_group(backend="gloo", timeout=minutes)  # the thread's own collectives
+        max_wait = datetime.timedelta(minutes=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
         self.thread = ThreadPoolExecutor(1)
-        self.pending: tuple[Future[None], int] | None = None  # and the step that is being written
-        self.newest: int | None = None  # the step that this run can be gone on from, with nothing of it lost
-        self.save_failed = False  # the last one asked for could not be written
-        self.replaces = False  # the run in `output` goes: this launch's own, started again, or nothing to go on from
+        self.pending: tuple[Future[None], int] | None = None  # the running write and its step
+        self.newest: int | None = None  # step of the newest complete checkpoint of this run
+        self.save_failed = False  # whether the last requested checkpoint could not be written
+        self.replaces = False  # whether this run may replace the one in `output`; set by `find`
 
     def save(
         self,
@@ -84,165 +105,186 @@ class Checkpoints:
         progress: dict[str, Any],
         last: bool = False,
     ) -> None:
-        """Write checkpoint-STEP while training goes on, with `last` before this returns, unless it is there; `progress`
-        holds «step» and what else the caller needs back. All processes. What is wrong is said and leaves it `owed`; an
-        earlier one that went wrong does not keep this one from being written."""
+        """Write checkpoint-STEP in the background, or before returning if `last`. Does nothing if it already exists.
+
+        `progress` holds "step", "best" and everything else that `load_checkpoint` should return. All processes call
+        this together. An error is printed and sets `save_failed`; it does not prevent a later save.
+        """
         self.wait()
-        wrong = None
+        error = None
         if progress["step"] != self.newest:
-            wrong = self._start(policy, optimizer, scheduler, progress)
-        self.save_failed = wrong is not None
-        if wrong:
-            self._say(progress["step"], wrong)
+            error = self._start_write(policy, optimizer, scheduler, progress)
+        self.save_failed = error is not None
+        if error:
+            self._report_failure(progress["step"], error)
         if last:
             self.wait()
 
-    def _start(
+    def _start_write(
         self,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         progress: dict[str, Any],
     ) -> str | None:
-        """Begin to write; returns what is wrong already, on every process."""
-        tensors = _local_share(*get_state_dict(policy, optimizer, options=TRAINED))
-        if wrong := self._no_room(tensors):
-            return wrong
+        """Start to write; return the first error of any process, on all of them."""
+        tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
+        if error := self._check_disk_space(tensors):
+            return error
         partial = partial_path(self.folder / f"checkpoint-{progress['step']}")
         state = progress | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
-        begun = self._try(lambda: _begin(partial, state))
-        if wrong := begun or self._try(
-            lambda: torch.save(random_states(), partial / f"random-{distributed.rank()}.pt")
-        ):
+        error = self._attempt(lambda: _create_folder(partial, state))
+        if not error:
+            random_path = partial / f"random-{distributed.rank()}.pt"
+            error = self._attempt(lambda: torch.save(random_states(), random_path))
+        if error:
             shutil.rmtree(partial, ignore_errors=True)
-            return wrong
-        written: list[Future] = []
-        wrong = self._try(
-            lambda: written.append(dcp.async_save(tensors, checkpoint_id=partial, process_group=self.group))
+            return error
+        writes: list[Future] = []
+        error = self._attempt(
+            lambda: writes.append(dcp.async_save(tensors, checkpoint_id=partial, process_group=self.group))
         )
-        if written:
-            work = self.thread.submit(self._finish, written[0], partial, progress["step"], progress["best"])
+        if writes:
+            work = self.thread.submit(self._finish, writes[0], partial, progress["step"], progress["best"])
             self.pending = work, progress["step"]
-        return wrong
+        return error
 
-    def _try(self, write: Callable[[], None]) -> str | None:
-        """`write`; returns what went wrong with it on any process, the same on all of them."""
-        wrong = None
+    def _attempt(self, write: Callable[[], None]) -> str | None:
+        """Call `write`; return the first error of any process, on all of them."""
+        message = None
         try:
             write()
-        except (OSError, RuntimeError, CheckpointException) as error:  # torch's writer raises the second on a full disk
-            wrong = self._why(error)
-        return distributed.first_error(wrong)
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch.save raises RuntimeError on a full disk
+            message = self._describe(error)
+        return distributed.first_error(message)
 
-    def _say(self, step: int, wrong: str) -> None:
+    def _report_failure(self, step: int, error: str) -> None:
         self.save_failed = True
         if console.is_main():
-            print(f"no checkpoint of step {step}: {wrong}; {self.status()}", file=sys.stderr)
+            print(f"could not save checkpoint-{step}: {error}; {self.status()}", file=sys.stderr)
 
     def status(self) -> str:
-        """What a run that ended now could go on from."""
-        return "there is no checkpoint yet" if self.newest is None else f"checkpoint-{self.newest} is whole"
+        """Return a phrase that names the checkpoint from which the run could resume now."""
+        return "there is no checkpoint yet" if self.newest is None else f"checkpoint-{self.newest} is complete"
 
-    def resume_hint(self, then: str = "goes on from it") -> str:
-        """What can be done after the run has ended here."""
+    def resume_hint(self, action: str = "continue") -> str:
+        """Return a phrase that tells the user how to resume the run after it has ended; `action` is a verb phrase."""
         if self.newest is None:
             return "there is no checkpoint"
         if self.save_failed:
-            return f"checkpoint-{self.newest} is the newest: --resume goes on from it"
-        return f"checkpoint-{self.newest} is whole: --resume {then}"
+            return f"checkpoint-{self.newest} is the newest: continue with --resume"
+        return f"checkpoint-{self.newest} is complete: {action} with --resume"
 
     def export_final(self, policy: Policy, source: str) -> None:
-        """`export` to the folder «final». Raises RunStopped, naming the checkpoint to make it from, when that fails."""
+        """Export the trained model to the folder `final`; see `training.export.export`.
+
+        Raises RunStopped when that fails. The message names the checkpoint that can be exported in its place.
+        """
         try:
             export(policy, source, f"{self.folder}/final")
         except RunStopped as error:
-            newest = self.folder / f"checkpoint-{self.newest}"
-            again = f"python -m training.checkpoint --checkpoint {newest} --output DIR writes it where there is room"
-            why = again if self.newest is not None else "there is no checkpoint to make it from"
-            raise RunStopped(f"{error}; {why}", error.status) from None
+            hint = "there is no checkpoint to export in its place"
+            if self.newest is not None:
+                newest = self.folder / f"checkpoint-{self.newest}"
+                hint = f"to export it elsewhere: python -m training.checkpoint --checkpoint {newest} --output DIR"
+            raise RunStopped(f"{error}; {hint}", error.status) from None
 
     def write_failed(self) -> bool:
-        """Whether what this process is writing has gone wrong already."""
+        """Return whether this process's background write has already failed. Does not wait for it."""
         future = self.pending[0] if self.pending else None
         return future is not None and future.done() and future.exception() is not None
 
     def wait(self) -> str | None:
-        """Until what is being written is on disk; what is wrong with it is said, and returned on every process."""
+        """Wait until the pending checkpoint is on disk, on all processes.
+
+        An error of any process is printed, and returned on all of them.
+        """
         step = self.pending[1] if self.pending else None
-        wrong = distributed.first_error(self.join_write())
-        if step is not None and wrong:
-            self._say(step, wrong)
+        error = distributed.first_error(self.join_write())
+        if step is not None and error:
+            self._report_failure(step, error)
         elif step is not None:
             self.newest = step
-        return wrong
+        return error
 
     def join_write(self) -> str | None:
-        """As `wait`, for this process alone, when the others may be anywhere."""
+        """Wait for the background write of this process and return its error.
+
+        In contrast to `wait`, this is not a collective: use it when the other processes may be anywhere in the program.
+        """
         pending, self.pending = self.pending, None
         if pending is None:
             return None
         future, step = pending
         try:
             future.result()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 of the disk, by way of several libraries
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - several libraries write to the disk
             shutil.rmtree(partial_path(self.folder / f"checkpoint-{step}"), ignore_errors=True)
-            return self._why(error)
+            return self._describe(error)
         return None
 
-    def _no_room(self, tensors: dict[str, Any]) -> str | None:
-        """What is missing on the disk for `tensors`, before any of it is written."""
+    def _check_disk_space(self, tensors: dict[str, Any]) -> str | None:
+        """Return an error message if the disk has too little free space for the `tensors` of all processes."""
         local = [
             t._local_tensor if isinstance(t, DTensor) else t for t in tree_leaves(tensors) if isinstance(t, Tensor)
         ]
         needed = int(distributed.all_sum(torch.tensor(sum(t.numel() * t.element_size() for t in local))))
-        needed += needed // 50 + 2**20  # what the format adds
+        needed += needed // 50 + 2**20  # overhead of the file format
         free = shutil.disk_usage(self.folder).free if console.is_main() else 0
         free = distributed.all_gather(free)[0]
         if needed <= free:
             return None
         return (
-            f"a checkpoint takes {needed / 1e9:.3f} GB and {str(self.folder)!r} has {free / 1e9:.3f} GB left: "
-            f"{(needed - free) / 1e9:.3f} GB are missing"
+            f"a checkpoint takes {needed / 1e9:.3f} GB, but {str(self.folder)!r} has only {free / 1e9:.3f} GB left: "
+            f"free another {(needed - free) / 1e9:.3f} GB"
         )
 
-    def _why(self, error: BaseException) -> str:
-        found, said = _reasons(error), str(error)
-        full = any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in found)
-        if full or "No space left" in said:
-            return f"{str(self.folder)!r} is full"
-        return f"{type(found[-1]).__name__}: {str(found[-1])[:200]}"
+    def _describe(self, error: BaseException) -> str:
+        """Return one line about the root cause of a failed write."""
+        causes = _causes(error)
+        disk_full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
+        if disk_full or "No space left" in str(error):
+            return f"the disk of {str(self.folder)!r} is full"
+        return f"{type(causes[-1]).__name__}: {str(causes[-1])[:200]}"
 
-    def _finish(self, written: Future, partial: pathlib.Path, step: int, best: dict[str, float] | None) -> None:
-        """In the thread: when every process's files are there the first one seals and renames them."""
-        written.result()
+    def _finish(self, write: Future, partial: pathlib.Path, step: int, best: dict[str, float] | None) -> None:
+        """Wait for the files of all processes; rank 0 then writes the manifest and renames the folder.
+
+        Runs in the thread.
+        """
+        write.result()
         dist.barrier(self.group)
         if console.is_main():
             write_manifest(partial)
             folder = self.folder / f"checkpoint-{step}"
-            earlier = folder.with_name(f"{folder.name}.old")  # of the same step: whole until the new one has its place
-            shutil.rmtree(earlier, ignore_errors=True)
+            # An older checkpoint of the same step is kept under another name until the new one has been renamed.
+            old = folder.with_name(f"{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
-                folder.rename(earlier)
+                folder.rename(old)
             partial.rename(folder)
             flush(folder.parent)
-            shutil.rmtree(earlier, ignore_errors=True)
-            self._thin_out(step, best)
+            shutil.rmtree(old, ignore_errors=True)
+            self._prune(step, best)
 
-    def _thin_out(self, written: int, best: dict[str, float] | None) -> None:
-        """Of the steps up to the one just `written`, keep the last `keep_last` and the best one."""
+    def _prune(self, written: int, best: dict[str, float] | None) -> None:
+        """Delete checkpoints up to step `written`, except the last `keep_last` and the best one.
+
+        Superseded checkpoints up to that step are deleted, too.
+        """
         steps = {step: folder for step, folder in _checkpoints_by_step(self.folder).items() if step <= written}
         newest = sorted(steps)[-self.keep_last :] if self.keep_last else list(steps)
         kept = {*newest, best["step"] if self.keep_best and best else None}
-        aside = _checkpoints_by_step(self.folder, SUPERSEDED_SUFFIX)
-        gone = [folder for step, folder in steps.items() if step not in kept]
-        for folder in gone + [folder for step, folder in aside.items() if step <= written]:
+        superseded = _checkpoints_by_step(self.folder, SUPERSEDED_SUFFIX)
+        expired = [folder for step, folder in steps.items() if step not in kept]
+        for folder in expired + [folder for step, folder in superseded.items() if step <= written]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def prepare_output(self, step: int | None) -> None:
-        """Make way for a run that goes on after `step`, or from the start (None): then an earlier run in `output` goes.
+        """Prepare `output` for a run that resumes after `step`, or for a new run (None), which deletes an earlier one.
 
-        Later checkpoints, which this run makes anew or which are damaged, are renamed to checkpoint-STEP.before-resume
-        until it has come as far itself. All processes, when everything else is in order.
+        Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
+        checkpoint of that step or a later one. All processes call this together, after all other checks have passed.
         """
         steps = _checkpoints_by_step(self.folder)
         self.newest = step if step in steps else None
@@ -253,145 +295,156 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
         for later, folder in steps.items():
             if step is not None and later > step:
-                aside = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
+                superseded = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
+                shutil.rmtree(superseded, ignore_errors=True)
+                folder.rename(superseded)
 
     def is_own(self, folder: pathlib.Path | None) -> bool:
-        """Whether the checkpoint in `folder` is of the run in `output`."""
+        """Return whether `folder` is a checkpoint of the run in `output`."""
         return folder is not None and folder.resolve().parent == self.folder.resolve()
 
-    def find(self, wanted: str | None) -> pathlib.Path | None:
-        """The checkpoint to go on from: «newest», «auto» (where there is one), the folder `wanted`, or None for none.
-        The same on every process.
+    def find(self, requested: str | None) -> pathlib.Path | None:
+        """Return the checkpoint to resume from, the same on every process, or None to start a new run.
 
-        When torchrun has started this launch again it is the newest, whatever is `wanted`. Raises UserError when there
-        is none, or the folder named is not whole. A newest one that is not whole is named and the one before is taken.
+        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
+        restarted this launch, the newest one is taken in any case. A damaged newest checkpoint is reported and the
+        previous one is tried. Sets `replaces` when the run in `output` belongs to this launch, or when "auto" finds a
+        run without a checkpoint and without a final model. Raises UserError when there is no checkpoint or the
+        requested one is damaged.
         """
-        found: tuple[bool, pathlib.Path | None, str] = (False, None, "")
+        result: tuple[bool, pathlib.Path | None, str] = (False, None, "")
         if console.is_main():
-            for step, folder in _checkpoints_by_step(
-                self.folder, ".old"
-            ).items():  # killed while a new one took its place
+            # A run killed while it replaced a checkpoint of the same step left only the old one: restore its name.
+            for step, folder in _checkpoints_by_step(self.folder, ".old").items():
                 if step not in _checkpoints_by_step(self.folder):
                     folder.rename(folder.with_suffix(""))
-            again, begun = distributed.restarted() and self._of_this_launch(), bool(_checkpoints_by_step(self.folder))
-            if begun and (again or wanted == "auto"):
-                wanted = "newest"
-            anew = wanted == "auto" and not (self.folder / "final").exists()
-            found = (again or anew, *self._find(None if wanted == "auto" else wanted))
-        self.replaces, path, wrong = distributed.all_gather(found)[0]
-        if wrong:
-            raise UserError(wrong)
+            restarted = distributed.restarted() and self._is_same_launch()
+            if _checkpoints_by_step(self.folder) and (restarted or requested == "auto"):
+                requested = "newest"
+            unfinished = requested == "auto" and not (self.folder / "final").exists()
+            result = (restarted or unfinished, *self._find(None if requested == "auto" else requested))
+        self.replaces, path, error = distributed.all_gather(result)[0]
+        if error:
+            raise UserError(error)
         return path
 
-    def _find(self, wanted: str | None) -> tuple[pathlib.Path | None, str]:
-        """The checkpoint `wanted` and what is wrong."""
-        if not wanted:
+    def _find(self, requested: str | None) -> tuple[pathlib.Path | None, str]:
+        """Return the requested checkpoint and an error message, which is empty if there is no error."""
+        if not requested:
             return None, ""
-        if wanted == "newest":
-            return self._newest()
-        folder = pathlib.Path(wanted)
+        if requested == "newest":
+            return self._find_newest()
+        folder = pathlib.Path(requested)
         if (steps := _checkpoints_by_step(folder)) and not (folder / MANIFEST).exists():
-            return (
-                None,
-                f"--resume: {wanted!r} is a run: name one of its checkpoints, {steps[max(steps)]} is the newest",
-            )
+            newest = steps[max(steps)]
+            return None, f"--resume: {requested!r} is a run: pass one of its checkpoints, the newest is {newest}"
         return folder, verify_checkpoint(folder) or ""
 
-    def _of_this_launch(self) -> bool:
-        about = self.folder / "config.json"
-        known = json.loads(about.read_text()).get("launch") if about.is_file() else None
-        return bool(set(known or []).intersection(distributed.launcher_ids()))
+    def _is_same_launch(self) -> bool:
+        """Return whether the run in `output` was started by a torchrun of this launch."""
+        path = self.folder / "config.json"
+        launchers = json.loads(path.read_text()).get("launch") if path.is_file() else None
+        return bool(set(launchers or []).intersection(distributed.launcher_ids()))
 
-    def _newest(self) -> tuple[pathlib.Path | None, str]:
+    def _find_newest(self) -> tuple[pathlib.Path | None, str]:
+        """Return the newest complete checkpoint in `output` and an error message, as `_find` does."""
         steps = _checkpoints_by_step(self.folder)
         for step in sorted(steps, reverse=True):
-            wrong = verify_checkpoint(steps[step])
-            if wrong is None:
+            error = verify_checkpoint(steps[step])
+            if error is None:
                 return steps[step], ""
-            others = "; taking the one before" if step > min(steps) else ""
-            print(f"{wrong}{others}", file=sys.stderr)
-        what = "no whole checkpoint" if steps else "no checkpoint"
-        holds_a_run = steps or (self.folder / "metrics.jsonl").exists()
-        anew = "--overwrite in its place starts anew" if holds_a_run else "leave the flag out to start anew"
-        return None, f"--resume: {what} in {str(self.folder)!r}; {anew}"
+            fallback = "; trying the previous checkpoint" if step > min(steps) else ""
+            print(f"{error}{fallback}", file=sys.stderr)
+        problem = "no complete checkpoint" if steps else "no checkpoint"
+        holds_run = steps or (self.folder / "metrics.jsonl").exists()
+        flag = "use --overwrite instead" if holds_run else "leave out --resume"
+        return None, f"--resume: {problem} in {str(self.folder)!r}; {flag} to start a new run"
 
 
-def _reasons(error: BaseException) -> list[BaseException]:
-    """What led to `error`, the first cause last; of one process of those that torch's checkpoints tell of."""
-    found = [error]
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return `error` and its chain of causes, the root cause last.
+
+    A CheckpointException lists one error per failed process; the first of them is followed.
+    """
+    chain = [error]
     while error := (
         next(iter(error.failures.values()))[0]
         if isinstance(error, CheckpointException) and error.failures
         else error.__cause__ or error.__context__
     ):
-        found.append(error)
-    return found
+        chain.append(error)
+    return chain
 
 
-def _begin(partial: pathlib.Path, state: dict[str, Any]) -> None:
-    """An empty folder with `state`; the first process makes it."""
+def _create_folder(partial: pathlib.Path, state: dict[str, Any]) -> None:
+    """Create an empty folder with `state.json`, on the main process."""
     if console.is_main():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / "state.json").write_text(json.dumps(state, indent=1))
 
 
-def _local_share(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
-    """What this process saves: its shards, and where others have the same ones, those of its part of the parameters."""
-    places = (p.device_mesh for p in parameters.values() if isinstance(p, DTensor) and p.device_mesh.ndim > 1)
-    if (mesh := next(places, None)) is not None:
+def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that this process saves.
+
+    Processes that hold the same shards divide the parameters among themselves, so that each shard is saved once.
+    """
+    meshes = (p.device_mesh for p in parameters.values() if isinstance(p, DTensor) and p.device_mesh.ndim > 1)
+    if (mesh := next(meshes, None)) is not None:
         names = list(parameters)
-        parts = partition_lpt([parameters[name].numel() for name in names], mesh.size(0))
-        parameters = {names[i]: parameters[names[i]] for i in parts[mesh.get_coordinate()[0]]}
+        indices_by_copy = partition_lpt([parameters[name].numel() for name in names], mesh.size(0))
+        parameters = {names[i]: parameters[names[i]] for i in indices_by_copy[mesh.get_coordinate()[0]]}
         moments = moments | {"state": {name: s for name, s in moments["state"].items() if name in parameters}}
     return {"policy": parameters, "optimizer": moments}
 
 
-def _checkpoints_by_step(folder: pathlib.Path, ending: str = "") -> dict[int, pathlib.Path]:
-    form = rf"checkpoint-(\d+){re.escape(ending)}"
-    found = [(re.fullmatch(form, path.name), path) for path in folder.glob("checkpoint-*")]
-    return {int(match[1]): path for match, path in found if match}
+def _checkpoints_by_step(folder: pathlib.Path, suffix: str = "") -> dict[int, pathlib.Path]:
+    """Return the folders `checkpoint-STEP` with this suffix in `folder`, by step."""
+    pattern = rf"checkpoint-(\d+){re.escape(suffix)}"
+    matches = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("checkpoint-*")]
+    return {int(match[1]): path for match, path in matches if match}
 
 
-# --- whole or not -----------------------------------------------------------------------------------------------------
+# --- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def write_manifest(folder: pathlib.Path) -> None:
-    """Sizes and hashes of every file in `folder`, and of the manifest itself; all flushed to disk."""
+    """Write `manifest.json` with the size and hash of every file in `folder`, then flush everything to disk.
+
+    The last line of the manifest is the hash of its other lines.
+    """
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor() as pool:
         hashes = list(pool.map(_hash, paths))
     files = {path.name: {"size": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, hashes)}
-    (folder / MANIFEST).write_bytes(_sealed(json.dumps({"files": files}, indent=1).encode()))
+    (folder / MANIFEST).write_bytes(_append_hash(json.dumps({"files": files}, indent=1).encode()))
     for path in [*paths, folder / MANIFEST, folder]:
         flush(path)
 
 
-def _sealed(text: bytes) -> bytes:
+def _append_hash(text: bytes) -> bytes:
     return text + f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
 
 
 def verify_checkpoint(folder: pathlib.Path) -> str | None:
-    """What is wrong with the checkpoint in `folder`; None when every byte is as it was written."""
+    """Compare the checkpoint in `folder` with its manifest; return an error message, or None if all bytes match."""
     try:
-        found = (folder / MANIFEST).read_bytes()
-        text = found[:-66]  # the rest is a hash between two line breaks
-        if found != _sealed(text):
+        manifest = (folder / MANIFEST).read_bytes()
+        text = manifest[:-66]  # the rest is a hash of 64 digits between two line breaks
+        if manifest != _append_hash(text):
             return f"{folder}: its {MANIFEST} is damaged"
         files = json.loads(text)["files"]
-        for name, about in files.items():
+        for name, entry in files.items():
             size = (folder / name).stat().st_size
-            if size != about["size"]:
-                return f"{folder}: {name} has {size} bytes where {about['size']} were written"
+            if size != entry["size"]:
+                return f"{folder}: {name} is damaged: it has {size} bytes, but {entry['size']} were written"
         with ThreadPoolExecutor() as pool:
             hashes = list(pool.map(_hash, [folder / name for name in files]))
-        for (name, about), found in zip(files.items(), hashes):
-            if found != about["sha256"]:
-                return f"{folder}: {name} is damaged: other bytes than were written"
+        for (name, entry), digest in zip(files.items(), hashes):
+            if digest != entry["sha256"]:
+                return f"{folder}: {name} is damaged: its hash differs from the one in {MANIFEST}"
     except (OSError, ValueError, KeyError) as error:
-        return f"{folder} is not a whole checkpoint ({type(error).__name__}: {str(error)[:120]})"
+        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:120]})"
     return None
 
 
@@ -400,12 +453,15 @@ def _hash(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- what is in one ---------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators. Sampling uses none of them: its seeds follow from
-    the run's and the prompt's place; reward functions and libraries might."""
+    """Return the states of the global generators of Python, NumPy and torch.
+
+    Reward functions and libraries may use them. Sampling does not: its seeds follow from the run's seed and the
+    position of the prompt.
+    """
     kind, keys, *rest = np.random.get_state()
     states = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)}
     states["torch"] = torch.get_rng_state()
@@ -413,7 +469,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """The inverse of `random_states`."""
+    """Restore the states returned by `random_states`."""
     random.setstate(states["python"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -429,30 +485,35 @@ def load_checkpoint(
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     config: dict[str, Any],
 ) -> dict[str, Any]:
-    """Put the tensors of `folder` into `policy`, `optimizer` and `scheduler`; returns the saved progress. On any number
-    of processes; those that were not there before keep the random states they started with.
+    """Load the tensors of `folder` into `policy`, `optimizer` and `scheduler`, and return the saved progress.
 
-    Learning rate and weight decay are those of the new command, as whatever else it changes and is said. Raises
-    UserError when `config` differs in what makes it the same run (SAME_RUN).
+    The number of processes may differ from that of the saved run; additional processes keep their initial random
+    states. Learning rate, weight decay and other changed settings are taken from the new command, and the changes are
+    printed. Raises UserError when a setting of `MUST_MATCH` differs from `config`.
     """
     saved = json.loads((folder / "state.json").read_text())
-    config = json.loads(json.dumps(config))
-    was, elsewhere = saved["config"], {field.name for field in fields(RunFlags)}
-    other = [name for name in config if name in was and was[name] != config[name]]  # an older one may lack some
-    changed = {name: f"{name} was {was[name]}, is {config[name]}" for name in other if name not in elsewhere}
-    if refused := [said for name, said in changed.items() if name in MUST_MATCH]:
-        raise UserError(f"--resume: {folder} is of another run ({', '.join(refused)}): use the same or a new --output")
-    if changed and console.is_main():
-        print(f"going on with other settings than before: {', '.join(changed.values())}", file=sys.stderr)
-    decay = [group["weight_decay"] for group in optimizer.param_groups]
+    new = json.loads(json.dumps(config))
+    old, ignored = saved["config"], {field.name for field in fields(RunFlags)}
+    # an older version may not have saved all settings
+    differing = [name for name in new if name in old and old[name] != new[name] and name not in ignored]
+    changes = {name: f"{name} was {old[name]}, is {new[name]}" for name in differing}
+    conflicts = [change for name, change in changes.items() if name in MUST_MATCH]
+    if conflicts:
+        raise UserError(
+            f"--resume: {folder} belongs to another run ({', '.join(conflicts)}): "
+            "use the same settings, or a new --output without --resume"
+        )
+    if changes and console.is_main():
+        print(f"settings changed since the checkpoint: {', '.join(changes.values())}", file=sys.stderr)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
     _load_tensors(folder, policy, optimizer)
     rates = list(scheduler.base_lrs)
     scheduler.load_state_dict(saved["scheduler"] | {"base_lrs": rates})
-    for group, rate, shape, own_decay in zip(optimizer.param_groups, rates, scheduler.lr_lambdas, decay):
-        group |= {"initial_lr": rate, "lr": rate * shape(scheduler.last_epoch), "weight_decay": own_decay}
-    own = folder / f"random-{distributed.rank()}.pt"
-    if own.is_file():
-        restore_random_states(torch.load(own, weights_only=True))
+    for group, rate, schedule, decay in zip(optimizer.param_groups, rates, scheduler.lr_lambdas, decays):
+        group |= {"initial_lr": rate, "lr": rate * schedule(scheduler.last_epoch), "weight_decay": decay}
+    random_path = folder / f"random-{distributed.rank()}.pt"
+    if random_path.is_file():
+        restore_random_states(torch.load(random_path, weights_only=True))
     return saved
 
 
@@ -461,25 +522,26 @@ def _load_tensors(folder: pathlib.Path, policy: Policy, optimizer: torch.optim.O
     try:
         dcp.load({"policy": parameters, "optimizer": moments}, checkpoint_id=folder)
     except CheckpointException as error:
-        why = str(_reasons(error)[-1]).splitlines()[0][:160]
-        raise UserError(f"{folder} cannot be loaded into this model ({why}): use the flags it was made with") from None
+        reason = str(_causes(error)[-1]).splitlines()[0][:160]
+        message = f"{folder} cannot be loaded into this model ({reason}): use the flags of the run that saved it"
+        raise UserError(message) from None
     set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
 
 
 def main(cfg: Config) -> None:
     device = distributed.start()
     folder = pathlib.Path(cfg.checkpoint)
-    if wrong := verify_checkpoint(folder):
-        raise UserError(wrong)
+    if error := verify_checkpoint(folder):
+        raise UserError(error)
     if pathlib.Path(cfg.output).exists():
-        raise UserError(f"--output {cfg.output!r} is there already: remove it or name another folder")
+        raise UserError(f"--output {cfg.output!r} already exists: remove it or choose another folder")
     saved = json.loads((folder / "state.json").read_text())["config"]
     flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags) if field.name in saved})
     policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
     optimizer, _ = make_optimizer(policy, flags, 1)
     _load_tensors(folder, policy, optimizer)
     export(policy, saved["model"], cfg.output)
-    print(f"{cfg.output}: {'an adapter over ' + saved['model'] if flags.has_adapter else 'a model'}")
+    print(f"wrote {'an adapter for ' + saved['model'] if flags.has_adapter else 'a model'} to {cfg.output}")
 
 
 if __name__ == "__main__":

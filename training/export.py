@@ -1,4 +1,7 @@
-"""TODO training/export.py"""
+"""Export of the trained policy: an adapter in PEFT layout, or a whole model in Hugging Face layout.
+
+`grpo.py` exports to `final` at the end of a run; `python -m training.checkpoint` exports a saved checkpoint.
+"""
 
 import pathlib
 import shutil
@@ -16,10 +19,13 @@ from policy.sharding import full_weights
 
 
 def export(policy: Policy, source: str, folder: str) -> None:
-    """Write what was trained: an adapter in PEFT layout, to be loaded over `source`; or the whole model in Hugging Face
-    layout, in the dtype `source` was saved in, with its tokenizer and processor, for `from_pretrained` and vLLM.
+    """Write the trained policy to `folder`, which is replaced if it exists.
 
-    Written beside its place and renamed. All processes. Raises RunStopped when it could not be written.
+    An adapter is written in PEFT layout, to be loaded over `source`. A fully trained model is written in Hugging Face
+    layout for `from_pretrained` and vLLM, in the dtype of `source` and with its tokenizer and processor.
+
+    The folder is written under a temporary name and renamed. All processes call this together. Raises RunStopped when
+    writing fails.
     """
     target = pathlib.Path(folder)
     partial = partial_path(target)
@@ -47,29 +53,30 @@ def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.
 
 
 def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
-    model = wrong = None
+    """Load `source` on the main process, copy the trained weights into it, and save it to `folder`."""
+    model = message = None
     if console.is_main():
         try:
             model = load_model(source, saved_dtype(source))
         except UserError as error:
-            wrong = str(error)
-    if wrong := distributed.first_error(wrong):
-        raise UserError(wrong)
-    own = dict(model.named_parameters()) if model is not None else {}
-    for name, weight in full_weights(policy):  # one whole weight at a time
+            message = str(error)
+    if message := distributed.first_error(message):
+        raise UserError(message)
+    parameters = dict(model.named_parameters()) if model is not None else {}
+    for name, weight in full_weights(policy):  # gathers one weight at a time, on all processes
         if model is not None:
-            own.pop(name).data.copy_(weight)
+            parameters.pop(name).data.copy_(weight)
     if model is not None:
-        if own:
-            raise RuntimeError(f"the policy has no {sorted(own)[0]} to export")
+        if parameters:
+            raise RuntimeError(f"the policy has no parameter {sorted(parameters)[0]!r} to export")
         model.save_pretrained(folder)
         copy_processor(source, folder)
 
 
 def copy_processor(source: str, folder: pathlib.Path) -> None:
-    """The tokenizer, chat template and image settings of `source`, for whoever loads `folder`."""
+    """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
-        settings = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if settings is not None:
-            shutil.copy(settings, folder)
+        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            shutil.copy(path, folder)

@@ -1,4 +1,4 @@
-"""What must be in order before an update is made."""
+"""Checks before an optimizer step: is the loss finite, do sampler and trainer agree, does the gradient norm spike?"""
 
 import math
 import statistics
@@ -10,61 +10,64 @@ from common.records import Group, Rollout
 from packing import PackedBatch
 
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
-MicroBatchLogps = list[tuple[list[Rollout], Tensor]]  # of each micro-batch, its completions and their log-probabilities
+MicroBatchLogps = list[tuple[list[Rollout], Tensor]]  # per micro-batch: its completions and their (C,) logp
 
 
 def describe_nonfinite(
-    stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], seen: MicroBatchLogps
+    stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], micro_batch_logps: MicroBatchLogps
 ) -> str | None:
-    """What is not a number, and in which rows, of any process; None when loss and gradient are.
+    """Return a description of a non-finite loss or gradient norm, naming the rows at fault; None when both are finite.
 
-    `stats`: sums over the update's tokens, of all processes; `groups` and `seen`: this process's.
+    `stats` and `grad_norm` are those of all processes; `groups` and `micro_batch_logps` are this process's.
     """
     if stats["loss"].isfinite() and grad_norm.isfinite():
         return None
-    bad = set()
-    for rollouts, logp in seen:
-        for rollout, own in zip(rollouts, logp.split([len(r.ids) for r in rollouts])):
-            known = [own, rollout.sampling_logp, rollout.old_logp, rollout.ref_logp]
-            if not (all(t.isfinite().all() for t in known if t is not None) and math.isfinite(rollout.advantage)):
-                bad.add(id(rollout))
-    odd = [
+    bad_rollouts = set()
+    for rollouts, packed_logp in micro_batch_logps:
+        for rollout, logp in zip(rollouts, packed_logp.split([len(r.ids) for r in rollouts])):
+            tensors = [logp, rollout.sampling_logp, rollout.old_logp, rollout.ref_logp]
+            if not (all(t.isfinite().all() for t in tensors if t is not None) and math.isfinite(rollout.advantage)):
+                bad_rollouts.add(id(rollout))
+    bad_rows = [
         group.sample.source if group.sample else f"prompt {group.group_index}"
         for group in groups
-        if any(id(rollout) in bad for rollout in group.rollouts)
+        if any(id(rollout) in bad_rollouts for rollout in group.rollouts)
     ]
-    named = sorted({name for names in distributed.all_gather(odd) for name in names})
-    rows = f" ({', '.join(named[:5])})" if named else ""
+    names = sorted({name for names in distributed.all_gather(bad_rows) for name in names})
+    rows = f" ({', '.join(names[:5])})" if names else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Absolute differences between the trainer's log-probabilities (C,) of the batch's tokens and the sampler's, and
-    those of the prompts with pictures: sums over the tokens that count."""
+    """Return sums of |trainer_logp − sampling_logp| over the trained tokens, for all prompts and for those with images.
+
+    `trainer_logp` (C,) holds the trainer's log-probabilities of the batch's tokens.
+    """
     counted = batch.column("weight") > 0
     with_image = batch.column("has_image") & counted
-    difference = (trainer_logp - batch.column("sampler_logp")).abs() * counted
-    apart = {"difference": difference.sum(), "difference_max": difference.max()}
-    return apart | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
+    difference = (trainer_logp - batch.column("sampling_logp")).abs() * counted
+    sums = {"difference": difference.sum(), "difference_max": difference.max()}
+    return sums | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
-def check_logp_difference(stats: dict[str, Tensor], most: float, first: bool) -> str | None:
-    """Why sampler and trainer are too far apart for an update, and what to do about it; None when they are not.
+def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
+    """Return an error message if sampler and trainer differ by more than `limit` nats per token on average, else None.
 
-    `most`: nats a token that they may differ by on average, looked at in the `first` update of a step alone, since
-    later ones have another policy; 0: any.
+    Only the first update of a step is checked, since later ones have a different policy. A limit of 0 allows anything.
     """
-    off = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
-    if first and most and off > most:
+    mean = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
+    if is_first_update and limit and mean > limit:
         return (
-            f"the sampler's log-probabilities differ from the trainer's by {off:.3f} nats a token on average, more "
-            "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to leave vLLM out"
+            f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more "
+            "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
         )
     return None
 
 
-def is_spike(norms: list[float], times: float = 5.0, known: int = 10) -> bool:
-    """Whether the last of `norms`, one for each update made, is many `times` the median of those before, of which some
-    must be `known`."""
-    before = norms[:-1]
-    return len(before) >= known and norms[-1] > times * statistics.median(before)
+def is_spike(norms: list[float], factor: float = 5.0, min_history: int = 10) -> bool:
+    """Return whether the last gradient norm is more than `factor` times the median of the earlier ones.
+
+    Without at least `min_history` earlier norms the answer is False.
+    """
+    earlier = norms[:-1]
+    return len(earlier) >= min_history and norms[-1] > factor * statistics.median(earlier)

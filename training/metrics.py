@@ -1,4 +1,4 @@
-"""TODO training/metrics.py"""
+"""The timings of a step (`Clock`) and its metrics (`step_metrics`). docs/metrics.md explains every metric."""
 
 import contextlib
 import math
@@ -10,85 +10,87 @@ import torch
 from common import distributed
 from common.records import Group
 
+# Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
 class Clock:
-    """Seconds of a step's parts: `with clock("train"): ...`. A part's end waits for its work on the GPU."""
+    """Seconds spent in each phase of a step: `with clock("train"): ...`. A phase ends when its GPU work is done."""
 
     def __init__(self):
-        self.begun = time.perf_counter()
-        self.laps: dict[str, list[float]] = {}  # seconds of a part, each time
-        self.memory = 0  # most bytes of the GPU in use at the end of a part, by everything
+        self.started = time.perf_counter()
+        self.laps: dict[str, list[float]] = {}  # phase -> seconds of each time it ran
+        self.memory = 0  # maximum GPU memory in use at the end of a phase, in bytes, by all processes on the GPU
 
     @contextlib.contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        distributed.heartbeat(part)
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        distributed.heartbeat(phase)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # what PyTorch counts would hold what a sleeping vLLM gave back
+            free, total = torch.cuda.mem_get_info()  # PyTorch's own count would include what a sleeping vLLM has freed
             self.memory = max(self.memory, total - free)
-        self.laps.setdefault(part, []).append(time.perf_counter() - begun)
+        self.laps.setdefault(phase, []).append(time.perf_counter() - started)
 
 
 def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
-    """Seconds that rounds take in which all processes wait for the last one, and the share of them that a process
-    waits; `laps`: every process's own seconds of each round."""
+    """Return the total seconds of all rounds, and the mean fraction of it that a rank waits for the slowest one.
+
+    `laps` holds each rank's seconds in each round. A round lasts until the slowest rank is done.
+    """
     rounds = list(zip(*laps))
-    taken = sum(map(max, rounds))
-    return taken, 1 - sum(map(sum, rounds)) / len(laps) / taken
+    total = sum(map(max, rounds))
+    return total, 1 - sum(map(sum, rounds)) / len(laps) / total
 
 
 def step_metrics(
-    names: list[str],
+    reward_names: list[str],
     groups: list[Group],
     drawn: torch.Tensor,
     updates: list[dict[str, torch.Tensor]],
     clock: Clock,
 ) -> dict[str, float]:
-    """A step's metrics from all processes; the README's glossary says what each one means.
+    """Return the metrics of a step over all processes; docs/metrics.md explains each of them.
 
-    `drawn` (groups, G, 2 + names): the reward of every completion that was sampled, the same before the overlong
-    penalty, and its parts by their `names`.
-    `updates`: sums over the tokens of each update.
+    `drawn` (groups, G, 2 + K) holds the rewards of every sampled completion: the total, the total before the overlong
+    penalty, and one value for each of the K `reward_names`. `updates` holds each update's sums over tokens.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
     truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.float64)
-    sums = distributed.all_sum(torch.stack([lengths.sum(), truncated.sum(), torch.tensor(len(rollouts)).double()]))
-    longest = distributed.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
+    count = torch.tensor(len(rollouts)).double()
+    total_length, num_truncated, num_rollouts = distributed.all_sum(
+        torch.stack([lengths.sum(), truncated.sum(), count])
+    )
+    max_length = distributed.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
     tokens = sum(u["tokens"] for u in updates).clamp(min=1)
-    sampling, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
-    seconds = {part: sum(laps) for part, laps in clock.laps.items()} | {"rollout": sampling}
+    rollout_seconds, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
+    seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
 
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
 
-    drawn, parts = drawn[..., 0], drawn[..., 2:]
-    step_time = time.perf_counter() - clock.begun
-    has_verdict = ~drawn.isnan()
-    spread = drawn.nan_to_num(nan=-math.inf).amax(1) > drawn.nan_to_num(nan=math.inf).amin(1)
-    centred = (drawn - drawn.nanmean(1, keepdim=True)).nan_to_num()
-    within = (centred.square().sum(1) / (has_verdict.sum(1) - 1).clamp(min=1)).sqrt()
+    rewards, by_function = drawn[..., 0], drawn[..., 2:]
+    step_time = time.perf_counter() - clock.started
+    scored = ~rewards.isnan()
+    varied = rewards.nan_to_num(nan=-math.inf).amax(1) > rewards.nan_to_num(nan=math.inf).amin(1)
+    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num()
+    group_std = (centred.square().sum(1) / (scored.sum(1) - 1).clamp(min=1)).sqrt()
     return {
-        "reward": drawn.nanmean().item(),
-        "reward_std": within.mean().item(),
-        **{f"rewards/{name}": parts[..., i].nanmean().item() for i, name in enumerate(names)},
-        "rewards/no_verdict": 1 - has_verdict.double().mean().item(),
-        "frac_reward_zero_std": 1 - spread.double().mean().item(),
-        "groups_drawn": len(drawn),
-        "completions/mean_length": (sums[0] / sums[2]).item(),
-        "completions/max_length": longest.item(),
-        "completions/clipped_ratio": (sums[1] / sums[2]).item(),
+        "reward": rewards.nanmean().item(),
+        "reward_std": group_std.mean().item(),
+        **{f"rewards/{name}": by_function[..., i].nanmean().item() for i, name in enumerate(reward_names)},
+        "rewards/no_verdict": 1 - scored.double().mean().item(),
+        "frac_reward_zero_std": 1 - varied.double().mean().item(),
+        "groups_drawn": len(rewards),
+        "completions/mean_length": (total_length / num_rollouts).item(),
+        "completions/max_length": max_length.item(),
+        "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
         "step_time": step_time,
-        **{f"time/{part}": taken for part, taken in seconds.items()},
+        **{f"time/{phase}": taken for phase, taken in seconds.items()},
         "idle/rollout": idle,
-        "tokens_per_second": sums[0].item() / step_time,
+        "tokens_per_second": total_length.item() / step_time,
         "loss": sum(u["loss"] for u in updates).item() / len(updates),
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
         "grad_norm_spike": float(any(u["spike"] for u in updates)),
@@ -97,21 +99,26 @@ def step_metrics(
         "kl": mean("kl"),
         "entropy": mean("entropy"),
         "sampling/logp_difference_mean": mean("difference"),
-        "sampling/logp_difference_image": _share(updates, "image_difference", "image_tokens"),
-        "sampling/logp_difference_text": _share(updates, "difference", "tokens", "image_"),
+        "sampling/logp_difference_image": _ratio(updates, "image_difference", "image_tokens"),
+        "sampling/logp_difference_text": _ratio(updates, "difference", "tokens", minus="image_"),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
         "mfu": sum(u["flop"] for u in updates).item() / distributed.world_size() / seconds["train"] / peak_flops(),
         "memory_gib": clock.memory / 2**30,
     }
 
 
-def _share(updates: list[dict[str, torch.Tensor]], part: str, of: str, less: str = "") -> float:
-    """The sum of `part` over the sum of `of`, those of `less` taken off both; NaN where there is none."""
-    sums = [sum(u[name] - (u[less + name] if less else 0) for u in updates).item() for name in (part, of)]
-    return sums[0] / sums[1] if sums[1] else math.nan
+def _ratio(updates: list[dict[str, torch.Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
+    """Return the ratio of two sums over `updates`, or NaN if the denominator is 0.
+
+    With `minus`, the sums under the names with that prefix are subtracted from both.
+    """
+    top, bottom = (
+        sum(u[name] - (u[minus + name] if minus else 0) for u in updates).item() for name in (numerator, denominator)
+    )
+    return top / bottom if bottom else math.nan
 
 
 def peak_flops() -> float:
-    """What this GPU does at most in a second, dense bfloat16, by its maker; NaN for one that is not listed."""
+    """Return this GPU's peak dense bfloat16 FLOP/s, or NaN for a model that is not listed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), math.nan)
+    return next((flops for model, flops in PEAK_FLOPS.items() if model in name), math.nan)

@@ -1,10 +1,10 @@
-"""What a run leaves for people: metrics, curves and a page of sampled completions with their pictures.
+"""Draw a run's training curves and a page of sampled completions with their images; compare two evaluations.
 
-    python -m training.report --run runs/demo                                          # draw curves and page again
-    python -m training.report --run runs/demo --before runs/demo/before --after runs/demo/after      # two scores side by side
+    python -m training.report --run runs/demo                                                    # redraw both
+    python -m training.report --run runs/demo --before runs/demo/before --after runs/demo/after  # and compare
 
-A run's folder holds `config.json` (with command and git commit), `metrics.jsonl` (one object a step),
-`completions.jsonl` (sampled groups), and `curves.png` and `completions.html` made from them during the run.
+The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
+`completions.jsonl` (sampled groups). `curves.png` and `completions.html` are made from them during the run.
 """
 
 import html
@@ -18,16 +18,16 @@ from common.errors import UserError
 from common.figures import STYLE, save_figure
 from common.files import read_jsonl
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # pictures go to files, whatever screens there are
-GROUPS_ON_PAGE = 60  # most groups on the page, the newest
+os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
+GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 
 @dataclass
 class Config:
-    """Draw a run's curves and completions page, or put two scores side by side."""
+    """Redraw a run's curves and completions page, and optionally compare two evaluations."""
 
     run: str
-    """The run's folder."""
+    """Folder of the run."""
     before: str | None = None
     """Folder with the scores.json of the starting model."""
     after: str | None = None
@@ -38,7 +38,10 @@ class Config:
 
 
 def draw_curves(folder: pathlib.Path) -> None:
-    """curves.png: reward, held-out exact match, completion length, and KL or the sampler's difference, over steps."""
+    """Draw `curves.png`: reward, held-out exact match, completion length, and KL over the steps.
+
+    Without a KL term, the fourth panel shows the difference between the log-probabilities of trainer and sampler.
+    """
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         return
@@ -47,14 +50,14 @@ def draw_curves(folder: pathlib.Path) -> None:
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
-    import matplotlib.pyplot as plt  # here, since most processes draw nothing
+    import matplotlib.pyplot as plt  # imported late because most processes draw nothing
 
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     (reward, match), (length, difference) = axes
     _draw(reward, *series("reward"), "mean reward of a step", "reward", smooth=True)
     steps, values = series("eval/exact_match")
     match.plot(steps, values, "o-", color="#0b7a75")
-    match.set(title="held-out exact match, greedy", ylabel="share right", ylim=(-0.02, 1.02))
+    match.set(title="held-out exact match, greedy", ylabel="fraction correct", ylim=(-0.02, 1.02))
     _draw(length, *series("completions/mean_length"), "mean completion length", "tokens", smooth=True)
     if any(row.get("kl") for row in rows):
         _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats a token", smooth=True)
@@ -82,15 +85,15 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 
 def write_page(folder: pathlib.Path) -> None:
-    """completions.html: picture, question, right answer and the completions with reward and advantage."""
+    """Write `completions.html`: images, question, correct answer, and the completions with reward and advantage."""
     rows = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
     articles = "\n".join(_article(row) for row in reversed(rows))
     name = html.escape(folder.name)
     text = (
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
         f"<title>Completions of {name}</title><style>{STYLE}</style><h1>Completions of {name}</h1>"
-        "<p>Sampled during training, newest first: each picture with its question, the right answer, and the group of "
-        f"completions that GRPO compares.</p>\n{articles}</html>\n"
+        "<p>Sampled during training, newest first. Each entry shows the image, the question, the correct answer and "
+        f"the group of completions that GRPO compares.</p>\n{articles}</html>\n"
     )
     partial = folder / "completions.html.partial"
     partial.write_text(text, encoding="utf-8")
@@ -98,19 +101,19 @@ def write_page(folder: pathlib.Path) -> None:
 
 
 def _article(row: dict) -> str:
-    pictures = "".join(f"<img alt='' src='{source}'>" for source in row["images"])
+    images = "".join(f"<img alt='' src='{source}'>" for source in row["images"])
     lines = []
     for completion in row["completions"]:
         reward = completion["reward"]
         kind = "" if reward is None else "right" if reward >= 1 else "near" if reward > 0 else "wrong"
-        text = html.escape(completion["text"]) + (" <i>… cut off</i>" if completion["truncated"] else "")
+        text = html.escape(completion["text"]) + (" <i>… truncated</i>" if completion["truncated"] else "")
         shown = "no verdict" if reward is None else f"{reward:.2f}"
         lines.append(
             f"<tr class='{kind}'><td class='number'>{shown}</td>"
             f"<td class='number'>{completion['advantage']:+.2f}</td><td class='text'>{text}</td></tr>"
         )
     return (
-        f"<article><figure>{pictures}<figcaption><b>{html.escape(row['question'])}</b>right answer: "
+        f"<article><figure>{images}<figcaption><b>{html.escape(row['question'])}</b>correct answer: "
         f"{html.escape(row['answer'])}<br>step {row['step']}</figcaption></figure><section><table>"
         "<tr><th class='number'>reward</th><th class='number'>advantage</th><th>completion</th></tr>"
         f"{''.join(lines)}</table></section></article>"
@@ -121,13 +124,15 @@ def _article(row: dict) -> str:
 
 
 def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> None:
-    """Write scores.json with both scores and print them side by side."""
+    """Write both evaluations to `scores.json` in the run's folder and print them side by side."""
     scores = {}
     for name, source in (("before", before), ("after", after)):
         try:
             scores[name] = json.loads((source / "scores.json").read_text())
         except (OSError, ValueError) as error:
-            raise UserError(f"no scores in {source} ({error}): run evaluate.py with --output {source} first") from None
+            raise UserError(
+                f"cannot read scores.json in {source} ({error}): run evaluate.py with --output {source} first"
+            ) from None
     (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
     print(f"\n{'':24}{'before':>10}{'after':>10}")
     for name in ("exact_match", "reward", "format_rate", "mean_length", "n"):
@@ -140,7 +145,7 @@ def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> 
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.run)
     if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"no run in {cfg.run!r}: give the folder that grpo.py wrote (--output)")
+        raise UserError(f"no run in {cfg.run!r}: pass the folder that grpo.py wrote (its --output)")
     draw_curves(folder)
     write_page(folder)
     if cfg.before and cfg.after:

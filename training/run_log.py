@@ -1,4 +1,9 @@
-"""TODO training/run_log.py"""
+"""The log files of a run: settings, metrics of every step, sampled completions, and the figures drawn from them.
+
+`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
+`completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
+written are kept in memory and written later. `check_output_folder` refuses an output folder before the run starts.
+"""
 
 import contextlib
 import json
@@ -18,21 +23,23 @@ from common.files import git_commit, read_jsonl
 from common.records import TAG, Group
 from training.report import draw_curves, write_page
 
-GROUPS_A_REPORT = 3  # groups kept of a reported step
+GROUPS_PER_REPORT = 3  # groups that are logged of a reported step
 
 
 class RunLog:
-    """Writes a run's files from the first process; on the others it does nothing."""
+    """Writes the files of a run on the main process; does nothing on the others."""
 
     def __init__(self, folder: str, config: dict[str, Any], every: int, resumed: int | None = None):
-        """`resumed`: the step after which an earlier run goes on here; None for a new one. Raises UserError when the
-        folder cannot be written to."""
+        """Create the log files of a new run, or continue those of a run resumed after step `resumed`.
+
+        `every`: steps between two reports. Raises UserError when the folder cannot be written to.
+        """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
-        self.waiting: dict[str, str] = {}  # lines of each file that the disk had no room for
-        self.full = False  # and it has been said
+        self.waiting: dict[str, str] = {}  # for each file, lines that could not be written yet
+        self.failure_reported = False  # whether a failed write has been printed
         if not console.is_main():
             return
-        about = {
+        launch = {
             "launch": distributed.launcher_ids(),
             "command": shlex.join(sys.argv),
             "git_commit": git_commit(),
@@ -40,23 +47,26 @@ class RunLog:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "completions.jsonl"):  # the steps after the checkpoint are taken again
+            for name in ("metrics.jsonl", "completions.jsonl"):  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name) if resumed is not None else []
                 self._replace(name, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= resumed))
-            self._replace("config.json", json.dumps(config | about, indent=1) + "\n")
+            self._replace("config.json", json.dumps(config | launch, indent=1) + "\n")
         except OSError as error:
             raise UserError(
-                f"cannot write into {folder!r} ({error.strerror}): make room or choose another --output"
+                f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
 
     def _replace(self, name: str, text: str) -> None:
-        """Written beside its place and renamed: what was there is whole until then."""
+        """Replace a file by writing a temporary one and renaming it, so that it is complete at any moment."""
         partial = self.folder / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.rename(self.folder / name)
 
     def _append(self, name: str, line: str) -> None:
-        """A line to a file; when there is no room, which is said once, it waits in memory for the next one."""
+        """Append a line to a file.
+
+        If that fails, the line is kept in memory and written together with the next one. The first failure is printed.
+        """
         lines, path = self.waiting.pop(name, "") + line, self.folder / name
         size = path.stat().st_size if path.exists() else 0
         try:
@@ -64,14 +74,18 @@ class RunLog:
                 file.write(lines)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(path, size)  # half a line may have found room
-            if not self.full:
-                print(f"{path} cannot be written ({error.strerror}): its rows wait in memory", file=sys.stderr)
-            self.full, self.waiting[name] = True, lines
+                os.truncate(path, size)  # a part of the line may have been written
+            if not self.failure_reported:
+                message = f"cannot write {path} ({error.strerror}): keeping its rows in memory for now"
+                print(message, file=sys.stderr)
+            self.failure_reported, self.waiting[name] = True, lines
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl; every `every` steps the curves and the page are drawn again. What a resumed run
-        adds to the step it goes on from, the scores that were still owed, joins that step's line."""
+        """Append one line to `metrics.jsonl`; every `every` steps, redraw the curves and the page.
+
+        After a resume, the evaluation of the checkpoint's step may still be due. Its scores are merged into the line
+        of that step.
+        """
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
@@ -84,10 +98,10 @@ class RunLog:
             self.refresh()
 
     def completions(self, step: int, groups: list[Group]) -> None:
-        """A few of this process's groups, at the first step and every `every` steps."""
+        """Log the first groups of the main process, at step 1 and every `every` steps."""
         if not console.is_main() or (step % self.every and step != 1):
             return
-        for group in groups[:GROUPS_A_REPORT]:
+        for group in groups[:GROUPS_PER_REPORT]:
             row = {
                 "step": step,
                 "source": group.sample.source,
@@ -102,12 +116,12 @@ class RunLog:
             self._append("completions.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
 
     def refresh(self) -> None:
-        """Draw curves.png and completions.html again, and write what waits for room."""
+        """Redraw `curves.png` and `completions.html`, and try to write the lines kept in memory."""
         if not console.is_main():
             return
         for name in list(self.waiting):
             self._append(name, "")
-        with contextlib.suppress(OSError):  # they are drawn again
+        with contextlib.suppress(OSError):  # the next report draws them again
             draw_curves(self.folder)
             write_page(self.folder)
 
@@ -117,36 +131,42 @@ def _finite(value: float) -> float | None:
 
 
 def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
-    """Raise UserError when `folder` cannot be written to, or holds a run that this one neither replaces nor has
-    `resumed`."""
+    """Raise UserError when `folder` cannot be written to, is not shared by all machines, or contains another run.
+
+    A run in the folder is accepted if this run replaces it (`overwrite`) or continues it (`resumed`).
+    """
     path = pathlib.Path(folder)
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    existing = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"cannot write into {str(existing)!r}: choose another --output")
-    saved = any(path.glob("checkpoint-*[0-9]"))
-    holds_a_run = saved or (path / "metrics.jsonl").exists() or (path / "final").exists()
-    if holds_a_run and not (overwrite or resumed):
-        what = "holds a run: --resume goes on with it," if saved else "holds a run without a checkpoint:"
-        raise UserError(f"{folder!r} {what} --overwrite replaces it")
+        raise UserError(f"cannot write to {str(existing)!r}: choose another --output")
+    has_checkpoint = any(path.glob("checkpoint-*[0-9]"))
+    holds_run = has_checkpoint or (path / "metrics.jsonl").exists() or (path / "final").exists()
+    if holds_run and not (overwrite or resumed):
+        if has_checkpoint:
+            raise UserError(f"{folder!r} contains a run: continue it with --resume or replace it with --overwrite")
+        raise UserError(f"{folder!r} contains a run without a checkpoint: replace it with --overwrite")
     if distributed.local_world_size() < distributed.world_size():
         _check_shared_folder(path)
 
 
-def _check_shared_folder(path: pathlib.Path, patience: float = 10.0) -> None:
-    """Raise UserError, on every process, when not all machines of the run see the same folder `path`."""
-    mark = path / f".seen-{distributed.all_gather(uuid.uuid4().hex)[0]}"
+def _check_shared_folder(path: pathlib.Path, timeout: float = 10.0) -> None:
+    """Raise UserError, on every process, unless all machines of the run see the same folder `path`.
+
+    `timeout`: seconds after which a file written by rank 0 must be visible to the other processes.
+    """
+    marker = path / f".marker-{distributed.all_gather(uuid.uuid4().hex)[0]}"
     if console.is_main():
         path.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        marker.touch()
     distributed.barrier()
-    deadline = time.monotonic() + patience  # a shared file system may show it a little later
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + timeout  # a shared file system may show a new file late
+    while not (visible := marker.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    blind = [rank for rank, saw in enumerate(distributed.all_gather(seen)) if not saw]
+    missing = [rank for rank, visible in enumerate(distributed.all_gather(visible)) if not visible]
     if console.is_main():
-        mark.unlink()
-    if blind:
+        marker.unlink()
+    if missing:
         raise UserError(
-            f"--output {str(path)!r} is another folder for rank {blind[0]}: every process writes its part of a "
-            "checkpoint there, so all machines have to share it"
+            f"--output {str(path)!r} is a different folder on the machine of rank {missing[0]}: every process writes "
+            "its shard of a checkpoint there, so all machines must share it"
         )

@@ -1,50 +1,51 @@
-// The service's page: data sets, the form, jobs, and one job live. Nothing here leaves the machine.
+// The page of the service: data sets, the training form, the list of jobs, and one job live. It loads nothing from
+// other machines.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-let jobs = []; // as the service lists them: in the order they were queued
-let shown = null; // the id of the job on show; the address has it too
-let job = null; // that job as last heard of
-let source = null; // its events, while it is not over
-let held = []; // its metrics, one row a step
-let pace = null; // {step, time} when this page saw it take a step first, and `last`, when it saw the newest
-let cancelled = null; // the id of the job that Cancel was pressed for
+let jobs = []; // all jobs, in the order in which they were queued
+let shownId = null; // id of the shown job; the URL's hash has it, too
+let job = null; // the latest state of the shown job
+let source = null; // the event stream of the shown job
+let metrics = []; // metrics of the shown job, one row per step
+let pace = null; // {step, time} of the first step that this page saw, and `last`, the time of the newest step
+let cancelledId = null; // id of the job whose Cancel button was pressed
 let painting = false;
 
-async function ask(path, options = {}) {
-  const reply = await fetch(path, options).catch(() => null);
-  reached(reply !== null);
-  if (!reply) throw new Error("the service cannot be reached");
-  if (reply.ok) return reply;
-  throw new Error(complaint(await reply.json().catch(() => ({})), reply.status));
+async function fetchOk(path, options = {}) {
+  const response = await fetch(path, options).catch(() => null);
+  setReachable(response !== null);
+  if (!response) throw new Error("the service cannot be reached");
+  if (response.ok) return response;
+  throw new Error(errorDetail(await response.json().catch(() => ({})), response.status));
 }
 
-const call = async (path, options) => (await ask(path, options)).json();
+const fetchJson = async (path, options) => (await fetchOk(path, options)).json();
 
-function complaint(body, status) {
-  const one = (each) => (each.msg ? `${each.loc.at(-1)}: ${each.msg}` : each);
-  return [body.detail ?? `the service could not do it (${status})`].flat().map(one).join("; ");
+function errorDetail(body, status) {
+  const text = (problem) => (problem.msg ? `${problem.loc.at(-1)}: ${problem.msg}` : problem);
+  return [body.detail ?? `the service could not do this (status ${status})`].flat().map(text).join("; ");
 }
 
-function reached(yes) {
-  const was = !$("lost").textContent;
-  if (was === yes) return;
-  $("lost").textContent = yes ? "" : "Connection lost, trying again …";
-  if (!yes) return;
+function setReachable(reachable) {
+  const wasReachable = !$("lost").textContent;
+  if (wasReachable === reachable) return;
+  $("lost").textContent = reachable ? "" : "Connection lost, trying again …";
+  if (!reachable) return;
   showFiles();
-  if (shown) loadSamples();
-  if (shown && source.readyState !== EventSource.OPEN) listen();
+  if (shownId) loadSamples();
+  if (shownId && source.readyState !== EventSource.OPEN) listen();
 }
 
-function make(tag, text = "", kind = "", ...inside) {
-  const made = Object.assign(document.createElement(tag), { textContent: text, className: kind });
-  made.append(...inside);
-  return made;
+function makeElement(tag, text = "", className = "", ...children) {
+  const element = Object.assign(document.createElement(tag), { textContent: text, className });
+  element.append(...children);
+  return element;
 }
 
-const when = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+const formatTime = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
-function lasting(seconds) {
+function formatDuration(seconds) {
   if (seconds < 2) return "a moment";
   if (seconds < 90) return `${Math.round(seconds)} seconds`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} minutes`;
@@ -54,80 +55,80 @@ function lasting(seconds) {
 // --- pictures
 
 function upload(file) {
-  const request = new XMLHttpRequest(); // fetch says nothing about how far an upload is
+  const request = new XMLHttpRequest(); // because fetch does not report the progress of an upload
   const form = new FormData();
   form.append("file", file);
-  const say = (text, kind = "soft") => Object.assign($("uploading"), { textContent: `${file.name} ${text}`, className: kind });
-  request.upload.onprogress = (e) => say(`is on its way: ${Math.round((100 * e.loaded) / e.total)} %`);
-  request.upload.onload = () => say("is being looked through …");
+  const say = (text, className = "soft") => Object.assign($("uploading"), { textContent: `${file.name} ${text}`, className });
+  request.upload.onprogress = (e) => say(`is uploading: ${Math.round((100 * e.loaded) / e.total)} %`);
+  request.upload.onload = () => say("is being checked …");
   request.onload = () => {
     const body = request.response ?? {};
-    if (request.status === 200) say("is here");
-    else say(`was not taken: ${complaint(body, request.status)}`, "bad");
+    if (request.status === 200) say("is uploaded");
+    else say(`was rejected: ${errorDetail(body, request.status)}`, "bad");
     showFiles(body.file_id);
   };
-  request.onerror = () => say("did not get there. Is the service running, and the file not too large for it?", "bad");
+  request.onerror = () => say("could not be uploaded. Is the service running? Is the file too large?", "bad");
   request.responseType = "json";
   request.open("POST", "/upload-data");
   request.send(form);
-  $("zip").value = ""; // so that the same name can be chosen again
+  $("zip").value = ""; // so that the same file can be chosen again
 }
 
-async function showFiles(chosen) {
-  const files = await call("/files").catch(() => null);
+async function showFiles(newId) {
+  const files = await fetchJson("/files").catch(() => null);
   if (!files) return;
-  files.reverse(); // the newest first
+  files.reverse(); // newest first
   const select = $("train").elements.data_file_id;
-  const kept = chosen ?? select.value;
-  const option = (file) => new Option(`${file.filename}, ${when(file.upload_time)}`, file.file_id);
+  const selectedId = newId ?? select.value;
+  const option = (file) => new Option(`${file.filename}, ${formatTime(file.upload_time)}`, file.file_id);
   select.replaceChildren(...files.map(option));
-  if (files.some((file) => file.file_id === kept)) select.value = kept;
-  if (select.ariaInvalid === "true") mark(select);
-  $("files").replaceChildren(...files.map((file, place) => fileItem(file, place === 0)));
+  if (files.some((file) => file.file_id === selectedId)) select.value = selectedId;
+  if (select.ariaInvalid === "true") validate(select);
+  $("files").replaceChildren(...files.map((file, index) => fileItem(file, index === 0)));
 }
 
 function fileItem(file, open) {
-  const item = make("details", "", "fold");
-  const about = `${when(file.upload_time)} · ${file.csv_rows} rows, ${file.valid_images} pictures`;
-  const summary = make("summary", "", "", make("b", file.filename), make("small", about));
-  const pictures = make("div", "", "pictures");
-  const wrong = make("p", "", "bad");
-  const remove = make("button", "Delete these pictures", "quiet");
-  if (file.problems.length) summary.append(make("small", "some rows cannot be used", "bad"));
+  const item = makeElement("details", "", "fold");
+  const details = `${formatTime(file.upload_time)} · ${file.csv_rows} rows, ${file.valid_images} pictures`;
+  const summary = makeElement("summary", "", "", makeElement("b", file.filename), makeElement("small", details));
+  const pictures = makeElement("div", "", "pictures");
+  const message = makeElement("p", "", "bad");
+  const remove = makeElement("button", "Delete these pictures", "quiet");
+  if (file.problems.length) summary.append(makeElement("small", "some rows cannot be used", "bad"));
   pictures.tabIndex = 0; // so that the keyboard can scroll it
-  remove.onclick = () => deleteFile(file).catch((error) => (wrong.textContent = error.message));
+  remove.onclick = () => deleteFile(file).catch((error) => (message.textContent = error.message));
   item.ontoggle = () => {
     if (!item.open || pictures.children.length) return;
     for (let i = 0; i < Math.min(8, file.valid_images); i++) pictures.append(figure(file.file_id, i));
   };
-  item.append(summary, pictures, ...file.problems.map((problem) => make("p", problem, "bad")), remove, wrong);
+  item.append(summary, pictures, ...file.problems.map((problem) => makeElement("p", problem, "bad")), remove, message);
   item.open = open;
   return item;
 }
 
 async function deleteFile(file) {
-  const means = "A job that waits or trains with them has to be cancelled first. Finished jobs keep what they have " +
-    "learned; cancelled and failed ones cannot be resumed without them.";
-  if (!confirm(`Delete ${file.filename}?\n\n${means}`)) return;
-  await call(`/files/${file.file_id}`, { method: "DELETE" }).catch((error) => {
+  const consequences = "Jobs that wait for these pictures or train on them must be cancelled first. Finished jobs keep " +
+    "what they have learned. Cancelled and failed jobs cannot be resumed without the pictures.";
+  if (!confirm(`Delete ${file.filename}?\n\n${consequences}`)) return;
+  await fetchJson(`/files/${file.file_id}`, { method: "DELETE" }).catch((error) => {
     throw new Error(jobs.reduce((text, each) => text.replace(each.job_id, `“${each.job_name}”`), error.message));
   });
   $("uploading").textContent = "";
   await showFiles();
 }
 
-function figure(id, number) {
-  const [image, caption] = [make("img"), make("figcaption", "", "soft")];
-  const made = make("figure", "", "", image, caption);
-  const said = (reply, name) => decodeURIComponent(reply.headers.get(name));
-  const show = async (reply) => {
-    caption.textContent = `${said(reply, "x-question")} ${said(reply, "x-answer")}`;
-    image.src = URL.createObjectURL(await reply.blob());
+function figure(fileId, number) {
+  const [image, caption] = [makeElement("img"), makeElement("figcaption", "", "soft")];
+  const element = makeElement("figure", "", "", image, caption);
+  const header = (response, name) => decodeURIComponent(response.headers.get(name));
+  const show = async (response) => {
+    caption.textContent = `${header(response, "x-question")} ${header(response, "x-answer")}`;
+    image.src = URL.createObjectURL(await response.blob());
     image.onload = () => URL.revokeObjectURL(image.src);
   };
   image.alt = "";
-  ask(`/files/${id}/picture/${number}`).then(show).catch(() => made.remove());
-  return made;
+  fetchOk(`/files/${fileId}/picture/${number}`).then(show).catch(() => element.remove());
+  return element;
 }
 
 $("zip").onchange = () => $("zip").files[0] && upload($("zip").files[0]);
@@ -137,44 +138,44 @@ for (const name of ["dragover", "dragleave", "drop"]) {
     $("drop").classList.toggle("over", name === "dragover");
     if (name === "drop" && event.dataTransfer.files[0]) upload(event.dataTransfer.files[0]);
   });
-  // beside it a dropped file would take the page's place
+  // Without this, a file dropped outside the target would replace the page.
   addEventListener(name, (event) => event.target.type !== "file" && event.preventDefault());
 }
 
 // --- forms
 
-function objection({ validity, type, tagName, required, value, min, max }) {
+function validationError({ validity, type, tagName, required, value, min, max }) {
   if (tagName === "SELECT" && !value) return "upload pictures first";
   if (type === "file" && !value) return "choose a picture";
-  if (type === "number" && !value) return "a number is needed";
+  if (type === "number" && !value) return "enter a number";
   if (validity.rangeUnderflow) return `at least ${min}`;
   if (validity.rangeOverflow) return `at most ${max}`;
-  if (validity.stepMismatch) return "a whole number, please";
-  return required && !value.trim() ? "something is needed here" : "";
+  if (validity.stepMismatch) return "enter a whole number";
+  return required && !value.trim() ? "this field is required" : "";
 }
 
-function mark(field) {
-  const text = objection(field);
+function validate(field) {
+  const error = validationError(field);
   const label = field.closest("label");
-  (label.querySelector(".bad") ?? label.appendChild(make("small", "", "bad"))).textContent = text;
-  field.setAttribute("aria-invalid", Boolean(text));
-  return text;
+  (label.querySelector(".bad") ?? label.appendChild(makeElement("small", "", "bad"))).textContent = error;
+  field.setAttribute("aria-invalid", Boolean(error));
+  return error;
 }
 
-function refused(form) {
-  const wrong = [...form.elements].filter((field) => field.name && mark(field));
-  for (const field of wrong) if (field.closest("details")) field.closest("details").open = true;
-  wrong[0]?.focus();
-  return wrong.length > 0;
+function hasErrors(form) {
+  const invalid = [...form.elements].filter((field) => field.name && validate(field));
+  for (const field of invalid) if (field.closest("details")) field.closest("details").open = true;
+  invalid[0]?.focus();
+  return invalid.length > 0;
 }
 
 for (const form of [$("train"), $("predict")]) {
-  form.addEventListener("input", (event) => event.target.ariaInvalid === "true" && mark(event.target));
+  form.addEventListener("input", (event) => event.target.ariaInvalid === "true" && validate(event.target));
 }
 
 $("train").onsubmit = async (event) => {
   event.preventDefault();
-  if (refused($("train"))) return;
+  if (hasErrors($("train"))) return;
   const fields = $("train").elements;
   const numbers = (names) => Object.fromEntries(names.map((name) => [name, Number(fields[name].value)]));
   const names = ["num_epochs", "learning_rate", "batch_size", "gradient_accumulation_steps", "num_generations"];
@@ -187,10 +188,10 @@ $("train").onsubmit = async (event) => {
   };
   const button = $("train").querySelector("button");
   const headers = { "Content-Type": "application/json" };
-  button.disabled = true; // a second press would be a second job
+  button.disabled = true; // a second press would start a second job
   try {
     $("trouble").textContent = "";
-    location.hash = (await call("/train", { method: "POST", headers, body: JSON.stringify(body) })).job_id;
+    location.hash = (await fetchJson("/train", { method: "POST", headers, body: JSON.stringify(body) })).job_id;
     $("job").hidden = false;
     $("job").scrollIntoView();
   } catch (error) {
@@ -204,25 +205,25 @@ $("train").onsubmit = async (event) => {
 const active = (each) => ["queued", "training"].includes(each.status);
 
 async function refresh() {
-  jobs = await call("/jobs").catch(() => jobs);
-  if (!shown) choose();
-  const now = jobs.find((each) => each.job_id === shown);
-  // resumed elsewhere, or refused when it was asked last
-  if (now && active(now) && (source?.readyState ?? EventSource.CLOSED) === EventSource.CLOSED) listen();
+  jobs = await fetchJson("/jobs").catch(() => jobs);
+  if (!shownId) chooseJob();
+  const current = jobs.find((each) => each.job_id === shownId);
+  // The job was resumed in another window, or the last connection was refused.
+  if (current && active(current) && (source?.readyState ?? EventSource.CLOSED) === EventSource.CLOSED) listen();
   paint();
 }
 
-function choose() {
-  const wanted = location.hash.slice(1);
-  const named = jobs.find((each) => each.job_id === wanted);
+function chooseJob() {
+  const hashId = location.hash.slice(1);
+  const named = jobs.find((each) => each.job_id === hashId);
   const next = named ?? jobs.find((each) => each.status === "training") ?? jobs.at(-1);
   if (!next) return;
   if (!named) history.replaceState(null, "", `#${next.job_id}`);
-  if (next.job_id !== shown) show(next.job_id);
+  if (next.job_id !== shownId) showJob(next.job_id);
 }
 
-function show(id) {
-  [shown, held, pace, sampled] = [id, [], null, ""];
+function showJob(id) {
+  [shownId, metrics, pace, samplesHtml] = [id, [], null, ""];
   job = jobs.find((each) => each.job_id === id) ?? null;
   $("job").hidden = false;
   for (const name of ["said", "wrong"]) $(name).textContent = "";
@@ -235,37 +236,37 @@ function show(id) {
 
 function listen() {
   source?.close();
-  source = new EventSource(`/jobs/${shown}/events`);
-  source.onopen = () => reached(true);
+  source = new EventSource(`/jobs/${shownId}/events`);
+  source.onopen = () => setReachable(true);
   source.onerror = () => {
-    if (job && !active(job)) source.close(); // all was said; else the browser would connect again and again
-    else reached(false);
+    if (job && !active(job)) source.close(); // the stream is complete; the browser would reconnect forever
+    else setReachable(false);
   };
-  source.addEventListener("job", (event) => heard([JSON.parse(event.data)].flat().at(-1)));
+  source.addEventListener("job", (event) => updateJob([JSON.parse(event.data)].flat().at(-1)));
   source.addEventListener("metrics", (event) => {
     for (const row of [JSON.parse(event.data)].flat()) {
-      while (held.length && held.at(-1).step >= row.step) held.pop(); // resumed from an earlier step
-      held.push(row);
+      while (metrics.length && metrics.at(-1).step >= row.step) metrics.pop(); // the job resumed from an earlier step
+      metrics.push(row);
     }
-    later();
+    schedulePaint();
   });
 }
 
-function heard(now) {
-  const before = job;
-  job = now;
-  jobs = jobs.map((each) => (each.job_id === now.job_id ? now : each));
-  if (!active(now) && now.job_id === cancelled) cancelled = null;
-  const step = now.current_step;
-  if (now.status !== "training" || !step || step < pace?.step) pace = null;
-  if (now.status === "training" && step) pace ??= { step, time: Date.now() };
-  if (pace && step !== before?.current_step) pace.last = Date.now();
-  if (before?.status !== now.status) refresh(); // the others moved up in the line
-  if (before && (step !== before.current_step || before.status !== now.status)) sampleSoon();
-  later();
+function updateJob(current) {
+  const previous = job;
+  job = current;
+  jobs = jobs.map((each) => (each.job_id === current.job_id ? current : each));
+  if (!active(current) && current.job_id === cancelledId) cancelledId = null;
+  const step = current.current_step;
+  if (current.status !== "training" || !step || step < pace?.step) pace = null;
+  if (current.status === "training" && step) pace ??= { step, time: Date.now() };
+  if (pace && step !== previous?.current_step) pace.last = Date.now();
+  if (previous?.status !== current.status) refresh(); // the queue has moved
+  if (previous && (step !== previous.current_step || previous.status !== current.status)) scheduleSamples();
+  schedulePaint();
 }
 
-function later() {
+function schedulePaint() {
   if (painting) return;
   painting = true;
   requestAnimationFrame(paint);
@@ -275,83 +276,83 @@ function paint() {
   painting = false;
   listJobs();
   if (job) paintJob();
-  const label = (name) => `${name} over ${held.length} steps`;
-  curve($("reward"), label("right answers"), held.map((row) => [row.step, row.reward]), "#0b6e69", [0, 1]);
-  if ($("log").open) curve($("loss"), label("loss"), held.map((row) => [row.step, row.loss]), "#b8405a");
+  const label = (name) => `${name} over ${metrics.length} steps`;
+  drawCurve($("reward"), label("right answers"), metrics.map((row) => [row.step, row.reward]), "#0b6e69", [0, 1]);
+  if ($("log").open) drawCurve($("loss"), label("loss"), metrics.map((row) => [row.step, row.loss]), "#b8405a");
 }
 
 function listJobs() {
   const list = $("jobs");
   if (jobs.length && list.firstElementChild?.tagName === "P") list.replaceChildren();
-  [...jobs].reverse().forEach((each, place) => {
-    const found = [...list.children].find((item) => item.hash === `#${each.job_id}`);
-    const item = found ?? jobItem(each);
-    item.querySelector("small").textContent = `${when(each.created_at)} · ${far(each)}`;
-    Object.assign(item.lastChild, { textContent: word(each), className: `status ${each.status}` });
-    item.setAttribute("aria-current", each.job_id === shown);
-    // an item that is moved loses the keyboard
-    if (list.children[place] !== item) list.insertBefore(item, list.children[place] ?? null);
+  [...jobs].reverse().forEach((each, index) => {
+    const existing = [...list.children].find((item) => item.hash === `#${each.job_id}`);
+    const item = existing ?? jobItem(each);
+    item.querySelector("small").textContent = `${formatTime(each.created_at)} · ${progressText(each)}`;
+    Object.assign(item.lastChild, { textContent: statusText(each), className: `status ${each.status}` });
+    item.setAttribute("aria-current", each.job_id === shownId);
+    // Move an item only if needed: a moved item loses the keyboard focus.
+    if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
   });
 }
 
 function jobItem(each) {
-  const words = make("span", "", "grow", make("b", each.job_name, "clamp"), make("small"));
+  const words = makeElement("span", "", "grow", makeElement("b", each.job_name, "clamp"), makeElement("small"));
   const onclick = () => $("job").scrollIntoView();
-  return Object.assign(make("a", "", "row", words, make("span")), { href: `#${each.job_id}`, title: each.job_name, onclick });
+  return Object.assign(makeElement("a", "", "row", words, makeElement("span")), { href: `#${each.job_id}`, title: each.job_name, onclick });
 }
 
-const stopping = (each) => each.stopping || (each.status === "training" && each.job_id === cancelled);
-const word = (each) => (stopping(each) ? "stopping" : each.status);
+const stopping = (each) => each.stopping || (each.status === "training" && each.job_id === cancelledId);
+const statusText = (each) => (stopping(each) ? "stopping" : each.status);
 
-function far(each) {
+function progressText(each) {
   if (each.status !== "queued") return `step ${each.current_step} of ${each.total_steps}`;
-  const place = 1 + jobs.filter((other) => other.status === "queued").findIndex((other) => other.job_id === each.job_id);
-  if (!place) return "waiting in line";
-  const ending = Math.floor(place / 10) % 10 === 1 ? "th" : ["th", "st", "nd", "rd"][place % 10] ?? "th";
-  return `${place}${ending} in line`;
+  const position = 1 + jobs.filter((other) => other.status === "queued").findIndex((other) => other.job_id === each.job_id);
+  if (!position) return "waiting in line";
+  const ending = Math.floor(position / 10) % 10 === 1 ? "th" : ["th", "st", "nd", "rd"][position % 10] ?? "th";
+  return `${position}${ending} in line`;
 }
 
 function paintJob() {
   const number = (value) => (value == null ? "–" : value.toFixed(2).replace(/^-(0\.0+)$/, "$1"));
-  const facts = [["Right answers", number(job.reward)], ["How far it is", far(job)], ["Time", time()]];
-  const fact = ([name, text]) => make("div", "", "", make("dt", name), make("dd", text));
+  const facts = [["Right answers", number(job.reward)], ["Progress", progressText(job)], ["Time", timeText()]];
+  const fact = ([name, text]) => makeElement("div", "", "", makeElement("dt", name), makeElement("dd", text));
   $("name").textContent = job.job_name;
-  Object.assign($("status"), { textContent: word(job), className: `status ${job.status}` });
+  Object.assign($("status"), { textContent: statusText(job), className: `status ${job.status}` });
   $("progress").value = job.progress;
   $("facts").replaceChildren(...facts.filter(([, text]) => text).map(fact));
-  if ($("note").textContent !== note()) $("note").textContent = note(); // else it would be read out again
+  if ($("note").textContent !== noteText()) $("note").textContent = noteText(); // screen readers read out every change
   $("error").textContent = job.error_message ?? "";
   $("cancel").hidden = !active(job);
-  $("cancel").disabled = stopping(job) || job.job_id === cancelled;
+  $("cancel").disabled = stopping(job) || job.job_id === cancelledId;
   $("resume").hidden = !["failed", "cancelled"].includes(job.status);
   $("download").hidden = $("predict").hidden = job.status !== "completed";
   $("download").href = `/jobs/${job.job_id}/download`;
 }
 
-function note() {
-  if (stopping(job)) return "Stopping, it saves what it has learned.";
-  if (job.status === "queued") return "It starts by itself when the jobs before it are over.";
-  if (job.status === "training") return job.current_step ? "" : "It gets ready: the model is being loaded.";
-  return job.status === "cancelled" ? "Resume goes on from what it has saved." : "";
+function noteText() {
+  if (stopping(job)) return "Stopping. It saves what it has learned first.";
+  if (job.status === "queued") return "It starts automatically when the jobs before it have finished.";
+  if (job.status === "training") return job.current_step ? "" : "Getting ready: the model is being loaded.";
+  return job.status === "cancelled" ? "Resume continues from what it has saved." : "";
 }
 
-function time() {
-  const spent = held.reduce((sum, row) => sum + (row.step_time ?? 0), 0);
-  const sofar = spent && lasting(spent) + (active(job) ? " so far" : "");
+function timeText() {
+  const spent = metrics.reduce((sum, row) => sum + (row.step_time ?? 0), 0);
+  const spentText = spent && formatDuration(spent) + (active(job) ? " so far" : "");
   const steps = pace && !stopping(job) ? job.current_step - pace.step : 0;
   const left = ((pace?.last - pace?.time) / 1000 / steps) * (job.total_steps - job.current_step);
-  return [sofar, steps >= 2 && `about ${lasting(left)} left`].filter(Boolean).join(", ");
+  return [spentText, steps >= 2 && `about ${formatDuration(left)} left`].filter(Boolean).join(", ");
 }
 
-const act = (method, path) => call(`/jobs/${shown}${path}`, { method });
+const jobRequest = (method, path) => fetchJson(`/jobs/${shownId}${path}`, { method });
 
 $("cancel").onclick = async () => {
-  cancelled = shown;
+  cancelledId = shownId;
   $("wrong").textContent = "";
   paint();
-  await act("DELETE", "").catch((error) => {
+  await jobRequest("DELETE", "").catch((error) => {
     $("wrong").textContent = error.message;
-    cancelled = null;
+    cancelledId = null;
   });
   refresh();
 };
@@ -359,112 +360,113 @@ $("cancel").onclick = async () => {
 $("resume").onclick = async () => {
   $("wrong").textContent = "";
   $("resume").disabled = true;
-  cancelled = null;
-  await act("POST", "/resume").then(() => show(shown), (error) => ($("wrong").textContent = error.message));
+  cancelledId = null;
+  await jobRequest("POST", "/resume").then(() => showJob(shownId), (error) => ($("wrong").textContent = error.message));
   $("resume").disabled = false;
 };
 
 $("predict").onsubmit = async (event) => {
   event.preventDefault();
-  if (refused($("predict"))) return;
-  const [button, about] = [$("predict").querySelector("button"), shown];
-  $("said").textContent = "It looks at the picture; this may take a minute …";
+  if (hasErrors($("predict"))) return;
+  const [button, jobId] = [$("predict").querySelector("button"), shownId];
+  $("said").textContent = "Looking at the picture; this may take a minute …";
   button.disabled = true;
-  const asked = { method: "POST", body: new FormData($("predict")) };
-  const answer = await call(`/jobs/${about}/predict`, asked).then((reply) => reply.answer, (error) => error.message);
-  if (about === shown) $("said").textContent = answer;
+  const options = { method: "POST", body: new FormData($("predict")) };
+  const answer = await fetchJson(`/jobs/${jobId}/predict`, options).then((body) => body.answer, (error) => error.message);
+  if (jobId === shownId) $("said").textContent = answer;
   button.disabled = false;
 };
 
-// --- what it answers, and what it printed
+// --- sampled answers and the log
 
-// The page inside has a heading and a column that say nothing to this one's readers.
-const INSIDE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; }
+// Hides the heading and the column of the completions page that this page's users do not need.
+const SAMPLES_STYLE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; }
   article:first-of-type { border: 0; } figure { flex-basis: 9em; } th { font-size: 0; padding: 4px 9px; }
   th::after { font-size: 14px; content: "answer"; } th:first-child::after { content: "points"; }</style>`;
-let sampled = ""; // the page on show
-let soon = null;
+let samplesHtml = ""; // the completions page that is shown
+let samplesTimer = null;
 
-function sampleSoon() {
+function scheduleSamples() {
   if (!active(job)) loadSamples();
-  else soon ??= setTimeout(() => loadSamples(), 3000); // a step's page is written a little after the step is reported
+  else samplesTimer ??= setTimeout(() => loadSamples(), 3000); // the page is written shortly after its step is reported
 }
 
-async function loadSamples(asked = false) {
-  clearTimeout(soon);
-  soon = null;
-  const [frame, about] = [$("completions"), shown];
-  const reads = () => !asked && frame.contentWindow?.scrollY > 0; // whoever reads keeps the place
-  const text = reads() ? "" : await ask(`/jobs/${about}/completions`).then((reply) => reply.text(), () => sampled);
-  if (about !== shown) return;
-  $("newer").hidden = !reads();
-  if (reads() || text === sampled || !text.includes("<article")) return;
-  sampled = text;
-  frame.srcdoc = text + INSIDE; // without scripts: the sandbox has none
+async function loadSamples(force = false) {
+  clearTimeout(samplesTimer);
+  samplesTimer = null;
+  const [frame, jobId] = [$("completions"), shownId];
+  const isReading = () => !force && frame.contentWindow?.scrollY > 0; // new answers must not move what is being read
+  const load = () => fetchOk(`/jobs/${jobId}/completions`).then((response) => response.text(), () => samplesHtml);
+  const text = isReading() ? "" : await load();
+  if (jobId !== shownId) return;
+  $("newer").hidden = !isReading();
+  if (isReading() || text === samplesHtml || !text.includes("<article")) return;
+  samplesHtml = text;
+  frame.srcdoc = text + SAMPLES_STYLE; // the sandbox runs no scripts
   [frame.hidden, $("nothing").hidden] = [false, true];
 }
 
 async function showLog() {
-  const about = shown;
-  const text = await ask(`/jobs/${about}/logs`).then((reply) => reply.text(), (error) => error.message);
-  if (about === shown) $("log").querySelector("pre").textContent = text;
+  const jobId = shownId;
+  const text = await fetchOk(`/jobs/${jobId}/logs`).then((response) => response.text(), (error) => error.message);
+  if (jobId === shownId) $("log").querySelector("pre").textContent = text;
 }
 
 $("newer").onclick = () => loadSamples(true);
-$("log").ontoggle = () => $("log").open && (showLog(), later());
+$("log").ontoggle = () => $("log").open && (showLog(), schedulePaint());
 
 // --- curves
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-function thinned(points, most = 300) {
-  const size = Math.max(1, points.length / most);
-  const made = [];
-  for (let at = 0; at < points.length; at += size) {
-    const bin = points.slice(Math.floor(at), Math.floor(at + size));
-    made.push([mean(bin.map((p) => p[0])), mean(bin.map((p) => p[1]))]);
+function downsample(points, maxPoints = 300) {
+  const size = Math.max(1, points.length / maxPoints);
+  const means = [];
+  for (let start = 0; start < points.length; start += size) {
+    const bin = points.slice(Math.floor(start), Math.floor(start + size));
+    means.push([mean(bin.map((p) => p[0])), mean(bin.map((p) => p[1]))]);
   }
-  return made;
+  return means;
 }
 
-function smoothed(points) {
-  const reach = points.length < 12 ? 0 : Math.ceil(points.length / 30);
-  return points.map(([x], i) => [x, mean(points.slice(Math.max(0, i - reach), i + reach + 1).map((p) => p[1]))]);
+function movingAverage(points) {
+  const radius = points.length < 12 ? 0 : Math.ceil(points.length / 30);
+  return points.map(([x], i) => [x, mean(points.slice(Math.max(0, i - radius), i + radius + 1).map((p) => p[1]))]);
 }
 
-function curve(svg, label, points, colour, range) {
+function drawCurve(svg, label, points, colour, range) {
   points = points.filter(([, y]) => Number.isFinite(y));
   const [left, right] = [points[0]?.[0] ?? 1, Math.max(points.at(-1)?.[0] ?? 2, (points[0]?.[0] ?? 1) + 1)];
-  const raw = thinned(points);
+  const raw = downsample(points);
   const ys = raw.map((p) => p[1]);
   let [low, high] = range ?? (ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1]);
   if (!(high > low)) [low, high] = [low - 0.5, high + 0.5];
-  const width = svg.clientWidth || 400; // drawn in pixels, so that letters are as large as elsewhere
+  const width = svg.clientWidth || 400; // drawn in pixels, so that the text has the size of the page's text
   const x = (value) => 52 + ((width - 66) * (value - left)) / (right - left);
   const y = (value) => 165 - (150 * (value - low)) / (high - low);
-  const line = (some, style) =>
-    `<polyline points="${some.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}" fill="none" stroke="${colour}" ${style}/>`;
-  const text = (a, b, words, anchor = "end") =>
-    `<text x="${a}" y="${b}" font-size="13" fill="#55606c" text-anchor="${anchor}">${words}</text>`;
+  const line = (vertices, style) =>
+    `<polyline points="${vertices.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}" fill="none" stroke="${colour}" ${style}/>`;
+  const text = (a, b, content, anchor = "end") =>
+    `<text x="${a}" y="${b}" font-size="13" fill="#55606c" text-anchor="${anchor}">${content}</text>`;
   const short = (value) => (Math.abs(value) < 1e-12 ? "0" : String(Number(value.toPrecision(2))));
-  const rule = (value) => `<path d="M52 ${y(value)}H${width - 14}" stroke="#e3e8ec"/>` + text(46, y(value) + 4, short(value));
+  const gridLine = (value) => `<path d="M52 ${y(value)}H${width - 14}" stroke="#e3e8ec"/>` + text(46, y(value) + 4, short(value));
   svg.setAttribute("viewBox", `0 0 ${width} 200`);
   svg.setAttribute("aria-label", ys.length ? `${label}, from ${short(ys[0])} to ${short(ys.at(-1))}` : `${label}: nothing yet`);
   svg.dataset.points = points.length;
-  svg.innerHTML = [low, (low + high) / 2, high].map(rule).join("") +
+  svg.innerHTML = [low, (low + high) / 2, high].map(gridLine).join("") +
     text(52, 189, `step ${left}`, "start") + text(width - 14, 189, right) +
-    line(raw, 'stroke-opacity="0.3"') + line(smoothed(raw), 'stroke-width="2.5" stroke-linejoin="round"') +
+    line(raw, 'stroke-opacity="0.3"') + line(movingAverage(raw), 'stroke-width="2.5" stroke-linejoin="round"') +
     (points.length ? "" : text(width / 2, 94, "nothing yet", "middle"));
 }
 
-// --- the start
+// --- start
 
 showFiles();
 refresh();
-const basics = { headers: { Accept: "application/json" }, cache: "no-store" }; // the page has the same address
-call("/", basics).then((about) => ($("train").elements.base_model_path.placeholder = about.model)).catch(() => {});
-addEventListener("hashchange", () => refresh().then(choose));
-addEventListener("resize", later);
+const options = { headers: { Accept: "application/json" }, cache: "no-store" }; // the cache may hold the page for this URL
+fetchJson("/", options).then((basics) => ($("train").elements.base_model_path.placeholder = basics.model)).catch(() => {});
+addEventListener("hashchange", () => refresh().then(chooseJob));
+addEventListener("resize", schedulePaint);
 setInterval(() => {
   if (document.hidden) return;
   refresh();

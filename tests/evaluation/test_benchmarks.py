@@ -1,4 +1,4 @@
-"""Benchmarks against tables worked by hand, and evaluation as people call it."""
+"""Benchmark scores against tables computed by hand, and evaluate.py as a user calls it."""
 
 import json
 import os
@@ -16,16 +16,18 @@ from common.errors import UserError
 from common.records import Sample
 from data import load_processor
 from evaluate import Config, read_predictions
-from evaluation import benchmark_metrics, metrics, progress
+from evaluation import benchmark_metrics, progress
 from evaluation.benchmark_metrics import summarise_benchmark
 from evaluation.benchmarks import (
     BENCHMARKS,
+    COGNITION,
+    PERCEPTION,
     check_pairs,
     gpqa_choices,
     gpqa_gold,
     judge_benchmark,
     load_benchmark,
-    mathvista_normal,
+    normalise_mathvista,
 )
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from tests.helpers.scripts import ROOT, VECTORS, run_script
@@ -35,14 +37,15 @@ GPQA = {f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)} | {"Correct An
 
 
 def judged(name: str, rows: list[dict], server=None) -> list[dict]:
-    """Predictions of `rows`, each with its `response` or `responses`."""
+    """Return the predictions of `rows`, each of which holds its `response` or `responses`."""
     benchmark = BENCHMARKS[name]
-    answered = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
+    outputs = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
     samples = [Sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
-    return judge_benchmark(name, samples, answered, server)
+    return judge_benchmark(name, samples, outputs, server)
 
 
 def right(name: str, row: dict, *responses: str) -> list[bool]:
+    """Return whether each of `responses` to `row` is correct."""
     return judged(name, [row | {"responses": list(responses)}])[0]["exact"]
 
 
@@ -95,14 +98,14 @@ def test_whole_numbers(text, number):
 
 def test_aime():
     row = {"problem": "p", "answer": "025"}
-    said = ["<think>t</think><answer>25</answer>", "\\boxed{025}", "The answer is 25.", "26", "", "25.5", "-25"]
-    assert right("aime24", row, *said) == [True, True, True, False, False, False, False]
+    responses = ["<think>t</think><answer>25</answer>", "\\boxed{025}", "The answer is 25.", "26", "", "25.5", "-25"]
+    assert right("aime24", row, *responses) == [True, True, True, False, False, False, False]
     rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
-    found = summarise_benchmark("aime24", rows, "rule")
-    assert found["score"] == found["pass@1"] == pytest.approx(3 / 8)  # Pass@1[8]
-    assert found["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
-    assert found["pass@8"] == 1.0
-    assert found["completions_per_row"] == 8
+    scores = summarise_benchmark("aime24", rows, "rule")
+    assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # Pass@1[8]
+    assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
+    assert scores["pass@8"] == 1.0
+    assert scores["completions_per_row"] == 8
 
 
 def test_math500_by_level():
@@ -118,12 +121,12 @@ def test_math500_by_level():
         {"problem": "c", "answer": "(1,2)", "level": 5, "subject": "Geometry", "response": "\\boxed{(2,1)}"},
         {"problem": "d", "answer": "7", "level": 5, "subject": "Geometry", "response": ""},
     ]
-    found = summarise_benchmark("math500", judged("math500", rows), "rule")
-    assert found["score"] == 0.5
-    assert found["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
-    assert found["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
-    assert found["no_answer"] == 0.25
-    assert found["pass@1"] == 0.5
+    scores = summarise_benchmark("math500", judged("math500", rows), "rule")
+    assert scores["score"] == 0.5
+    assert scores["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
+    assert scores["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
+    assert scores["no_answer"] == 0.25
+    assert scores["pass@1"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -187,18 +190,18 @@ def test_gpqa_is_shuffled_once_for_each_problem():
     letter = gpqa_gold(GPQA)
     assert gpqa_choices(dict(reversed(list(GPQA.items()))))["ABCD".index(letter)] == "right"
     others = [GPQA | {"Question": f"Which {i}?"} for i in range(400)]
-    counts = [sum(gpqa_gold(row) == own for row in others) for own in "ABCD"]
-    assert min(counts) > 70  # a quarter each, about
+    counts = [sum(gpqa_gold(row) == gold for row in others) for gold in "ABCD"]
+    assert min(counts) > 70  # about a quarter each
     wrong = "ABCD"[("ABCD".index(letter) + 1) % 4]
-    said = [letter, f"({letter})", f"The answer is {letter}.", f"\\boxed{{{letter}}}", wrong, "", "right"]
-    assert right("gpqa_diamond", GPQA, *said) == [True] * 4 + [False] * 3
+    responses = [letter, f"({letter})", f"The answer is {letter}.", f"\\boxed{{{letter}}}", wrong, "", "right"]
+    assert right("gpqa_diamond", GPQA, *responses) == [True] * 4 + [False] * 3
     assert f"({letter}) right" in BENCHMARKS["gpqa_diamond"].prompt(GPQA)
 
 
 def test_geometry3k():
     row = {"problem": "<image>Find x.", "answer": "4 \\sqrt{3}"}
-    said = ["<think>t</think><answer>4\\sqrt{3}</answer>", "\\boxed{\\sqrt{48}}", "6", "4"]
-    assert right("geometry3k", row, *said) == [True, True, False, False]
+    responses = ["<think>t</think><answer>4\\sqrt{3}</answer>", "\\boxed{\\sqrt{48}}", "6", "4"]
+    assert right("geometry3k", row, *responses) == [True, True, False, False]
 
 
 def test_vqa_rad_open_and_closed():
@@ -216,50 +219,50 @@ def test_vqa_rad_open_and_closed():
             {"question": "c", "answer": "heart", "response": "liver"},
         ],
     )
-    found = summarise_benchmark("vqa_rad", rows, "rule")
-    assert found["score"] == pytest.approx(2 / 3)
-    assert found["open_recall"] == found["open_f1"] == 0.5
-    assert found["parts"]["answer_type"] == {"closed": {"n": 1, "score": 1.0}, "open": {"n": 2, "score": 0.5}}
+    scores = summarise_benchmark("vqa_rad", rows, "rule")
+    assert scores["score"] == pytest.approx(2 / 3)
+    assert scores["open_recall"] == scores["open_f1"] == 0.5
+    assert scores["parts"]["answer_type"] == {"closed": {"n": 1, "score": 1.0}, "open": {"n": 2, "score": 0.5}}
 
 
 def mme(category: str, image: str, *answers: tuple[str, str]) -> list[dict]:
-    """The two questions of a picture: (gold, response) each."""
+    """Return the two questions about an image; each of `answers` is (gold, response)."""
     common = {"question_id": image, "category": category}
     return [common | {"question": f"{image} {g}?", "answer": g, "response": r} for g, r in answers]
 
 
 MME = [
-    *mme("existence", "1.png", ("Yes", "Yes, there is."), ("No", "No.")),  # both
-    *mme("existence", "2.png", ("Yes", "YES"), ("No", "yes")),  # one
-    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # «other» is wrong; one
-    *mme("code_reasoning", "9.png", ("Yes", "<think>n</think><answer>yes</answer>"), ("No", "no")),  # both
-    *mme("text_translation", "3.png", ("Yes", "no"), ("No", "")),  # none
+    *mme("existence", "1.png", ("Yes", "Yes, there is."), ("No", "No.")),  # both correct
+    *mme("existence", "2.png", ("Yes", "YES"), ("No", "yes")),  # one correct
+    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # "maybe" reads as "other", which is wrong; one correct
+    *mme("code_reasoning", "9.png", ("Yes", "<think>n</think><answer>yes</answer>"), ("No", "no")),  # both correct
+    *mme("text_translation", "3.png", ("Yes", "no"), ("No", "")),  # none correct
 ]
 
 
 def test_mme_by_hand():
-    found = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]), "rule")
-    parts = {name: part["score"] for name, part in found["parts"]["category"].items()}
-    # existence: 3 of 4 questions, 1 of 2 pictures
-    assert parts == {"existence": 125.0, "OCR": 50.0, "code_reasoning": 200.0, "text_translation": 0.0}
-    assert found["parts"]["kind"]["perception"]["score"] == 175.0
-    assert found["parts"]["kind"]["cognition"]["score"] == 200.0
-    assert found["score"] == 375.0
-    assert found["score_95"][0] <= 375 <= found["score_95"][1]
-    assert found["pass@1"] == 0.6
-    assert found["no_answer"] == 0.2
+    scores = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]), "rule")
+    categories = {name: category["score"] for name, category in scores["parts"]["category"].items()}
+    # existence: 3 of 4 questions and 1 of 2 images correct
+    assert categories == {"existence": 125.0, "OCR": 50.0, "code_reasoning": 200.0, "text_translation": 0.0}
+    assert scores["parts"]["kind"]["perception"]["score"] == 175.0
+    assert scores["parts"]["kind"]["cognition"]["score"] == 200.0
+    assert scores["score"] == 375.0
+    assert scores["score_95"][0] <= 375 <= scores["score_95"][1]
+    assert scores["pass@1"] == 0.6
+    assert scores["no_answer"] == 0.2
 
 
 def test_all_of_mme_right_is_2800():
     rows = [
         row
-        for category in metrics.PERCEPTION + metrics.COGNITION
+        for category in PERCEPTION + COGNITION
         for image in ("1", "2")
         for row in mme(category, image, ("Yes", "yes"), ("No", "no"))
     ]
-    found = summarise_benchmark("mme", judged("mme", rows), "rule")
-    assert [found["parts"]["kind"][kind]["score"] for kind in ("perception", "cognition")] == [2000.0, 800.0]
-    assert found["score_95"] == (2800.0, 2800.0)
+    scores = summarise_benchmark("mme", judged("mme", rows), "rule")
+    assert [scores["parts"]["kind"][kind]["score"] for kind in ("perception", "cognition")] == [2000.0, 800.0]
+    assert scores["score_95"] == (2800.0, 2800.0)
 
 
 def test_mme_needs_both_questions_and_known_categories():
@@ -277,23 +280,23 @@ def test_mmstar_counts_every_l2_category_alike():
         return dict(question=f"q{i}", answer=gold, category=category, l2_category=l2, response=response)
 
     rows = [
-        *(row("math", "geometry", "A", said, i) for i, said in enumerate("AAAB")),  # 3 of 4
-        row("math", "numbers", "C", "(B) no: C", 4),  # 0 of 1: a leading «(B)» counts
-        *(row("logic", "diagrams", "B", said, i) for i, said in ((5, "b."), (6, "The answer is D"))),  # 1 of 2
+        *(row("math", "geometry", "A", response, i) for i, response in enumerate("AAAB")),  # 3 of 4
+        row("math", "numbers", "C", "(B) no: C", 4),  # 0 of 1: a leading "(B)" counts as the answer
+        *(row("logic", "diagrams", "B", response, i) for i, response in ((5, "b."), (6, "The answer is D"))),  # 1 of 2
     ]
-    found = summarise_benchmark("mmstar", judged("mmstar", rows), "rule")
-    assert {k: v["score"] for k, v in found["parts"]["l2_category"].items()} == {
+    scores = summarise_benchmark("mmstar", judged("mmstar", rows), "rule")
+    assert {k: v["score"] for k, v in scores["parts"]["l2_category"].items()} == {
         "geometry": 0.75,
         "numbers": 0.0,
         "diagrams": 0.5,
     }
-    assert {k: v["score"] for k, v in found["parts"]["category"].items()} == {"math": 0.375, "logic": 0.5}
-    assert found["score"] == pytest.approx((0.75 + 0 + 0.5) / 3)
-    assert found["pass@1"] == pytest.approx(4 / 7)
+    assert {k: v["score"] for k, v in scores["parts"]["category"].items()} == {"math": 0.375, "logic": 0.5}
+    assert scores["score"] == pytest.approx((0.75 + 0 + 0.5) / 3)
+    assert scores["pass@1"] == pytest.approx(4 / 7)
 
 
 @pytest.mark.parametrize(
-    ("row", "said", "normal"),
+    ("row", "answer", "normalised"),
     [
         (dict(choices=["145°", "35°"], question_type="multi_choice"), "(B)", "35°"),
         (dict(choices=["145°", "35°"], question_type="multi_choice"), "b", "35°"),
@@ -317,8 +320,8 @@ def test_mmstar_counts_every_l2_category_alike():
         (dict(answer_type="list"), "[1, 2]", "[1, 2]"),
     ],
 )
-def test_mathvista_normal_forms(row, said, normal):
-    assert mathvista_normal(said, VISTA | row) == normal
+def test_mathvista_normal_forms(row, answer, normalised):
+    assert normalise_mathvista(answer, VISTA | row) == normalised
 
 
 def test_mathvista_by_hand():
@@ -328,13 +331,13 @@ def test_mathvista_by_hand():
         VISTA | dict(question="c", answer_type="float", precision=1.0, answer="1.2", response="The answer is 1.24."),
         VISTA | dict(question="d", answer_type="integer", answer="3", response="It shows three dogs"),
     ]
-    found = summarise_benchmark("mathvista", judged("mathvista", rows), "rule-scored")
-    assert found["score"] == 0.75
-    assert found["parts"]["question_type"] == {
+    scores = summarise_benchmark("mathvista", judged("mathvista", rows), "rule-scored")
+    assert scores["score"] == 0.75
+    assert scores["parts"]["question_type"] == {
         "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
         "multi_choice": {"n": 1, "score": 1.0},
     }
-    assert benchmark_metrics.table(found).startswith("mathvista (rule-scored)")
+    assert benchmark_metrics.table(scores).startswith("mathvista (rule-scored)")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -355,12 +358,12 @@ def test_an_extractor_is_asked_once_for_all_runs(server, tmp_path, monkeypatch):
     ]
     saved = write_jsonl(tmp_path / "p.jsonl", rows)
     flags = dict(predictions=saved, benchmark="mathvista", judge_cache=str(tmp_path / "cache.sqlite"))
-    for turn in range(2):
-        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / f"out{turn}")))
-        found = json.loads((tmp_path / f"out{turn}" / "scores.json").read_text())
-        assert found["scoring"] == "extractor judge"
-        assert found["score"] == pytest.approx(1 / 3)
-        assert len(server.requests) == 3  # the trial, and two texts: nothing is asked about an empty one
+    for run in range(2):
+        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / f"out{run}")))
+        scores = json.loads((tmp_path / f"out{run}" / "scores.json").read_text())
+        assert scores["scoring"] == "extractor judge"
+        assert scores["score"] == pytest.approx(1 / 3)
+        assert len(server.requests) == 3  # one test request and two responses: an empty response is not sent
     evaluate.main(Config(**flags, output=str(tmp_path / "rule")))
     assert json.loads((tmp_path / "rule" / "scores.json").read_text())["scoring"] == "rule-scored"
 
@@ -370,8 +373,8 @@ def test_a_letter_is_never_read_into_a_gold():
     assert right("mathvista", row, "(A)", "c", "(C)", "(C) b") == [True, True, False, False]
 
 
-def test_an_extractor_that_is_gone_is_no_rule(server, tmp_path):
-    """One of twelve without a reply is counted and said; two would stop the evaluation."""
+def test_a_missing_extractor_is_not_replaced_by_the_rule(server, tmp_path):
+    """One missing reply in twelve is counted and reported; two in twelve stop the evaluation."""
     server.reply = lambda body: "3"
     rows = [
         VISTA | dict(question=f"{i}", answer_type="integer", answer="3", response=f"it is 3 {i}") for i in range(12)
@@ -383,13 +386,13 @@ def test_an_extractor_that_is_gone_is_no_rule(server, tmp_path):
         saved = write_jsonl(tmp_path / "p.jsonl", rows)
         cfg = Config(**flags, predictions=saved, judge_cache=str(tmp_path / f"{bad}.sqlite"), verifier_concurrency=2)
         if bad == 2:
-            with pytest.raises(UserError, match="17% of the responses have no reply of the extractor"):
+            with pytest.raises(UserError, match="17% of the responses have no reply from the extractor"):
                 evaluate.main(cfg)
             continue
         evaluate.main(cfg)
-        found = json.loads((tmp_path / "o" / "scores.json").read_text())
-        assert found["scoring"] == "extractor judge, 8.3% without a reply"
-        assert found["score"] == pytest.approx(11 / 12)
+        scores = json.loads((tmp_path / "o" / "scores.json").read_text())
+        assert scores["scoring"] == "extractor judge, 8.3% without a reply"
+        assert scores["score"] == pytest.approx(11 / 12)
 
 
 def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
@@ -398,14 +401,14 @@ def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
     rows = [
         common | dict(question_type="multi-choice", answer="A", response="A"),
         common | dict(question_type="free-form", answer="the longest side", response="hypotenuse"),
-        common | dict(question="", question_type="free-form", answer="12", response="13"),  # it is in the picture
+        common | dict(question="", question_type="free-form", answer="12", response="13"),  # question in the image
     ]
     saved = write_jsonl(tmp_path / "p.jsonl", rows)
     flags = dict(predictions=saved, benchmark="mathverse", judge_cache=str(tmp_path / "c.sqlite"))
     evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o")))
-    found = json.loads((tmp_path / "o" / "scores.json").read_text())
-    assert found["score"] == pytest.approx(2 / 3)
-    assert found["scoring"] == "judge judge"
+    scores = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert scores["score"] == pytest.approx(2 / 3)
+    assert scores["scoring"] == "judge judge"
     server.status = 500
     flags["judge_cache"] = str(tmp_path / "new.sqlite")
     with pytest.raises(UserError, match="cannot be used"):
@@ -423,15 +426,15 @@ AIME = {"problem": "p", "answer": "5"}
     [
         ("{not json", "row 2: not JSON"),
         ('["a"]', "row 2: not an object"),
-        (json.dumps(AIME), "row 2: neither «response» nor «responses»"),
+        (json.dumps(AIME), "row 2: neither 'response' nor 'responses'"),
         (json.dumps(AIME | {"response": ["5"]}), "row 2: a response is neither text nor null"),
-        (json.dumps(AIME | {"responses": "5"}), "row 2: «responses» is not a list"),
-        (json.dumps(AIME | {"responses": []}), "row 2: «responses» is not a list"),
-        (json.dumps({"problem": "p", "response": "5"}), "row 2: no column «answer»"),
-        (json.dumps({"problem": "p", "answer": None, "response": "5"}), "row 2: nothing in column «answer»"),
+        (json.dumps(AIME | {"responses": "5"}), "row 2: 'responses' is not a list"),
+        (json.dumps(AIME | {"responses": []}), "row 2: 'responses' is not a list"),
+        (json.dumps({"problem": "p", "response": "5"}), "row 2: no column 'answer'"),
+        (json.dumps({"problem": "p", "answer": None, "response": "5"}), "row 2: column 'answer' is empty"),
         (
             json.dumps({"problem": "p", "answer": "see text", "response": "5"}),
-            "row 2: the answer 'see text' is no whole",
+            "row 2: the answer 'see text' is not a whole",
         ),
     ],
 )
@@ -449,9 +452,9 @@ def test_a_malformed_prediction_is_named(line, message, tmp_path, capsys):
 def test_failed_and_empty_responses_are_wrong(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", [AIME | {"responses": ["5", None, "", " "]}])
     evaluate.main(Config(predictions=path, benchmark="aime24", output=str(tmp_path / "o")))
-    found = json.loads((tmp_path / "o" / "scores.json").read_text())
-    assert found["score"] == 0.25
-    assert found["no_answer"] == 0.75
+    scores = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert scores["score"] == 0.25
+    assert scores["no_answer"] == 0.75
 
 
 def test_a_task_is_scored_again_without_a_model(tmp_path):
@@ -462,11 +465,11 @@ def test_a_task_is_scored_again_without_a_model(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     done = run_script("evaluate.py", f"--predictions={path}", "--task=count", f"--output={tmp_path}/o")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "o" / "scores.json").read_text())
-    assert found["exact_match"] == 0.25
-    assert found["reward"] == pytest.approx((1 + 0.85 + 0) / 3)
-    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", output=f"{tmp_path}/again"))
-    assert json.loads((tmp_path / "again" / "scores.json").read_text())["exact_match"] == 0.25
+    scores = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert scores["exact_match"] == 0.25
+    assert scores["reward"] == pytest.approx((1 + 0.85 + 0) / 3)
+    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", output=f"{tmp_path}/rescored"))
+    assert json.loads((tmp_path / "rescored" / "scores.json").read_text())["exact_match"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -483,7 +486,7 @@ def test_mistakes_have_one_line(flags, message):
         evaluate.main(Config(**flags))
 
 
-# --- benchmarks' files ------------------------------------------------------------------------------------------------
+# --- benchmark files --------------------------------------------------------------------------------------------------
 
 ROWS = {
     "aime24": {"problem": "What?", "answer": "025"},
@@ -504,37 +507,37 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
 
     processor = load_processor(tiny_model, "math")
     Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
-    both = 2 if name == "mme" else 1
-    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]] * both)
+    num_rows = 2 if name == "mme" else 1  # MME needs both questions about an image
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]] * num_rows)
     sample, *_ = load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
-    row, picture = dict(ROWS[name]), BENCHMARKS[name].picture
-    if picture:
-        held = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
-        row[picture] = held if picture == "images" else held[0]
+    row, image_column = dict(ROWS[name]), BENCHMARKS[name].image_column
+    if image_column:
+        cells = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
+        row[image_column] = cells if image_column == "images" else cells[0]
     (tmp_path / "folder").mkdir()
-    kept = {key: [value] * both for key, value in row.items() if value is not None}
-    datasets.Dataset.from_dict(kept | ({"choices": [[]]} if name == "mathvista" else {})).to_parquet(
+    columns = {key: [value] * num_rows for key, value in row.items() if value is not None}
+    datasets.Dataset.from_dict(columns | ({"choices": [[]]} if name == "mathvista" else {})).to_parquet(
         tmp_path / "folder" / "test.parquet"
     )
     if name == "mathvista":
-        kept |= {"choices": [[]], "unit": [""], "precision": [1.0]}
-        datasets.Dataset.from_dict(kept).to_parquet(tmp_path / "folder" / "test.parquet")
+        columns |= {"choices": [[]], "unit": [""], "precision": [1.0]}
+        datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "folder" / "test.parquet")
     flags = Config(model="m", benchmark=name, data=str(tmp_path / "folder"))
     other, *_ = load_benchmark(name, flags, processor)
     assert other.prompt == sample.prompt
     assert other.answer == sample.answer
-    assert len(other.images) == len(sample.images) == bool(picture)
-    assert json.dumps(other.fields)  # no picture left in it
+    assert len(other.images) == len(sample.images) == bool(image_column)
+    assert json.dumps(other.fields)  # the images were dropped
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_missing_column_is_named(name, tiny_model, tmp_path):
     processor = load_processor(tiny_model, "math")
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    for column in (*BENCHMARKS[name].columns, *filter(None, [BENCHMARKS[name].picture])):
+    for column in (*BENCHMARKS[name].columns, *filter(None, [BENCHMARKS[name].image_column])):
         row = {key: value for key, value in ROWS[name].items() if key != column}
         path = write_jsonl(tmp_path / "rows.jsonl", [row])
-        with pytest.raises(UserError, match=f"no column «{column}», which --benchmark {name} needs"):
+        with pytest.raises(UserError, match=f"no column '{column}', which --benchmark {name} needs"):
             load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
 
 
@@ -560,27 +563,27 @@ def flags_of(tiny_model: str, mme_folder: str) -> dict:
 
 
 def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
-    """A model against one that answers otherwise, and against a folder of scores; the page shows what changed."""
+    """Compare with a model that answers differently and with a folder of scores; the page shows what changed."""
     from demo import tiny
 
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, seed=5), tokenizer, tmp_path / "other")
     flags = flags_of(tiny_model, mme_folder)
     evaluate.main(Config(**flags, output=f"{tmp_path}/o", baseline=f"{tmp_path}/other"))
-    found = json.loads((tmp_path / "o" / "scores.json").read_text())
-    assert found["n"] == found["baseline"]["n"] == found["paired"]["rows"] == 12
+    scores = json.loads((tmp_path / "o" / "scores.json").read_text())
+    assert scores["n"] == scores["baseline"]["n"] == scores["paired"]["rows"] == 12
     assert "baseline" in capsys.readouterr().out
     assert (tmp_path / "o" / "scores.png").stat().st_size > 5000
     assert "what changed" in (tmp_path / "o" / "completions.html").read_text()
     assert not list((tmp_path / "o").rglob("predictions.part*"))
     rows = [json.loads(line) for line in (tmp_path / "o" / "predictions.jsonl").read_text().splitlines()]
-    for row in rows:  # as a perfect model would have answered the first question of each picture
+    for row in rows:  # the first question about each image is answered correctly
         row["responses"] = [row["answer"] if row["answer"] == "Yes" else "who knows"] * 2
     saved = write_jsonl(tmp_path / "better.jsonl", rows)
     evaluate.main(Config(predictions=saved, benchmark="mme", output=f"{tmp_path}/better", baseline=f"{tmp_path}/o"))
     better = json.loads((tmp_path / "better" / "scores.json").read_text())
-    assert better["score"] == 2 * 50.0  # half of the questions and no picture, in two categories
-    assert better["paired"]["difference"] == pytest.approx(100.0 - found["score"])
+    assert better["score"] == 2 * 50.0  # half of the questions and no complete image, in two categories
+    assert better["paired"]["difference"] == pytest.approx(100.0 - scores["score"])
     page = (tmp_path / "better" / "completions.html").read_text()
     assert "Wrong before, right after: 6" in page
     narrow = tiny.build_model(tokenizer, seed=0).config
@@ -593,48 +596,49 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
 
 
 def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
-    """Killed in the middle, the same command samples the rest alone and ends with the same predictions; so do two
-    processes."""
+    """After a kill the same command samples only the remaining rows and writes the same predictions. Two processes
+    write the same predictions, too."""
     settings = flags_of(tiny_model, mme_folder)
     flags = [f"--{name}={value}" for name, value in settings.items()]
     evaluate.main(Config(**settings, output=f"{tmp_path}/whole"))
-    script = "import evaluate, sys, cli; held_out.CHUNK = 2; cli.run(evaluate.main, evaluate.Config)"
+    script = "import evaluate; from common import cli; from evaluation import held_out; held_out.CHUNK = 2; "
+    script += "cli.run(evaluate.main, evaluate.Config)"
     command = [sys.executable, "-c", script, *flags, f"--output={tmp_path}/killed"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    part = tmp_path / "killed" / "predictions.part-0"
+    path = tmp_path / "killed" / "predictions.part-0"
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (part.is_file() and part.read_text().count("\n") >= 3):
+    while time.monotonic() < deadline and not (path.is_file() and path.read_text().count("\n") >= 3):
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    rows = part.read_text().count("\n") - 1
+    rows = path.read_text().count("\n") - 1
     assert 2 <= rows < 12
-    with part.open("a") as file:
-        file.write('{"place": 11, "resp')  # a line that was being written
+    with path.open("a") as file:
+        file.write('{"place": 11, "resp')  # a half-written line
     evaluate.main(Config(**settings, output=f"{tmp_path}/killed"))
-    assert f"going on after {rows} rows" in capsys.readouterr().err
+    assert f"resuming: {rows} rows" in capsys.readouterr().err
     done = run_script("evaluate.py", *flags, f"--output={tmp_path}/two", processes=2)
     assert done.returncode == 0, done.stderr
-    want = (tmp_path / "whole" / "predictions.jsonl").read_text()
-    assert (tmp_path / "killed" / "predictions.jsonl").read_text() == want
-    assert (tmp_path / "two" / "predictions.jsonl").read_text() == want
+    expected = (tmp_path / "whole" / "predictions.jsonl").read_text()
+    assert (tmp_path / "killed" / "predictions.jsonl").read_text() == expected
+    assert (tmp_path / "two" / "predictions.jsonl").read_text() == expected
 
 
 def test_unequal_numbers_of_responses_and_rows():
-    """pass@k for as many as every row has; rows that repeat pair only when both sides have as many."""
+    """k stops at the smallest number of responses; repeated rows pair only when both sides have equally many."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
-    found = summarise_benchmark("aime24", rows, "rule")
-    assert [key for key in found if key.startswith("pass@")] == ["pass@1"]
-    assert found["score"] == pytest.approx((1 + 1 / 4) / 2)
+    scores = summarise_benchmark("aime24", rows, "rule")
+    assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
+    assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
     assert len(benchmark_metrics.pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
-    pictured = [row | {"pictures": "a"} for row in rows]
-    assert len(benchmark_metrics.pairs("aime24", pictured, [row | {"pictures": "b"} for row in rows])) == 0
+    with_images = [row | {"pictures": "a"} for row in rows]
+    assert len(benchmark_metrics.pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
 
 
 def test_other_settings_start_anew(tmp_path, capsys):
-    part = progress.EvalProgress(tmp_path, {"n": 1})
-    part.add([3], [{"responses": ["a"]}])
+    saved = progress.EvalProgress(tmp_path, {"n": 1})
+    saved.add([3], [{"responses": ["a"]}])
     assert progress.EvalProgress(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
     assert progress.EvalProgress(tmp_path, {"n": 2}).done == {}
-    assert "other n: starting anew" in capsys.readouterr().err
+    assert "different n; starting over" in capsys.readouterr().err
     assert (tmp_path / "predictions.aside").is_file()

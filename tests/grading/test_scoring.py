@@ -1,4 +1,4 @@
-"""Mathematics, rewards of the user's own, workers that can be killed, and text that no reward may stumble over."""
+"""Mathematics, user-defined rewards, killable workers, and texts that must not make a reward fail or hang."""
 
 import json
 import os
@@ -40,8 +40,8 @@ def test_math_vectors(case):
         calls.append((question, gold, candidate))
         return None if case["verifier_reply"] == "<exception>" else case["verifier_reply"]
 
-    asks = verifier if case["verifier_reply"] is not None else None
-    assert rewards.math_reward(case["completion"], case["answer"], "q", asks) == case["want"]
+    verifier_or_none = verifier if case["verifier_reply"] is not None else None
+    assert rewards.math_reward(case["completion"], case["answer"], "q", verifier_or_none) == case["want"]
     assert bool(calls) == case["verifier_called"]
     assert all(call[:2] == ("q", case["answer"]) for call in calls)
 
@@ -53,7 +53,7 @@ def test_math_vectors(case):
         ("\\boxed{3} or \\boxed{4}", "3", False),
         ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{\\sqrt{2}}{2}", True),
         ("\\boxed{\\boxed{7}}", "7", True),
-        ("3} \\boxed{4", "4", False),  # two answers in one
+        ("3} \\boxed{4", "4", False),  # would be two answers once boxed
         ("3, 4", "3", False),
         ("3 or 4", "4", False),
         ("x = 3, x = 4", "3", False),
@@ -64,7 +64,7 @@ def test_math_vectors(case):
         ("1,000", "1000", True),
         ("50\\%", "0.5", True),
         ("12\\sqrt{3}", "12 \\sqrt { 3 }", True),
-        ("listen", "silent", False),  # math-verify would multiply the letters
+        ("listen", "silent", False),  # math-verify reads a word as a product of letters
         ("Theorem of Pythagoras", "theorem of pythagoras.", True),
         ("\\text{obtuse}", "obtuse", True),
         ("b", "B", True),
@@ -90,15 +90,15 @@ def test_same_answer(candidate, gold, want):
 
 
 def test_the_verifier_gets_the_last_box_alone():
-    seen = []
-    rewards.math_reward(think("I say \\boxed{a {b} c}."), "zebra", "q", lambda *call: seen.append(call))
-    assert seen == [("q", "zebra", "a {b} c")]
+    calls = []
+    rewards.math_reward(think("I say \\boxed{a {b} c}."), "zebra", "q", lambda *call: calls.append(call))
+    assert calls == [("q", "zebra", "a {b} c")]
 
 
 def test_padding_an_answer_does_not_take_it_from_the_verifier():
-    called = []
-    assert rewards.math_reward(think("7 " * 5000), "seven things", "q", lambda *c: called.append(c)) == -1
-    assert not called
+    calls = []
+    assert rewards.math_reward(think("7 " * 5000), "seven things", "q", lambda *call: calls.append(call)) == -1
+    assert not calls
 
 
 def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(monkeypatch, tmp_path):
@@ -114,13 +114,19 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
 
 
 def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
-    made = []
-    monkeypatch.setattr(rewards, "WorkerPool", lambda *args: (time.sleep(0.1), made.append(args), WorkerPool(*args))[2])
+    pools = []
+
+    def start_slowly(*args):
+        time.sleep(0.1)
+        pools.append(WorkerPool(*args))
+        return pools[-1]
+
+    monkeypatch.setattr(rewards, "WorkerPool", start_slowly)
     rewards._math_workers.cache_clear()
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda i: rewards.same_answer(f"{i}.0", str(i)), range(32)))
     rewards._math_workers.cache_clear()
-    assert len(made) == 1
+    assert len(pools) == 1
 
 
 def test_last_boxed():
@@ -138,7 +144,7 @@ def test_last_boxed():
 
 
 def test_math_verify_runs_in_many_threads_at_once():
-    """Its own time limit uses the main thread's alarm: off it, an answer would silently be wrong."""
+    """math-verify's own time limit needs the main thread; in other threads it would silently score answers as wrong."""
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: rewards.same_answer(f"\\frac{{{2 * i}}}{{2}}", str(i)), range(100)))
     assert all(got)
@@ -184,18 +190,18 @@ def test_workers_outlive_whatever_a_call_does(workers):
         ("die", CallLost, "its process died"),
         ("leave", CallFailed, "SystemExit: 3"),
         ("fail", CallFailed, "KeyError: 'nothing'"),
-        ("odd", CallFailed, "cannot be passed on"),
+        ("odd", CallFailed, "cannot be pickled"),
     ]:
         with pytest.raises(kind, match=message):
             workers(name, 0.5)
-        began = time.perf_counter()
+        start = time.perf_counter()
         assert workers("echo", x=name) == name
-        assert time.perf_counter() - began < 1, "the next call starts at once"
+        assert time.perf_counter() - start < 1, "the next call starts at once"
     assert workers("number") == 0.5
     with pytest.raises(CallLost, match="took longer"):
         workers("child", 0.5, x="98765")
     assert "98765" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    os.kill(workers("parent"), 9)  # the worker itself: the call is made again
+    os.kill(workers("parent"), 9)  # the worker process itself; the next call is retried
     assert workers("echo", x=1) == 1
     with pytest.raises(CallLost, match="worker process died"):
         workers("end")
@@ -203,13 +209,13 @@ def test_workers_outlive_whatever_a_call_does(workers):
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Also when it is killed, and while a call runs."""
+    """Even if that process is killed while a call runs."""
     (tmp_path / "t.py").write_text(TROUBLE)
     name = f"{tmp_path}/t.py"
     script = (
         "import sys, os, threading; sys.path.insert(0, sys.argv[1])\n"
-        "from workers import Workers\n"
-        f"pool = Workers(1, ['{name}:sleep', '{name}:parent'])\n"
+        "from grading.sandbox import WorkerPool\n"
+        f"pool = WorkerPool(1, ['{name}:sleep', '{name}:parent'])\n"
         f"print(pool.call('{name}:parent', 5.0, {{}}), flush=True)\n"
         f"threading.Thread(target=lambda: pool.call('{name}:sleep', 2.0, {{'x': 60}})).start()\n"
         "os.kill(os.getpid(), 9)\n"
@@ -221,9 +227,9 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     assert not os.path.exists(f"/proc/{worker}")
 
 
-# --- the user's own rewards -------------------------------------------------------------------------------------------
+# --- user-defined rewards ---------------------------------------------------------------------------------------------
 
-OWN = """
+USER_REWARDS = """
 import time
 from neighbour import scale
 
@@ -241,25 +247,27 @@ def unfit(text): return 1
 
 
 @pytest.fixture
-def own(tmp_path) -> str:
-    (tmp_path / "own.py").write_text(OWN)
+def user_file(tmp_path) -> str:
+    (tmp_path / "user.py").write_text(USER_REWARDS)
     (tmp_path / "neighbour.py").write_text("def scale(x):\n    return x / 10\n")
-    return str(tmp_path / "own.py")
+    return str(tmp_path / "user.py")
 
 
 def rollouts(*texts: str) -> list[Rollout]:
     return [Rollout(torch.arange(len(text)), torch.zeros(len(text)), text=text) for text in texts]
 
 
-def scored(own: str, *flags: str, task: str = "count", texts=("3", "4 or so"), buffer: int = 0, **more):
-    scorer = Scorer(task, RewardFlags(reward=tuple(f.replace("own:", f"{own}:") for f in flags), **more), buffer)
+def scored(user_file: str, *flags: str, task: str = "count", texts=("3", "4 or so"), buffer: int = 0, **more):
+    scorer = Scorer(
+        task, RewardFlags(reward=tuple(flag.replace("user:", f"{user_file}:") for flag in flags), **more), buffer
+    )
     group = rollouts(*texts)
     error = scorer([(Sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5}), group)], 10)
     return scorer, group, error
 
 
-def test_own_rewards_add_up_with_their_weights(own):
-    scorer, group, error = scored(own, "own:brief=0.5", "own:level=-1", "format", buffer=5)
+def test_own_rewards_add_up_with_their_weights(user_file):
+    scorer, group, error = scored(user_file, "user:brief=0.5", "user:level=-1", "format", buffer=5)
     assert error is None
     assert scorer.names == ["count", "brief", "level", "format", "overlong"]
     assert [r.rewards for r in group] == [
@@ -269,73 +277,73 @@ def test_own_rewards_add_up_with_their_weights(own):
     assert [r.reward for r in group] == pytest.approx([1 - 0.05 - 5, 0.85 - 0.35 - 5 - 0.4])
 
 
-def test_the_tasks_own_weight_can_be_set(own):
-    _, group, _ = scored(own, "count=0", "own:brief=1e1")
+def test_the_tasks_own_weight_can_be_set(user_file):
+    _, group, _ = scored(user_file, "count=0", "user:brief=1e1")
     assert [r.reward for r in group] == pytest.approx([-1.0, -7.0])
 
 
-def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(own):
-    began = time.perf_counter()
-    scorer, group, error = scored(own, "own:slow", texts=("3", "slow 1", "3", "slow 2", "3"), reward_timeout=1.0)
+def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(user_file):
+    start = time.perf_counter()
+    scorer, group, error = scored(user_file, "user:slow", texts=("3", "slow 1", "3", "slow 2", "3"), reward_timeout=1.0)
     assert error is None
     assert [r.reward == r.reward for r in group] == [True, False, True, False, True]
-    assert "own.py:slow took longer than 1 s" in scorer.why_none
-    assert time.perf_counter() - began < 10
+    assert "user.py:slow took longer than 1 s" in scorer.why_none
+    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("broken", "ZeroDivisionError"), ("text", "it gave 'good'"), ("infinite", "it gave inf")],
+    [("broken", "ZeroDivisionError"), ("text", "it returned 'good'"), ("infinite", "it returned inf")],
 )
-def test_a_reward_that_fails_names_row_and_completion(own, name, message):
-    _, group, error = scored(own, f"own:{name}")
-    assert f"own.py:{name} on d.csv row 2, '3': " in error
+def test_a_reward_that_fails_names_row_and_completion(user_file, name, message):
+    _, group, error = scored(user_file, f"user:{name}")
+    assert f"user.py:{name} on d.csv row 2, '3': " in error
     assert message in error
     assert group[0].reward != group[0].reward
 
 
-def test_columns_of_any_name_reach_a_reward(own):
-    scorer = Scorer("count", RewardFlags(reward=(f"{own}:brief",)))
+def test_columns_of_any_name_reach_a_reward(user_file):
+    scorer = Scorer("count", RewardFlags(reward=(f"{user_file}:brief",)))
     fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
     assert scorer([(Sample("<image>?", "3", [], "r", fields), rollouts("3"))]) is None
 
 
-def test_none_means_no_verdict(own):
-    scorer, group, error = scored(own, "own:nothing")
+def test_none_means_no_verdict(user_file):
+    scorer, group, error = scored(user_file, "user:nothing")
     assert error is None
     assert all(r.reward != r.reward for r in group)
-    assert "own.py:nothing gave None" in scorer.why_none
+    assert "user.py:nothing returned None" in scorer.why_none
 
 
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("own:unfit", r"must be a function of \(completion, answer"),
-        ("own:missing", "cannot be loaded .AttributeError"),
+        ("user:unfit", r"must be a function of \(completion, answer"),
+        ("user:missing", "cannot be loaded .AttributeError"),
         ("/nowhere/x.py:f", "cannot be loaded .FileNotFoundError: no file '/nowhere/x.py'"),
         ("lenght=0.5", "give file.py:function or one of count, vqa, math, format"),
-        ("own:brief=heavy", "cannot be loaded"),
-        ("own:overlong", "a reward named 'overlong' already"),
-        ("own:format", "a reward named 'format' already"),
-        ("own:brief=1.2.3", "cannot be loaded"),
+        ("user:brief=heavy", "cannot be loaded"),
+        ("user:overlong", "a reward named 'overlong' already exists"),
+        ("user:format", "a reward named 'format' already exists"),
+        ("user:brief=1.2.3", "cannot be loaded"),
         ("", "give file.py:function"),
         ("leaves.py:f", "cannot be loaded .SystemExit: 3"),
     ],
 )
-def test_rewards_that_cannot_be_used_are_refused_at_the_start(own, flag, message):
-    leaves = pathlib.Path(own).with_name("leaves.py")
+def test_rewards_that_cannot_be_used_are_refused_at_the_start(user_file, flag, message):
+    leaves = pathlib.Path(user_file).with_name("leaves.py")
     leaves.write_text("import sys; sys.exit(3)\n")
-    flag = flag.replace("own:", f"{own}:").replace("leaves.py", str(leaves))
+    flag = flag.replace("user:", f"{user_file}:").replace("leaves.py", str(leaves))
     with pytest.raises(UserError, match=rf"--reward .*{message}"):
         Scorer("count", RewardFlags(reward=(flag,)))
 
 
-def test_two_rewards_of_one_name_are_refused(own):
-    with pytest.raises(UserError, match="there is a reward named 'brief' already"):
-        Scorer("count", RewardFlags(reward=(f"{own}:brief", f"{own}:brief=2")))
+def test_two_rewards_of_one_name_are_refused(user_file):
+    with pytest.raises(UserError, match="a reward named 'brief' already exists"):
+        Scorer("count", RewardFlags(reward=(f"{user_file}:brief", f"{user_file}:brief=2")))
 
 
-# --- anything at all --------------------------------------------------------------------------------------------------
+# --- arbitrary text ---------------------------------------------------------------------------------------------------
 
 
 def strange_texts() -> list[str]:
@@ -405,32 +413,33 @@ FUNCTIONS = {
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_text_makes_a_reward_fail_or_wait(name, texts):
-    """As the completion, as the answer in a well-formed one, and as the gold: a value in range within two seconds."""
+    """Each text is tried as a completion, as the answer block of a well-formed one, and as the gold answer. The reward
+    must be in range and must not take long."""
     slow = []
     for text in TEXTS[texts]:
         inside = think(text.replace("<", "‹"))
         for completion, gold in ((text, "3"), (inside, "3"), (inside, "yes"), (think("3"), text)):
             value, seconds = timed(name, completion, gold)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-            if seconds > 4:  # two on an idle machine; the other tests run beside this one
+            if seconds > 4:  # two seconds when idle; other tests run at the same time
                 slow.append((completion, gold))
-    for completion, gold in slow:  # a machine that stood still does not do so twice
+    for completion, gold in slow:  # measure again, in case the machine was busy
         assert timed(name, completion, gold)[1] < 4, (completion[:80], gold[:80])
 
 
 def timed(name, completion, gold):
-    began = time.perf_counter()
-    return FUNCTIONS[name](completion, gold), time.perf_counter() - began
+    start = time.perf_counter()
+    return FUNCTIONS[name](completion, gold), time.perf_counter() - start
 
 
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
-    """Six tenths of a second of work with a limit of one, beside two busy processes on the same core: it takes longer
-    and is answered; a call that sleeps, or works for longer, is ended as ever."""
+    """A call needs 0.6 s of CPU time, has a limit of 1 s and shares its core with two busy processes. It takes longer
+    than the limit but is not killed. A call that sleeps, or needs more CPU time than its limit, is killed as usual."""
     (tmp_path / "r.py").write_text(
         "import time\n"
         "def work(seconds):\n"
-        "    begun = time.process_time()\n"
-        "    while time.process_time() - begun < seconds:\n"
+        "    start = time.process_time()\n"
+        "    while time.process_time() - start < seconds:\n"
         "        pass\n"
         "    return 1.0\n"
         "def sleep(seconds):\n"
@@ -442,13 +451,13 @@ def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
     try:
         pool = WorkerPool(1, [f"{tmp_path}/r.py:work", f"{tmp_path}/r.py:sleep"])
         longest = 0.0
-        for _ in range(8):  # the processors are shared out as the system likes
-            begun = time.monotonic()
+        for _ in range(8):  # the scheduler decides how much CPU time each process gets
+            start = time.monotonic()
             assert pool.call(f"{tmp_path}/r.py:work", 1.0, {"seconds": 0.6}) == 1.0
-            longest = max(longest, time.monotonic() - begun)
+            longest = max(longest, time.monotonic() - start)
             if longest > 1.0:
                 break
-        assert longest > 1.0, "the machine was not busy: this shows nothing"
+        assert longest > 1.0, "the machine was not busy, so this test shows nothing"
         for call, seconds in (("sleep", 9), ("work", 9)):
             with pytest.raises(CallLost):
                 pool.call(f"{tmp_path}/r.py:{call}", 0.3, {"seconds": seconds})

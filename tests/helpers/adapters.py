@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them, and a prompt to compare logits on."""
+"""Adapters as PEFT saves them, and the logits of a plain forward to compare with."""
 
 import json
 import pathlib
@@ -12,8 +12,10 @@ from policy.model import load_model
 
 
 def make_sft_adapter(tiny_model: str, folder: pathlib.Path) -> pathlib.Path:
-    """An adapter over the tiny model, made and saved by PEFT alone, as LLaMA-Factory leaves one: files of its own
-    beside, target modules by their last names, dropout."""
+    """Save an adapter for the tiny model in `folder` with PEFT alone, and return the folder.
+
+    It resembles an adapter from LLaMA-Factory: it has dropout, short names of target modules and extra files.
+    """
     model = load_model(tiny_model, torch.float32)
     names = ["q_proj", "v_proj", "down_proj"]
     settings = peft.LoraConfig(
@@ -31,13 +33,14 @@ def make_sft_adapter(tiny_model: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 @torch.no_grad()
-def plain(model, prompt) -> torch.Tensor:
+def plain_logits(model, prompt) -> torch.Tensor:
+    """Return the logits of an unpacked forward pass on one prompt, (S, V)."""
     inputs = {**prompt.vision, "mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]}
     return model(input_ids=prompt.ids[None], **inputs).logits[0]
 
 
-def saved_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
-    """An adapter over `base` with no value at rest, saved by PEFT in `folder`; returns the adapted model."""
+def save_random_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
+    """Save an adapter for `base` in `folder`, with noise added to all its weights, and return the adapted model."""
     torch.manual_seed(2)
     adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
     for parameter in adapted.parameters():
@@ -47,10 +50,11 @@ def saved_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn.Modul
     return adapted.eval()
 
 
-def changed(sft: pathlib.Path, folder: pathlib.Path, settings: dict, rename=lambda key, tensor: (key, tensor)):
-    shutil.copytree(sft, folder)
-    kept = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(kept | settings))
+def copy_adapter(source: pathlib.Path, folder: pathlib.Path, settings: dict, change=lambda key, tensor: (key, tensor)):
+    """Copy the adapter at `source` to `folder` with other `settings` and with `change` applied to each tensor."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
     tensors = load_file(folder / "adapter_model.safetensors")
-    save_file(dict(rename(*item) for item in tensors.items()), folder / "adapter_model.safetensors")
+    save_file(dict(change(*item) for item in tensors.items()), folder / "adapter_model.safetensors")
     return str(folder)

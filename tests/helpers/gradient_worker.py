@@ -1,6 +1,8 @@
-"""Run by test_distributed.py, in one process or several: gradients of one update for several cuts of the same batch.
+"""Save the gradients of one update, on one or several processes, for several ways of cutting the same batch.
 
-torchrun --nproc_per_node 2 tests/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
+    torchrun --nproc_per_node 2 tests/helpers/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
+
+tests/policy/test_sharding.py runs it and compares the gradients.
 """
 
 import pathlib
@@ -25,14 +27,14 @@ from policy.sharding import apply_fsdp
 from tests.helpers.models import fixed_groups
 from training.metrics import Clock
 
-VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one)
+VARIANTS = {  # name: (flags, order of the groups, of which each process takes every n-th)
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
     "many micro-batches": ({"micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "groups split across micro-batches": ({"micro_batch_tokens": 34}, [0, 1, 2, 3, 4, 5]),
     "dapo with KL": ({"loss_type": "dapo", "beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "gspo": ({"loss_type": "gspo", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
-    # images only on even places: with two processes one of them has text alone
+    # Images are at even indices only, so with two processes one of them has only text.
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
     "fewer groups than processes": ({}, [0]),
@@ -53,7 +55,7 @@ VARIANTS = {  # name: (flags, order of the groups; processes take every n-th one
 
 
 class KeepGradients:
-    """Stands where the optimizer does and keeps what it would have been given."""
+    """Stands in for the optimizer and keeps the gradients."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -69,29 +71,33 @@ class KeepGradients:
         self.policy.zero_grad()
 
 
-def note_gatherings(policy) -> dict[str, int]:
-    """How often each unit is gathered from now on."""
+def count_gathers(policy) -> dict[str, int]:
+    """Count how often each FSDP unit is gathered from now on; the counts are updated in place."""
     units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
     counts = dict.fromkeys(units, 0)
     for name, unit in units.items():
         for group in unit._get_fsdp_state()._fsdp_param_groups:
 
-            def noted(wait=group.wait_for_unshard, group=group, name=name):
+            def counted(wait=group.wait_for_unshard, group=group, name=name):
                 counts[name] += group._all_gather_result is not None
                 wait()
 
-            group.wait_for_unshard = noted
+            group.wait_for_unshard = counted
     return counts
 
 
 def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
+    """Return the gradients and stats of one update, and the number of micro-batches.
+
+    With `interleave` only every second prompt has images. With `evened_out` the first process starts with all groups.
+    """
     cfg = Config(
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
     )
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
     keep_unsharded(policy, None, cfg, (0, 0))
-    groups = [fixed_groups(processor, images_on_even_places=interleave)[i] for i in order]
+    groups = [fixed_groups(processor, images_at_even_indices=interleave)[i] for i in order]
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     for group, advantages in zip(groups, group_advantages(rewards).tolist()):
         for rollout, advantage in zip(group.rollouts, advantages):
@@ -104,23 +110,23 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         scheduler=SimpleNamespace(step=lambda: None),
         step=0,
         clock=Clock(),
-        seen=[],
+        micro_batch_logps=[],
         interrupted=[],
         skipped=0,
         norms=[],
         budget=cfg.micro_batch_tokens or 16384,
     )
-    held = distributed.shard(groups)
+    local_groups = distributed.shard(groups)
     if evened_out:
-        held = groups if console.is_main() else []
-        (held,) = split_into_minibatches(run, held)
-    once = note_gatherings(policy) if cfg.gather == "update" else {}
-    if cfg.beta or once:
-        record_logprobs(policy, held, "old_logp", 1.0, run.budget)
+        local_groups = groups if console.is_main() else []
+        (local_groups,) = split_into_minibatches(run, local_groups)
+    gathers = count_gathers(policy) if cfg.gather == "update" else {}
+    if cfg.beta or gathers:
+        record_logprobs(policy, local_groups, "old_logp", 1.0, run.budget)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
-    stats = update(run, held)
-    assert set(once.values()) <= {2}, "gathered once by each of two passes"
-    tokens = sum(len(rollout.ids) for group in held for rollout in group.rollouts)
+    stats = update(run, local_groups)
+    assert set(gathers.values()) <= {2}, "each of the two passes gathers once"
+    tokens = sum(len(rollout.ids) for group in local_groups for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
     stats["share"] = distributed.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
@@ -128,7 +134,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
 
 def main(model: str, out: str, only: str = "") -> None:
     distributed.start()
-    torch.set_num_threads(1)  # as torchrun gives each of several processes: threads sum in another order, 1e-6 apart
+    torch.set_num_threads(1)  # as under torchrun: more threads sum in another order, which differs by 1e-6
     processor = load_processor(model, "count")
     results = {}
     for name in only.split("|") if only else VARIANTS:

@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible server on loopback."""
+"""An OpenAI-compatible server on loopback that plays the verifier model in tests."""
 
 import asyncio
 import socket
@@ -10,13 +10,18 @@ import uvicorn
 
 
 class Server:
-    """An OpenAI-compatible server whose behaviour a test sets; it keeps every request."""
+    """Serves chat completions with the behaviour that a test sets, and records every request.
+
+    `reply` is a text or a function of the request body, `status` an HTTP status or a list of them, one per request.
+    `seconds` delays each response, `raw` replaces its body, and `max_concurrent` is the highest number of requests that
+    were open at once.
+    """
 
     def __init__(self):
         self.reply, self.status, self.seconds, self.raw = "Correct", 200, 0.0, None
         self.models = ["judge"]
         self.requests: list[dict] = []
-        self.now = self.most = 0
+        self.concurrent = self.max_concurrent = 0
         app = fastapi.FastAPI()
 
         @app.get("/v1/models")
@@ -26,10 +31,10 @@ class Server:
         @app.post("/v1/chat/completions")
         async def chat(body: dict):
             self.requests.append(body)
-            self.now += 1
-            self.most = max(self.most, self.now)
+            self.concurrent += 1
+            self.max_concurrent = max(self.max_concurrent, self.concurrent)
             await asyncio.sleep(self.seconds)
-            self.now -= 1
+            self.concurrent -= 1
             if self.raw is not None:
                 return fastapi.Response(self.raw, status_code=self.status, media_type="application/json")
             status = self.status.pop(0) if isinstance(self.status, list) else self.status

@@ -1,9 +1,9 @@
-"""Lives of one run, each ended by kill -9 at a random moment until the run is through; prints JSON with what happened.
+"""Kill a run with kill -9 at random moments and resume it until it is complete; print the phases it was killed in.
 
-    python tests/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED
+    python tests/helpers/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED
 
-Every life is a real process (or several, joined by gloo), forked from this one, which has imported everything: that
-takes a second where a new interpreter would take eight.
+Each attempt runs in new processes, joined by gloo if there are several. They are forked from this process, which has
+already imported everything: an attempt then starts in one second and not in eight.
 """
 
 import json
@@ -26,41 +26,42 @@ from training import checkpoint, metrics
 STEPS, SAVE_EVERY = 24, 2
 MODEL, DATA, FOLDER = sys.argv[1:4]
 PROCESSES, KILLS, SEED = map(int, sys.argv[4:])
-phase = mmap.mmap(-1, 32)  # what the first process is doing, seen by this one
+shared_phase = mmap.mmap(-1, 32)  # the current phase of rank 0, shared with this process
 
 
-def say(what: str) -> None:
-    phase[:32] = what.encode().ljust(32)
+def set_phase(phase: str) -> None:
+    shared_phase[:32] = phase.encode().ljust(32)
 
 
-def watch() -> None:
-    """Let a life say what it does: the parts of a step, and the saving beside them."""
+def record_phases() -> None:
+    """Record the phase that rank 0 is in: the timed phases of a step, and saving in the background."""
     call, save, finish = metrics.Clock.__call__, checkpoint.Checkpoints.save, checkpoint.Checkpoints._finish
 
-    def clocked(self, part):
-        say(part)
-        return call(self, part)
+    def recorded_call(self, phase):
+        set_phase(phase)
+        return call(self, phase)
 
-    def saving(*args):
-        say("save")
+    def recorded_save(*args):
+        set_phase("save")
         return save(*args)
 
-    def finishing(*args):
-        say("save, in its thread")
+    def recorded_finish(*args):
+        set_phase("save, in its thread")
         finish(*args)
-        say("after a save")
+        set_phase("after a save")
 
-    metrics.Clock.__call__, checkpoint.Checkpoints.save = clocked, saving
-    checkpoint.Checkpoints._finish = finishing
+    metrics.Clock.__call__, checkpoint.Checkpoints.save = recorded_call, recorded_save
+    checkpoint.Checkpoints._finish = recorded_finish
 
 
-def live(output: str, rank: int, processes: int, port: int, **more) -> None:
+def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None:
+    """Run grpo.py as process `rank`; called in a forked process."""
     torch.set_num_threads(1)
     if processes > 1:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
     if rank == 0:
-        watch()
+        record_phases()
     if os.environ.get("QUIET", "1") == "1":
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2)
@@ -78,68 +79,69 @@ def live(output: str, rank: int, processes: int, port: int, **more) -> None:
         num_iterations=2,
         beta=0.01,
         report_every=1000,
-        **more,
+        **flags,
     )
     grpo.main(cfg)
 
 
-def life(output: str, processes: int, kill_after: float | None, **more) -> str | None:
-    """One life; returns what it was doing when it was killed, None when it came to its end."""
-    say("set-up")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def attempt(output: str, processes: int, kill_after: float | None, **flags) -> str | None:
+    """Start the run and kill it after `kill_after` seconds; return the phase it was in, or None if it finished."""
+    set_phase("set-up")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     children = []
     for rank in range(processes):
         child = os.fork()
         if child == 0:
             try:
-                live(output, rank, processes, port, **more)
+                run_rank(output, rank, processes, port, **flags)
                 os._exit(0)
             except BaseException as error:  # noqa: BLE001
                 print(f"{type(error).__name__}: {error}", file=sys.stdout, flush=True)
                 os._exit(1)
         children.append(child)
-    ends = time.monotonic() + (kill_after or 600)
-    left = list(children)
-    while left and time.monotonic() < ends:
-        for child in list(left):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                left.remove(child)
+    deadline = time.monotonic() + (kill_after or 600)
+    running = list(children)
+    while running and time.monotonic() < deadline:
+        for child in list(running):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                running.remove(child)
                 if status:
-                    for other in left:
+                    for other in running:
                         os.kill(other, signal.SIGKILL)
                     raise SystemExit(f"a process of {output} ended with {status}")
         time.sleep(0.002)
-    doing = bytes(phase[:32]).decode().strip()
-    for child in random.sample(left, len(left)):
+    phase = bytes(shared_phase[:32]).decode().strip()
+    for child in random.sample(running, len(running)):
         os.kill(child, signal.SIGKILL)
-    for child in left:
+    for child in running:
         os.waitpid(child, 0)
-    return doing if left else None
+    return phase if running else None
 
 
-def go_on(output: str) -> dict:
-    whole = [path for path in pathlib.Path(output).glob("checkpoint-*") if path.suffix != ".partial"]
-    return {"resume": "newest"} if whole else {"overwrite": True}
+def resume_flags(output: str) -> dict:
+    complete = [path for path in pathlib.Path(output).glob("checkpoint-*") if path.suffix != ".partial"]
+    return {"resume": "newest"} if complete else {"overwrite": True}
 
 
 def main() -> None:
     random.seed(SEED)
-    began = time.monotonic()
-    life(f"{FOLDER}/plain", PROCESSES, None)
-    whole = time.monotonic() - began
-    doing: Counter[str] = Counter()
-    while sum(doing.values()) < KILLS:
-        at = life(f"{FOLDER}/killed", PROCESSES, random.uniform(0.1, 0.3 * whole), **go_on(f"{FOLDER}/killed"))
-        if at is not None:
-            doing[at] += 1
-        else:  # it came through: from its last checkpoint but one again
-            newest = max(pathlib.Path(f"{FOLDER}/killed").glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
+    start = time.monotonic()
+    attempt(f"{FOLDER}/plain", PROCESSES, None)
+    duration = time.monotonic() - start
+    killed_in: Counter[str] = Counter()
+    killed = f"{FOLDER}/killed"
+    while sum(killed_in.values()) < KILLS:
+        phase = attempt(killed, PROCESSES, random.uniform(0.1, 0.3 * duration), **resume_flags(killed))
+        if phase is not None:
+            killed_in[phase] += 1
+        else:  # the run finished: resume from the last checkpoint but one to continue killing
+            newest = max(pathlib.Path(killed).glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
             os.rename(newest, f"{FOLDER}/set-aside-{time.monotonic()}")
-    life(f"{FOLDER}/killed", PROCESSES, None, **go_on(f"{FOLDER}/killed"))
-    print(json.dumps({"seconds_of_a_life": whole, "killed_in": doing}))
+    attempt(killed, PROCESSES, None, **resume_flags(killed))
+    print(json.dumps({"seconds": duration, "killed_in": killed_in}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, built from their configs with random weights, and prompts for them."""
+"""Tiny models of every supported family with random weights, and prompts for them."""
 
 import math
 from dataclasses import replace
@@ -103,23 +103,27 @@ FAMILIES = {f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, aria, qwen2_
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:
+    """Return a tiny float32 model of `family`, with every parameter random."""
     torch.manual_seed(seed)
     model = FAMILIES[family]().float()
-    for parameter in model.parameters():  # norms and biases too, so that none is at a value that hides a mistake
+    for parameter in model.parameters():  # norms and biases too: a weight of 1 or a bias of 0 could hide a mistake
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and parameter.mean() == 1), std=0.1)
     return model
 
 
 def make_group(model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], g) -> Group:
-    """A prompt of `text` random tokens with one image for each (height, width) in patches, and random completions."""
+    """Return a group with random completions of `lengths` tokens.
 
-    def words(n: int) -> Tensor:
+    The prompt has `text` random tokens, and one random image per (height, width) in patches in `grids`.
+    """
+
+    def random_tokens(n: int) -> Tensor:
         return torch.randint(0, 200, (n,), generator=g)
 
-    ids, vision = [words(text)], {}
+    ids, vision = [random_tokens(text)], {}
     if family == "aria" and grids:
         for _ in grids:
-            ids += [torch.full((3,), IMAGE), words(2)]
+            ids += [torch.full((3,), IMAGE), random_tokens(2)]
         pixel_mask = torch.ones(len(grids), 28, 28, dtype=torch.bool)
         vision = {"pixel_values": torch.randn(len(grids), 3, 28, 28, generator=g), "pixel_mask": pixel_mask}
     elif grids:
@@ -127,18 +131,18 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         for h, w in grids:
             image = torch.full((h * w // 4,), IMAGE)
-            ids += [torch.tensor([VISION_START]), image, torch.tensor([VISION_END]), words(2)]
+            ids += [torch.tensor([VISION_START]), image, torch.tensor([VISION_END]), random_tokens(2)]
         pixels = torch.randn(sum(h * w for h, w in grids), patch, generator=g)
         vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
     prompt_ids = torch.cat(ids)
     positions = prompt_positions(model.model, prompt_ids, vision)
-    seen = vision["pixel_values"].numpy().tobytes() if vision else b""
-    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=seen)
-    return Group(prompt, [Rollout(words(n), torch.zeros(n)) for n in lengths])
+    digest = vision["pixel_values"].numpy().tobytes() if vision else b""
+    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=digest)
+    return Group(prompt, [Rollout(random_tokens(n), torch.zeros(n)) for n in lengths])
 
 
 def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
-    """(L,) log-probabilities from the unmodified model: one sequence, its own call, full logits."""
+    """Return the (L,) log-probabilities of one completion from a plain forward pass of the unmodified model."""
     ids = torch.cat([group.prompt.ids, completion])[None]
     inputs = dict(group.prompt.vision)
     if "image_grid_thw" in inputs:
@@ -148,13 +152,15 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
     return logp.gather(-1, completion[:, None])[:, 0]
 
 
-def fixed_groups(processor: Processor, images_on_even_places: bool) -> list[Group]:
-    """Six groups of four completions for the tiny model: with and without images, one left-out completion, one group
-    with equal rewards. The same on every process."""
+def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Group]:
+    """Return six groups of four completions for the tiny model, the same on every process.
+
+    Prompts come with and without images. One completion is unscored, and one group has equal rewards.
+    """
     g = torch.Generator().manual_seed(5)
     groups = []
     for i in range(6):
-        with_image = i % 2 == 0 if images_on_even_places else i not in (1, 4)
+        with_image = i % 2 == 0 if images_at_even_indices else i not in (1, 4)
         image = Image.fromarray(torch.randint(0, 255, (56, 28 * (1 + i % 3), 3), generator=g).byte().numpy())
         sample = Sample("<image>?" if with_image else "?", "1", [image] if with_image else [], f"row {i}")
         processor = replace(processor, system=None)

@@ -1,4 +1,4 @@
-"""Small runs, and comparing what they leave."""
+"""Configuration of small runs, and functions that compare their checkpoints, weights and metrics."""
 
 import pathlib
 
@@ -13,8 +13,8 @@ from common.files import read_jsonl
 SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 1}
 
 
-def config(model: str, data: str, output: pathlib.Path, **more) -> grpo.Config:
-    return grpo.Config(model=model, data=data, output=str(output), **(SMALL | {"learning_rate": 1e-3} | more))
+def config(model: str, data: str, output: pathlib.Path, **flags) -> grpo.Config:
+    return grpo.Config(model=model, data=data, output=str(output), **(SMALL | {"learning_rate": 1e-3} | flags))
 
 
 def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
@@ -22,23 +22,23 @@ def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
-    """Parameters, moments and step counts of a checkpoint by name."""
+    """Return the parameters, moments and step counts of a checkpoint by name."""
     dcp_to_torch_save(folder, scratch)
     leaves, _ = tree_flatten_with_path(torch.load(scratch, weights_only=False))
     return {keystr(path): leaf for path, leaf in leaves}
 
 
 def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float:
-    """The largest one of any parameter or moment of two checkpoints."""
+    """Return the largest absolute difference of any parameter or moment of two checkpoints."""
     one, two = tensors(a, scratch / "a.pt"), tensors(b, scratch / "b.pt")
     assert one.keys() == two.keys()
     assert any("exp_avg_sq" in name for name in one)
-    numbers = [(v.double(), two[k].double()) for k, v in one.items() if isinstance(v, torch.Tensor)]
+    pairs = [(v.double(), two[k].double()) for k, v in one.items() if isinstance(v, torch.Tensor)]
     assert all(two[k] == v for k, v in one.items() if not isinstance(v, torch.Tensor))
-    return max((x - y).abs().max().item() for x, y in numbers)
+    return max((x - y).abs().max().item() for x, y in pairs)
 
 
 def metrics(folder: pathlib.Path) -> list[dict]:
-    """What does not depend on the clock."""
+    """Return the logged metrics of a run, except timings."""
     timed = ("time/", "idle/", "step_time", "tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_jsonl(folder / "metrics.jsonl")]

@@ -1,4 +1,4 @@
-"""Scripts of the project as people start them: alone, on several processes, on several "machines"."""
+"""Run the project's scripts as a user does: in one process, in several, and on several simulated machines."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -16,18 +16,21 @@ VECTORS = ROOT / "tests" / "vectors"
 
 
 def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """A script of the project, with `processes` as a launcher starts them; its status is the first one's that is not 0.
-    Forked from a process that has imported everything, which spares the three seconds that every start takes."""
+    """Run a script of the project in `processes` processes, as a launcher does, or in a single one (0).
+
+    The return code is the first non-zero status. The processes are forked from one that has imported everything, which
+    saves three seconds per start.
+    """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["grpo", "evaluate", "merge_lora"])
     world = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}", "OMP_NUM_THREADS": "1"}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
-    places = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]  # alone: no world
+    rank_variables = [world | {"RANK": f"{i}", "LOCAL_RANK": f"{i}"} for i in range(processes)] or [{}]
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         started = []
         try:
-            for place in places:
-                environment = (os.environ if env is None else env) | place
+            for variables in rank_variables:
+                environment = (os.environ if env is None else env) | variables
                 process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
                 process.start()
                 started.append(process)
@@ -39,23 +42,26 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
         return subprocess.CompletedProcess(args, status, out.read(), err.read())
 
 
-def _first_status(started: list, patience: float = 300) -> int:
-    """Wait until all have ended, or some seconds longer than the first that ended badly; the status of that one, or 0.
-    Raises TimeoutError for those that go on without one."""
-    running, status, ends = {process.sentinel: process for process in started}, 0, time.monotonic() + patience
-    while running and time.monotonic() < ends:
-        for sentinel in multiprocessing.connection.wait(running, ends - time.monotonic()):
+def _first_status(started: list, timeout: float = 300) -> int:
+    """Wait until all processes have ended and return the first non-zero status, or 0.
+
+    After a process has failed, the other processes have 30 seconds to end. Raises TimeoutError when processes are still
+    running after `timeout` seconds although none has failed.
+    """
+    running, status, deadline = {process.sentinel: process for process in started}, 0, time.monotonic() + timeout
+    while running and time.monotonic() < deadline:
+        for sentinel in multiprocessing.connection.wait(running, deadline - time.monotonic()):
             process = running.pop(sentinel)
             process.join()
             if process.exitcode and not status:
-                status, ends = process.exitcode, time.monotonic() + 30
+                status, deadline = process.exitcode, time.monotonic() + 30
     if running and not status:
-        raise TimeoutError(f"still running after {patience} s")
+        raise TimeoutError(f"still running after {timeout} s")
     return status
 
 
 def _as_script(args: list[str], out: str, err: str, environment: dict[str, str]) -> None:
-    """This new process becomes one that was started with `args`."""
+    """Turn this forked process into one that was started with the command line `args`."""
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()
@@ -73,11 +79,11 @@ def _as_script(args: list[str], out: str, err: str, environment: dict[str, str])
 
 
 def on_machine(number: int, port: int, *args: str, machines: int = 2, processes: int = 2, **kwargs) -> subprocess.Popen:
-    """A script on one of several «machines»: a torchrun of its own, as run.sh starts it, joined over loopback."""
-    place = [f"--nnodes={machines}", f"--nproc_per_node={processes}", "--max_restarts=3", "--rdzv_backend=c10d"]
-    place += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"]
-    place += [f"--rdzv_conf=is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *place, "--", *map(str, args)]
+    """Start a script on one of several simulated machines: each is a separate torchrun, connected over loopback."""
+    launcher = [f"--nnodes={machines}", f"--nproc_per_node={processes}", "--max_restarts=3", "--rdzv_backend=c10d"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"]
+    launcher += [f"--rdzv_conf=is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", *map(str, args)]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     options = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) | kwargs
     return subprocess.Popen(command, **options)
@@ -90,17 +96,17 @@ def free_port() -> int:
 
 
 def run_on_machines(*args: str, machines: int = 2, processes: int = 2) -> None:
-    """A script on all of the «machines», to its end."""
+    """Run a script on all simulated machines and wait until it has succeeded."""
     port = free_port()
     end_well([on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)])
 
 
 def end_well(started: list[subprocess.Popen]) -> None:
-    """Wait for what `on_machine` started; all of it has to end with status 0."""
+    """Wait for processes started by `on_machine` and check that all of them end with status 0."""
     try:
         for process in started:
-            said = process.communicate(timeout=300)[1]
-            assert process.returncode == 0, said[-3000:]
+            stderr = process.communicate(timeout=300)[1]
+            assert process.returncode == 0, stderr[-3000:]
     finally:
         for process in started:
             process.kill()

@@ -1,7 +1,8 @@
-"""Run by test_gpu.py in a process of its own, since vLLM with sleep mode is one to a process: what the engine does over
-several rounds of sleep, wake and sync, as numbers in a JSON file.
+"""Run the vLLM engine through several rounds of sleep, wake-up and sync, and write measurements to a JSON file.
 
-python tests/vllm_worker.py MODEL DATA OUT.json
+    python tests/helpers/vllm_worker.py MODEL DATA OUT.json
+
+tests/test_gpu.py runs it in a separate process, because a process can hold only one vLLM engine with sleep mode.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from rollout import check_pixels, make_engine
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
-    """Mean absolute difference of sampler and trainer, of prompts with and without pictures."""
+    """Return the mean absolute difference of log-probabilities between sampler and trainer, with and without images."""
     packed = [Group(prompt, rollouts) for prompt, rollouts in zip(prompts, groups)]
     record_logprobs(policy, packed, "old_logp", 1.0, 4096)
     kinds: dict[str, list] = {"image": [], "text": []}
@@ -33,7 +34,7 @@ def differences(policy, prompts, groups) -> dict[str, float]:
         for rollout in rollouts:
             difference = (rollout.old_logp - rollout.sampling_logp).abs()
             kinds["image" if prompt.images else "text"].append(difference)
-    return {kind: torch.cat(parts).mean().item() for kind, parts in kinds.items()}
+    return {kind: torch.cat(tensors).mean().item() for kind, tensors in kinds.items()}
 
 
 def main(model: str, data: str, out: str) -> None:
@@ -41,16 +42,16 @@ def main(model: str, data: str, out: str) -> None:
     processor = load_processor(model, "count")
     samples = load_samples(data, "count")[:4]
     samples += [Sample(f"How much is {i} + {i}?", "1", [], f"text {i}") for i in range(4)]
-    samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two pictures"))
+    samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
     flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
     engine = make_engine(flags, model, processor, device, torch.bfloat16, 1024, 2)
     engine.sleep()
     policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, torch.bfloat16)
-    found: dict = {"rounds": []}
+    results: dict = {"rounds": []}
     decode = processor.tokenizer.decode
     for number in range(3):
-        with torch.no_grad():  # as an update would: another policy every round
+        with torch.no_grad():  # stands in for an update: every round has another policy
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1 * number)
@@ -65,18 +66,18 @@ def main(model: str, data: str, out: str) -> None:
         engine.sleep()
         engine.wake_up()
         engine.sync_weights(policy)
-        again = engine.generate(prompts, 3, seeds, 24)
+        second_groups = engine.generate(prompts, 3, seeds, 24)
         greedy = engine.generate(prompts, 1, seeds, 24, temperature=0.0)
         engine.sleep()
         rollouts = [rollout for group in groups for rollout in group]
-        repeated = [rollout for group in again for rollout in group]
-        found["rounds"].append(
+        repeated = [rollout for group in second_groups for rollout in group]
+        results["rounds"].append(
             {
                 "features": prompts[0].features is not None,
                 "freed_gib": (asleep - awake) / 2**30,
                 "difference": differences(policy, prompts, groups),
                 "greedy_difference": differences(policy, prompts, greedy),
-                "same_again": sum(torch.equal(a.ids, b.ids) for a, b in zip(rollouts, repeated)) / len(rollouts),
+                "repeated_fraction": sum(torch.equal(a.ids, b.ids) for a, b in zip(rollouts, repeated)) / len(rollouts),
                 "distinct": len({tuple(rollout.ids.tolist()) for rollout in rollouts}),
                 "lengths": [len(rollout.ids) for rollout in rollouts],
                 "truncated": [rollout.truncated for rollout in rollouts],
@@ -84,22 +85,22 @@ def main(model: str, data: str, out: str) -> None:
                 "texts": [r.text == decode(r.ids if r.truncated else r.ids[:-1]) for r in rollouts],
             }
         )
-    found["pixels_checked"] = engine.pixels_checked
+    results["pixels_checked"] = engine.pixels_checked
     grid = prompts[0].vision["image_grid_thw"]
     try:
         check_pixels(prompts[:1], [(prompts[0].vision["pixel_values"] + 0.1, grid)])
-        found["wrong_pixels"] = "taken"
+        results["wrong_pixels"] = "accepted"
     except UserError as error:
-        found["wrong_pixels"] = str(error)
+        results["wrong_pixels"] = str(error)
     engine.wake_up()
     engine.sync_weights(policy)
     try:
         other = dataclasses.replace(prompts[0], ids=prompts[0].ids[:-1])
         engine.generate([other], 1, [0], 4)
-        found["wrong_ids"] = "taken"
+        results["wrong_ids"] = "accepted"
     except UserError as error:
-        found["wrong_ids"] = str(error)
-    pathlib.Path(out).write_text(json.dumps(found, indent=1))
+        results["wrong_ids"] = str(error)
+    pathlib.Path(out).write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every format a data set comes in, and what is said about rows that break its rules.
+"""Every data set format, and the error messages for rows that break its rules.
 
-The files are written as their owners write them: parquet and saved data sets by `datasets`, conversations and the OSF's
-JSON by hand.
+Parquet files and saved data sets are written with `datasets`, as in practice. Conversations and the OSF's JSON are
+written by hand.
 """
 
 import ast
@@ -82,7 +82,7 @@ def test_easyr1_parquet_with_paths_and_with_bytes(folder):
     path = parquet(folder / "b.parquet", rows, prompt=text, answer=text, images=datasets.List(BYTES))
     samples = load_samples(path, "math")
     assert [s.prompt for s in samples] == ["<image><image>a", "b", "<image>c"]
-    assert isinstance(samples[0].images[1], Cell), "pictures of a table stay on disk"
+    assert isinstance(samples[0].images[1], Cell), "images of a table stay on disk"
     assert decode_image(samples[0].images[1]).getpixel((0, 0)) == (0, 128, 0)
     assert decode_image(samples[2].images[0]).getpixel((0, 0)) == (0, 0, 255)
 
@@ -132,13 +132,13 @@ def test_skywork_ground_truth_is_the_first_item_of_its_list(folder, gold, want):
     flat = parquet(folder / "flat.parquet", [{"problem": "q", "ground_truth": gold}])
     nested = parquet(folder / "nested.parquet", [verl_row("q", gold)])
     assert [load_samples(path, "math")[0].answer for path in (flat, nested)] == [want, want]
-    # a column named «answer» is what it says: no list is taken apart
+    # a list in a column named "answer" is the answer itself, so it is not unwrapped
     assert load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": gold}]), "math")[0].answer == gold
 
 
 def test_saved_data_sets_and_their_splits(folder):
-    pictures = [Image.open(folder / "images" / f"{i}.png") for i in range(3)]
-    kind = datasets.Features(
+    images = [Image.open(folder / "images" / f"{i}.png") for i in range(3)]
+    features = datasets.Features(
         id=datasets.Value("int64"),
         question=datasets.Value("string"),
         image=datasets.Image(),
@@ -147,10 +147,10 @@ def test_saved_data_sets_and_their_splits(folder):
     columns = {
         "id": [1, 2, 3],
         "question": ["<image>a", "b", "c"],
-        "image": [*pictures[:2], None],
+        "image": [*images[:2], None],
         "answer": list("xyz"),
     }
-    table = datasets.Dataset.from_dict(columns, features=kind)  # MMK12 and vqa-rad
+    table = datasets.Dataset.from_dict(columns, features=features)  # as in MMK12 and vqa-rad
     splits = datasets.DatasetDict(train=table, test=table.select([2]))
     splits.save_to_disk(str(folder / "saved"))
     samples = load_samples(str(folder / "saved"), "vqa")
@@ -162,14 +162,14 @@ def test_saved_data_sets_and_their_splits(folder):
     with pytest.raises(UserError, match=r"has no split validation; it has train, test: write .*saved@SPLIT"):
         load_samples(f"{folder}/saved@validation", "vqa")
     geometry = datasets.Dataset.from_dict(
-        {"images": [pictures[:2], pictures[:1]], "problem": ["<image>x<image>", "y"], "answer": ["1", "2"]},
+        {"images": [images[:2], images[:1]], "problem": ["<image>x<image>", "y"], "answer": ["1", "2"]},
         features=datasets.Features(
             images=datasets.List(datasets.Image()), problem=datasets.Value("string"), answer=datasets.Value("string")
         ),
     )
     geometry.save_to_disk(str(folder / "one"))
     assert [len(s.images) for s in load_samples(f"{folder}/one", "math")] == [2, 1]
-    with pytest.raises(UserError, match="holds one split: leave @test out"):
+    with pytest.raises(UserError, match="has only one split: remove @test"):
         load_samples(f"{folder}/one@test", "math")
 
 
@@ -182,28 +182,28 @@ def test_a_folder_of_parquet_files_is_read_as_the_hub_has_it(folder):
 
 
 def test_what_is_no_table(folder):
-    (folder / "x.parquet").write_bytes(b"no parquet")
+    (folder / "x.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match=r"no data in '.*x\.parquet'"):
         load_samples(str(folder / "x.parquet"), "math")
     (folder / "empty").mkdir()
     with pytest.raises(UserError, match=r"no data in '.*empty': .*no main\.csv"):
         load_samples(str(folder / "empty"), "math")
-    with pytest.raises(UserError, match=r"no data at 'someone/something': neither here nor on the hub"):
+    with pytest.raises(UserError, match=r"no data at 'someone/something': not a local path, and not on the hub"):
         load_samples("someone/something@test", "math")
-    with pytest.raises(UserError, match=r"'.*a\.parquet' has no splits: leave @test out"):
+    with pytest.raises(UserError, match=r"'.*a\.parquet' has no splits: remove @test"):
         load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": "1"}]) + "@test", "math")
 
 
 def test_a_broken_picture_in_a_table_is_named(folder):
     whole = png()
     rows = [
-        {"problem": "<image>?", "answer": "1", "images": [{"bytes": picture, "path": None}]}
-        for picture in (whole, whole[: len(whole) // 2], None)
+        {"problem": "<image>?", "answer": "1", "images": [{"bytes": content, "path": None}]}
+        for content in (whole, whole[: len(whole) // 2], None)
     ]
     text = datasets.Value("string")
     path = parquet(folder / "p.parquet", rows, problem=text, answer=text, images=datasets.List(BYTES))
     message = (
-        r"2 of 3 rows .*p\.parquet row 2: image in column «images», number 1: not a readable.*row 3: .*neither bytes"
+        r"2 of 3 rows .*p\.parquet row 2: image in column 'images', number 1: not a readable.*row 3: .*neither bytes"
     )
     with pytest.raises(UserError, match=message):
         load_samples(path, "math")
@@ -229,7 +229,7 @@ def test_conversations(folder):
         conversation(parts("images/0.png", "Question: Is it red?"), parts("Answer: yes")),
         conversation("Question: what is it?", "Answer: a text", system="Be brief."),
         conversation(parts("Question: which? ", "images/1.png", "images/2.png"), parts("the first")),
-        {"image": "images/3.png", **conversation("Question: one image beside the turns?", "Answer: yes")},
+        {"image": "images/3.png", **conversation("Question: one image outside the turns?", "Answer: yes")},
         {"images": ["images/3.png"], **conversation([{"type": "image"}, {"type": "text", "text": "Which?"}], "one")},
     )
     samples = load_samples(path, "vqa")
@@ -237,7 +237,7 @@ def test_conversations(folder):
         ("<image>Is it red?", "yes"),
         ("what is it?", "a text"),
         ("which? <image><image>", "the first"),
-        ("<image>one image beside the turns?", "yes"),
+        ("<image>one image outside the turns?", "yes"),
         ("<image>Which?", "one"),
     ]
     assert samples[1].system == "Be brief."
@@ -256,40 +256,44 @@ def test_osf_json_with_its_splits(folder, capsys):
     samples = load_samples(str(folder / "VQA_RAD.json"), "vqa")
     assert [(s.prompt, s.answer) for s in samples] == [("<image>Is it red?", "Yes"), ("<image>How many?", "3")]
     assert [s.fields["answer_type"] for s in samples] == ["CLOSED", "OPEN"]
-    assert "2 rows of" in (err := capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert "2 rows of" in err
     assert "VQA_RAD.json@test" in err
     assert len(load_samples(f"{folder}/VQA_RAD.json@test", "vqa")) == 2
     assert len(load_samples(f"{folder}/VQA_RAD.json@train+test", "vqa")) == 4
-    with pytest.raises(UserError, match="no «phrase_type» that would tell its split"):
+    with pytest.raises(UserError, match="no 'phrase_type' column to tell its split: remove @test"):
         load_samples(jsonl(folder / "plain.jsonl", {"prompt": "q", "answer": "a"}) + "@test", "vqa")
 
 
 BAD_ROWS = {
-    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "no text under|no text for a prompt"),
+    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "no text under|no prompt text"),
     "no answer turn": (
         {"conversations": [{"role": "user", "content": "x"}]},
         "does not end with the assistant's answer",
     ),
-    "turns that are none": ({"conversations": "hello"}, "not a list of turns"),
+    "turns that are not a list": ({"conversations": "hello"}, "not a list of turns"),
     "two rounds": (
         {"conversations": [*conversation("a", "b")["conversations"], *conversation("c", "d")["conversations"]]},
-        "more than one system and one user turn",
+        "must be one user turn",
     ),
-    "a picture in the answer": (conversation("a", parts("images/0.png")), "a picture in the assistant's turn"),
-    "a part of no kind": (conversation([{"type": "sound"}], "b"), "neither an image nor text"),
-    "content of no kind": (conversation(5, "b"), "neither text nor a list of parts"),
+    "an image in the answer": (conversation("a", parts("images/0.png")), "the assistant's turn contains an image"),
+    "a part of an unknown kind": (conversation([{"type": "sound"}], "b"), "neither an image nor text"),
+    "content of a wrong type": (conversation(5, "b"), "neither text nor a list of parts"),
     "an assistant in a prompt": (
         {"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"},
-        "more than one system and one user turn",
+        "must be one user turn",
     ),
-    "bytes that are text": ({"prompt": "q", "answer": "y", "images": [{"bytes": "abc"}]}, "are no bytes"),
-    "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or pictures"),
-    "an answer that is no number": ({"prompt": "q", "answer": float("nan")}, "the answer is empty"),
-    "a conversation without a gold": (conversation("q", "Answer: "), "the answer is empty"),
-    "an answer that is true": ({"prompt": "q", "answer": True}, "«answer» is true: write it as the word"),
-    "a broken data address": ({"prompt": "q", "answer": "y", "images": ["data:image/png;base64,?"]}, "no base64"),
-    "a name no file can have": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
-    "an osf row without a question": ({k: v for k, v in OSF.items() if k != "question"}, "no text for a prompt"),
+    "bytes that are text": ({"prompt": "q", "answer": "y", "images": [{"bytes": "abc"}]}, "is not bytes"),
+    "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or images"),
+    "an answer that is NaN": ({"prompt": "q", "answer": float("nan")}, "the answer is empty"),
+    "a conversation without a gold answer": (conversation("q", "Answer: "), "the answer is empty"),
+    "an answer that is true": ({"prompt": "q", "answer": True}, "'answer' is true: write the expected answer as text"),
+    "a broken data: URL": ({"prompt": "q", "answer": "y", "images": ["data:image/png;base64,?"]}, "invalid base64"),
+    "an invalid file name": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
+    "an osf row without a question": (
+        {k: v for k, v in OSF.items() if k != "question"},
+        "no prompt text",
+    ),
 }
 
 
@@ -314,7 +318,11 @@ def test_files_named_after_another_format_say_so(folder):
     (folder / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n{"prompt": "q", "answer": "1"}\n')
     (folder / "list.jsonl").write_text('[{"prompt": "q", "answer": "1"}]')
     (folder / "latin.jsonl").write_bytes('{"prompt": "größe", "answer": "1"}'.encode("latin-1"))
-    for name, message in (("lines.json", "are a .jsonl"), ("list.jsonl", "name it .json"), ("latin.jsonl", "as UTF-8")):
+    for name, message in (
+        ("lines.json", "name it .jsonl"),
+        ("list.jsonl", "name it .json"),
+        ("latin.jsonl", "as UTF-8"),
+    ):
         with pytest.raises(UserError, match=message):
             load_samples(f"{folder}/{name}", "math")
 
@@ -322,8 +330,8 @@ def test_files_named_after_another_format_say_so(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("images_path;question;answer\na;b;c\n", "has no column .* cells are told apart by commas"),
-        ("images_path,question,answer,answer\n0.png,q,1,2\n", "names a column twice"),
+        ("images_path;question;answer\na;b;c\n", "has no column .* cells must be separated by commas"),
+        ("images_path,question,answer,answer\n0.png,q,1,2\n", "a column appears twice in the header"),
         ("images_path,question,answer\n\n\n0.png,q\n", "row 4: more or fewer cells"),
         ('images_path,question,answer\n0.png,"two\nlines",1\n9.png,q,2\n', "row 3: no image at"),
     ],
@@ -342,7 +350,7 @@ def test_columns_named_by_the_user(folder):
     (sample,) = load_samples(path, "math", columns=Columns("ask", "gold", "scan"))
     assert (sample.prompt, sample.answer, len(sample.images)) == ("<image>?", "1", 1)
     assert sample.fields == {"prompt": "no"}
-    with pytest.raises(UserError, match=r"no column «asks» \(columns: ask, gold, scan, prompt\)"):
+    with pytest.raises(UserError, match=r"no column 'asks' \(columns: ask, gold, scan, prompt\)"):
         load_samples(path, "math", columns=Columns("asks"))
     (folder / "main.csv").write_text("file,how,n\n0.png,How many?,3\n")
     (sample,) = load_samples(str(folder), "count", columns=Columns("how", "n", "file"))
@@ -358,12 +366,12 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
     assert [s.source_index for s in samples] == [0] * 6 + [1] * 2
     sizes = source_sizes(samples, ())
     assert sizes == [6, 2]
-    order = [row_at(place, sizes, 0) for place in range(8)]
+    order = [row_at(index, sizes, 0) for index in range(8)]
     assert sorted(order) == list(range(8))
     assert order != sorted(order), "shuffled together"
     with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
         source_sizes(samples, (1.0, 2.0, 3.0))
-    with pytest.raises(UserError, match="names an empty data set"):
+    with pytest.raises(UserError, match="has an empty entry"):
         load_samples(f"{text},,{image}", "math")
     odd = tmp_path_factory.mktemp("a, b")
     assert len(load_samples(jsonl(odd / "x,y.jsonl", {"prompt": "q", "answer": "1"}), "math")) == 1
@@ -374,17 +382,17 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
 
 def test_weights_set_each_data_sets_share_and_leave_no_row_out():
     sizes, weights = [90, 10], (1.0, 1.0)
-    drawn = [row_at(place, sizes, 7, weights) for place in range(400)]
+    drawn = [row_at(index, sizes, 7, weights) for index in range(400)]
     for epoch in range(4):
-        here = drawn[100 * epoch : 100 * (epoch + 1)]
-        assert sum(row >= 90 for row in here) == 50
+        epoch_rows = drawn[100 * epoch : 100 * (epoch + 1)]
+        assert sum(row >= 90 for row in epoch_rows) == 50
     assert {row for row in drawn if row >= 90} == set(range(90, 100))
-    assert set(drawn[:200]) >= set(range(90)), "fifty places an epoch go through ninety rows in two epochs"
-    assert drawn == [row_at(place, sizes, 7, weights) for place in range(400)]
-    assert drawn != [row_at(place, sizes, 8, weights) for place in range(400)]
+    assert set(drawn[:200]) >= set(range(90)), "at fifty rows per epoch, ninety rows are all drawn within two epochs"
+    assert drawn == [row_at(index, sizes, 7, weights) for index in range(400)]
+    assert drawn != [row_at(index, sizes, 8, weights) for index in range(400)]
 
 
-# --- duplicates, corrupt pictures, archives ---------------------------------------------------------------------------
+# --- duplicates, corrupt images, archives -----------------------------------------------------------------------------
 
 
 def test_duplicates_are_left_out_with_skip_bad_rows(folder, capsys):
@@ -393,7 +401,8 @@ def test_duplicates_are_left_out_with_skip_bad_rows(folder, capsys):
     assert len(load_samples(path, "math")) == 3
     assert "duplicate rows (kept" in capsys.readouterr().err
     assert len(load_samples(path, "math", skip_bad_rows=True)) == 2
-    assert "duplicate rows (left out): " in (err := capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert "duplicate rows (left out): " in err
     assert "row 3 repeats" in err
 
 
@@ -440,7 +449,7 @@ def test_max_side_bounds_the_longest_side():
 
 
 def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, tiny_model, tmp_path):
-    """The model folder has no weights at all: whoever touched them first would complain about that instead."""
+    """The model folder has no weights, so loading the model first would raise a different error."""
     weightless = tmp_path / "weightless"
     subprocess.run(["cp", "-r", tiny_model, weightless], check=True)
     (weightless / "model.safetensors").unlink()
@@ -457,22 +466,22 @@ def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, 
     done = run_script(
         "grpo.py", f"--model={weightless}", f"--data={path}", f"--output={tmp_path}/out", "--skip_bad_rows"
     )
-    assert "cannot load a model" in done.stderr, "without that row the model is what is missing"
+    assert "cannot load a model" in done.stderr, "without that row, loading the model is the first thing to fail"
 
 
 def test_ten_gigabytes_of_zeros_are_refused_unread(tmp_path):
-    """A real bomb: 10 MB that unpack to 10 GB, written as a stream of one deflated block again and again."""
+    """A real ZIP bomb: 10 MB that unpack to 10 GB, written as one deflated block repeated many times."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = packer.compress(bytes(2**26)) + packer.flush(zlib.Z_FULL_FLUSH)
-    times = 10 * 2**30 // 2**26
-    stream = block * times + packer.flush()
+    repeats = 10 * 2**30 // 2**26
+    stream = block * repeats + packer.flush()
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("main.csv", "images_path,question,answer\nzeros.png,How many?,3\n")
         info = zipfile.ZipInfo("images/zeros.png")
         info.compress_type = zipfile.ZIP_STORED
         archive.writestr(info, stream)
         info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, 10 * 2**30
-    with pytest.raises(UserError, match=r"bomb\.zip would unpack to 10\.0 GiB; at most 8 are read"):
+    with pytest.raises(UserError, match=r"bomb\.zip would unpack to 10\.0 GiB; the limit is 8 GiB"):
         load_samples(str(tmp_path / "bomb.zip"), "count")
     assert [p.name for p in tmp_path.iterdir()] == ["bomb.zip"]
 
@@ -482,17 +491,17 @@ def test_a_zip_with_one_huge_file_or_two_data_sets_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "huge.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("main.csv", table)
         archive.writestr("images/1.png", bytes(300 * 2**20))
-    with pytest.raises(UserError, match=r"'images/1\.png' would unpack to 300 MiB; at most 256 of one file"):
+    with pytest.raises(UserError, match=r"'images/1\.png' would unpack to 300 MiB; the limit for one file is 256 MiB"):
         load_samples(str(tmp_path / "huge.zip"), "count")
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         archive.writestr("a/main.csv", table)
         archive.writestr("b/main.csv", table)
-    with pytest.raises(UserError, match=r"has 2 files main\.csv"):
+    with pytest.raises(UserError, match=r"has 2 main\.csv files"):
         load_samples(str(tmp_path / "two.zip"), "count")
 
 
 def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
-    """The directory says 100 bytes, the stream holds 100 MB: reading stops at what the directory says."""
+    """The ZIP directory gives 100 bytes but the stream holds 100 MB. Reading stops after 100 bytes."""
     with zipfile.ZipFile(tmp_path / "liar.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("main.csv", "images_path,question,answer\nzeros.png,How many?,3\n")
         archive.writestr("images/zeros.png", bytes(100 * 2**20))
@@ -511,8 +520,8 @@ def converted(output: pathlib.Path, source: str, *flags: str) -> list[dict]:
 
 
 def same(a: Sample, b: Sample) -> bool:
-    pictures = [[decode_image(image).tobytes() for image in sample.images] for sample in (a, b)]
-    return (a.prompt, a.answer, a.system) == (b.prompt, b.answer, b.system) and pictures[0] == pictures[1]
+    images_a, images_b = ([decode_image(image).tobytes() for image in sample.images] for sample in (a, b))
+    return (a.prompt, a.answer, a.system) == (b.prompt, b.answer, b.system) and images_a == images_b
 
 
 def test_convert_writes_vqa_rad_as_easyr1(folder):
@@ -523,7 +532,9 @@ def test_convert_writes_vqa_rad_as_easyr1(folder):
     rows = converted(folder / "out.jsonl", source, f"--image_dir={folder}/images")
     assert rows == [{"prompt": "<image>red?", "answer": "yes", "images": ["images/0.png"]}]
     rows = converted(folder / "elsewhere" / "out.jsonl", source, f"--image_dir={folder}/images")
-    assert rows[0]["images"] == [str(folder / "images" / "0.png")], "not below the output's folder: an absolute path"
+    assert rows[0]["images"] == [str(folder / "images" / "0.png")], (
+        "images outside the output's folder get absolute paths"
+    )
 
 
 def test_convert_round_trips_every_format(folder):
@@ -550,17 +561,17 @@ def test_convert_round_trips_every_format(folder):
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
     (folder / "t.json").write_text(json.dumps([OSF | {"phrase_type": "test_freeform"}]))
     data.convert(data.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images"))
-    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted test row is a row like any other"
+    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted row no longer belongs to a test split"
 
 
 def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "three"}, {"prompt": "q", "answer": "3"})
     output = folder / "out.jsonl"
-    with pytest.raises(UserError, match=r"1 of 2 rows .*row 1: the answer 'three' has no whole number"):
+    with pytest.raises(UserError, match=r"1 of 2 rows .*row 1: the answer 'three' contains no whole number"):
         data.convert(data.Config("convert", source, str(output), task="count"))
     assert not output.exists()
     assert data.convert(data.Config("convert", source, str(output), task="count", skip_bad_rows=True)) == 1
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         data.convert(data.Config("convert", source, str(output)))
     assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
     with pytest.raises(UserError, match="cannot write"):
@@ -568,7 +579,7 @@ def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     assert not list(folder.glob("**/*.partial"))
 
 
-# --- what the smoke recipes train on ----------------------------------------------------------------------------------
+# --- data of the smoke recipes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

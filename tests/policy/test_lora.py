@@ -1,7 +1,7 @@
-"""Adapters: trained, continued, switched for the reference, handed to the sampler, kept beside 4-bit weights.
+"""LoRA adapters: training, continuing, the reference, weight sync and 4-bit bases; also moments in host memory.
 
-Guards against: gradients that differ from the plain forward's, a reference that is not the adapter the run started
-from, weights that drift because an adapter was merged again and again, and results that PEFT does not load.
+Guards against: gradients that differ from those of the plain forward, a reference other than the adapter that the run
+started from, weights that drift through repeated merging, and saved adapters that PEFT cannot load.
 """
 
 import copy
@@ -29,7 +29,7 @@ from policy.model import check_trained, load_model, load_policy
 from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
 from rollout import HFEngine
-from tests.helpers.adapters import changed, plain, saved_adapter
+from tests.helpers.adapters import copy_adapter, plain_logits, save_random_adapter
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import run_script
@@ -38,17 +38,17 @@ CPU = torch.device("cpu")
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """B starts at zero: give it values, as training would."""
+    """Give B random values, as if trained; a new adapter's B is zero."""
     g = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=g)
-            distributed.full_tensor(parameter.data).copy_(values)  # of a single process
+            distributed.full_tensor(parameter.data).copy_(values)  # in place, because there is a single process
 
 
 def peft_logits(base: str, adapter: pathlib.Path, prompt) -> torch.Tensor:
     model = peft.PeftModel.from_pretrained(load_model(base, torch.float32), adapter).eval()
-    return plain(model, prompt)
+    return plain_logits(model, prompt)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -88,49 +88,49 @@ def test_a_continued_adapter_starts_with_the_same_logits(tiny_model, sft, prompt
     policy = load_policy(tiny_model, PolicyFlags(adapter=str(sft)), CPU)
     want = peft_logits(tiny_model, sft, prompt)
     fresh = load_model(tiny_model, torch.float32)
-    base = plain(fresh, prompt)
-    assert (want - base).abs().max() > 0.01, "the adapter does nothing"
+    base = plain_logits(fresh, prompt)
+    assert (want - base).abs().max() > 0.01, "the adapter has no effect"
     continue_adapter(fresh, str(sft))
-    assert torch.equal(plain(fresh, prompt), want)
-    own = dict(adapted_weights(policy.model))
+    assert torch.equal(plain_logits(fresh, prompt), want)
+    weights_with_adapter = dict(adapted_weights(policy.model))
     for name, parameter in fresh.named_parameters():
         if ".lora_" in name:
             continue
-        parameter.data = own[name.replace(".base_layer.", ".")]
+        parameter.data = weights_with_adapter[name.replace(".base_layer.", ".")]
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    torch.testing.assert_close(plain(fresh, prompt), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain_logits(fresh, prompt), want, atol=1e-5, rtol=0)
 
 
 def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
     model = load_model(tiny_model, torch.float32)
-    base = plain(model, prompt)
+    base = plain_logits(model, prompt)
     continue_adapter(model, str(sft))
-    start = plain(model, prompt)
+    start = plain_logits(model, prompt)
     randomise(model, seed=5)
-    trained = plain(model, prompt)
+    trained = plain_logits(model, prompt)
     with reference_weights(model):
-        assert torch.equal(plain(model, prompt), start)
+        assert torch.equal(plain_logits(model, prompt), start)
     with reference_weights(model, switch=False):
-        assert torch.equal(plain(model, prompt), trained)
-    assert torch.equal(plain(model, prompt), trained)
+        assert torch.equal(plain_logits(model, prompt), trained)
+    assert torch.equal(plain_logits(model, prompt), trained)
     assert not torch.equal(trained, start)
 
     model = load_model(tiny_model, torch.float32)
     new_adapter(model, 4, 0, vision=False)
     randomise(model)
     with reference_weights(model):
-        assert torch.equal(plain(model, prompt), base)
-    assert not torch.equal(plain(model, prompt), base)
+        assert torch.equal(plain_logits(model, prompt), base)
+    assert not torch.equal(plain_logits(model, prompt), base)
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit, sharded):
-    """Nothing is ever merged into the base: the fiftieth sync is as exact as the first, as training has the policy."""
+    """The fiftieth sync is as exact as the first, because nothing is ever merged into the base."""
     policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=four_bit, dtype="bfloat16"), CPU)
     if sharded:
         distributed.start()
@@ -141,7 +141,7 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
         randomise(policy.model, seed)
         engine.sync_weights(policy)
     layers = lora.adapted_layers(policy.model)
-    held, adapted = dict(engine.model.named_parameters()), 0
+    synced, num_adapted = dict(engine.model.named_parameters()), 0
     for name, parameter in policy.model.named_parameters():
         if ".lora_" in name:
             continue
@@ -150,16 +150,16 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
         module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
         want = lora.dequantised(parameter) if hasattr(parameter, "quant_state") else parameter
         if module in layers and leaf == "weight":
-            adapted += 1
+            num_adapted += 1
             a, b = (
-                distributed.full_tensor(part["policy"].weight)
-                for part in (layers[module].lora_A, layers[module].lora_B)
+                distributed.full_tensor(factor["policy"].weight)
+                for factor in (layers[module].lora_A, layers[module].lora_B)
             )
             want = (want.float() + 2 * b @ a).bfloat16()  # α is twice the rank
-        got = held[f"{module}.{leaf}"]
-        assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # a last bit, where float32 sums in another order
+        got = synced[f"{module}.{leaf}"]
+        assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # the last bit depends on float32 summation order
         assert (got == want).float().mean() > 0.99, name
-    assert adapted == 28
+    assert num_adapted == 28
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -181,44 +181,42 @@ def test_runs(name, tiny_model, shapes, tmp_path):
     assert rows[0].get("kl", 0) == pytest.approx(0, abs=1e-7)
     assert max(row["sampling/logp_difference_mean"] for row in rows) < (0.05 if "4" in name else 1e-5)
     if "lora_rank" in RUNS[name]:
-        found = load_file(tmp_path / "final" / "adapter_model.safetensors")
-        assert any(tensor.any() for key, tensor in found.items() if "lora_B" in key), "it was trained"
+        adapter = load_file(tmp_path / "final" / "adapter_model.safetensors")
+        assert any(tensor.any() for key, tensor in adapter.items() if "lora_B" in key), "the adapter was not trained"
         assert sorted(p.name for p in (tmp_path / "final").iterdir()) == [
             "adapter_config.json",
             "adapter_model.safetensors",
         ]
         size = sum(f.stat().st_size for f in (tmp_path / "checkpoint-2").iterdir())
-        assert size < 2_000_000, "the frozen model is not written"
+        assert size < 2_000_000, "the checkpoint contains the frozen model"
 
 
 def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
-    for name, flag in (("here", False), ("host", True)):
+    for name, flag in (("device", False), ("host", True)):
         grpo.main(config(tiny_model, shapes, tmp_path / name, max_steps=3, offload_optimizer=flag, weight_decay=0.1))
-    one, two = (weights(tmp_path / name / "final") for name in ("here", "host"))
+    one, two = (weights(tmp_path / name / "final") for name in ("device", "host"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_places_in_host_memory_are_cut_from_few_pieces(monkeypatch):
-    """PyTorch rounds page-locked memory up to a power of two: pieces of that size, each place in one of them alone."""
+def test_slots_in_host_memory_are_cut_from_few_chunks(monkeypatch):
+    """Chunks have power-of-two sizes, since PyTorch rounds page-locked memory up; each slot lies within one chunk."""
     monkeypatch.setattr(optimizer, "PINNED_CHUNK_BYTES", 4 * 4096)
     sizes = [5000, *[271] * 60, 0, 7]
-    places = list(pinned_slots(sizes, pinned=False))
-    assert [len(place) for place in places] == sizes
-    for i, place in enumerate(places):
-        place.fill_(i)
-    assert all((place == i).all() for i, place in enumerate(places)), "none lies in another"
-    pieces = {
-        place.untyped_storage().data_ptr(): place.untyped_storage().nbytes() // 4 for place in places if len(place)
-    }
-    assert sorted(pieces.values()) == [2048, 4096, 4096, 4096, 8192], "the last one by what is to come"
+    slots = list(pinned_slots(sizes, pinned=False))
+    assert [len(slot) for slot in slots] == sizes
+    for i, slot in enumerate(slots):
+        slot.fill_(i)
+    assert all((slot == i).all() for i, slot in enumerate(slots)), "slots overlap"
+    chunks = {slot.untyped_storage().data_ptr(): slot.untyped_storage().nbytes() // 4 for slot in slots if len(slot)}
+    assert sorted(chunks.values()) == [2048, 4096, 4096, 4096, 8192], "the last chunk is as small as possible"
 
 
 def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
-    more = dict(max_steps=4, save_every=2, offload_optimizer=True, weight_decay=0.1)
-    grpo.main(config(tiny_model, shapes, tmp_path / "run", **more))
-    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
-    grpo.main(config(tiny_model, shapes, tmp_path / "again", resume="newest", **more))
-    one, two = (weights(tmp_path / name / "final") for name in ("run", "again"))
+    flags = dict(max_steps=4, save_every=2, offload_optimizer=True, weight_decay=0.1)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    grpo.main(config(tiny_model, shapes, tmp_path / "resumed", resume="newest", **flags))
+    one, two = (weights(tmp_path / name / "final") for name in ("run", "resumed"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -227,8 +225,8 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
     flags += [f"--{key}={value}" for key, value in SMALL.items()]
     flags += ["--learning_rate=1e-3", "--beta=0.01", "--max_steps=2"]
     for processes in (0, 2):
-        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
-        assert done.returncode == 0, done.stderr[-2000:]
+        process = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert process.returncode == 0, process.stderr[-2000:]
     one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
     for name in ("reward", "grad_norm", "entropy", "kl"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=0.05, abs=1e-3), name
@@ -236,13 +234,13 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
     assert one.keys() == two.keys() and any(two[name].any() for name in two if "lora_B" in name)
 
 
-def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
-    """Two processes make the run of one; a resumed run is the same; the result is one adapter over the same base."""
+def test_an_sft_adapter_is_continued_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
+    """Two processes give the same run as one, and so does a resumed run. The result is an adapter for the same base."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()] + ["--learning_rate=1e-3", "--beta=0.01"]
     for processes in (0, 2):
-        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
-        assert done.returncode == 0, done.stderr[-2000:]
+        process = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert process.returncode == 0, process.stderr[-2000:]
     one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
     assert one.keys() == load_file(sft / "adapter_model.safetensors").keys()
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
@@ -250,11 +248,11 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
 
     shutil.rmtree(tmp_path / "0" / "checkpoint-4")
-    again = tmp_path / "again"
-    shutil.copytree(tmp_path / "0", again)
-    grpo.main(config(tiny_model, shapes, again, max_steps=4, beta=0.01, adapter=str(sft), resume="newest"))
-    resumed = load_file(again / "final" / "adapter_model.safetensors")
-    assert all(torch.allclose(one[name], resumed[name], atol=1e-6) for name in one)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "0", resumed)
+    grpo.main(config(tiny_model, shapes, resumed, max_steps=4, beta=0.01, adapter=str(sft), resume="newest"))
+    resumed_adapter = load_file(resumed / "final" / "adapter_model.safetensors")
+    assert all(torch.allclose(one[name], resumed_adapter[name], atol=1e-6) for name in one)
 
     settings = json.loads((tmp_path / "0" / "final" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == tiny_model
@@ -262,68 +260,67 @@ def test_an_sft_adapter_goes_on_and_peft_loads_the_result(tiny_model, sft, shape
     assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (4, 16, True)
     trained = load_model(tiny_model, torch.float32)
     continue_adapter(trained, str(tmp_path / "0" / "final"))
-    assert torch.equal(peft_logits(tiny_model, tmp_path / "0" / "final", prompt), plain(trained, prompt))
-    assert not torch.equal(plain(trained, prompt), peft_logits(tiny_model, sft, prompt))
+    assert torch.equal(peft_logits(tiny_model, tmp_path / "0" / "final", prompt), plain_logits(trained, prompt))
+    assert not torch.equal(plain_logits(trained, prompt), peft_logits(tiny_model, sft, prompt))
 
 
 @pytest.mark.parametrize("four_bit", [False, True])
-def test_what_a_frozen_tower_has_of_an_adapter_comes_out_as_it_went_in(tiny_model, shapes, tmp_path, four_bit):
-    saved_adapter(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE_TARGETS}|{lora.VISION_TARGETS}")
+def test_an_adapter_in_a_frozen_tower_is_exported_unchanged(tiny_model, shapes, tmp_path, four_bit):
+    save_random_adapter(tiny_model, tmp_path / "both", target_modules=f"{lora.LANGUAGE_TARGETS}|{lora.VISION_TARGETS}")
     adapter = str(tmp_path / "both")
-    more = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
-    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **more))
-    before, after = (
-        load_file(pathlib.Path(d) / "adapter_model.safetensors") for d in (adapter, tmp_path / "run/final")
-    )
+    flags = dict(dtype="bfloat16", beta=0.01, load_in_4bit=four_bit)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, adapter=adapter, **flags))
+    folders = (pathlib.Path(adapter), tmp_path / "run" / "final")
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == ("visual" in name), name
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["kl"] == 0
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- adapters of other tools, and errors ------------------------------------------------------------------------------
 
 
 def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_path):
-    older = changed(
+    older = copy_adapter(
         sft, tmp_path / "old", {}, lambda k, t: (k.replace("model.language_model.layers", "model.layers"), t)
     )
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, older)
-    assert torch.equal(plain(model, prompt), peft_logits(tiny_model, sft, prompt))
+    assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, sft, prompt))
 
 
 def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, tmp_path):
-    """And the result, whose settings name today's modules, is loaded by PEFT; a regex of older names selects none."""
-    names = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
+    """PEFT loads the result, whose settings use the current names: the saved regex of older names matches nothing."""
+    ranks = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
     alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
-    saved_adapter(
+    save_random_adapter(
         tiny_model,
         tmp_path / "new",
         target_modules=r"model.language_model.*(q|v)_proj",
-        rank_pattern=names,
+        rank_pattern=ranks,
         alpha_pattern=alphas,
     )
     want = peft_logits(tiny_model, tmp_path / "new", prompt)
 
-    def older(names):
-        return {name.replace("model.language_model", "^model"): value for name, value in names.items()}
+    def older(pattern):
+        return {name.replace("model.language_model", "^model"): value for name, value in pattern.items()}
 
     settings = {
-        "rank_pattern": older(names),
+        "rank_pattern": older(ranks),
         "alpha_pattern": older(alphas),
         "target_modules": r"model\.layers.*(q|v)_proj",
     }
-    old = changed(
+    old = copy_adapter(
         tmp_path / "new", tmp_path / "old", settings, lambda k, t: (k.replace("model.language_model.", "model."), t)
     )
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, old)
-    assert torch.equal(plain(model, prompt), want)
-    (tmp_path / "again").mkdir()
-    lora.write_adapter(model, lora.adapter_tensors(model), tiny_model, tmp_path / "again")
-    assert torch.equal(peft_logits(tiny_model, tmp_path / "again", prompt), want)
-    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert torch.equal(plain_logits(model, prompt), want)
+    (tmp_path / "saved").mkdir()
+    lora.write_adapter(model, lora.adapter_tensors(model), tiny_model, tmp_path / "saved")
+    assert torch.equal(peft_logits(tiny_model, tmp_path / "saved", prompt), want)
+    written = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert sorted(written["target_modules"]) == ["q_proj", "v_proj"]
     assert written["alpha_pattern"] == {
         "model.language_model.layers.0.self_attn.q_proj": 32,
@@ -332,16 +329,16 @@ def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, t
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "mica"])
-def test_kinds_of_a_and_b_at_the_start_do_not_matter_later(tiny_model, prompt, tmp_path, init):
-    saved_adapter(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE_TARGETS, init_lora_weights=init)
+def test_the_initialisation_of_a_and_b_does_not_matter_later(tiny_model, prompt, tmp_path, init):
+    save_random_adapter(tiny_model, tmp_path / "a", target_modules=lora.LANGUAGE_TARGETS, init_lora_weights=init)
     adapter = str(tmp_path / "a")
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, adapter)
-    assert torch.equal(plain(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
+    assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
 
 
 def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
-    saved_adapter(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
+    save_random_adapter(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
     adapter = str(tmp_path / "a")
     with pytest.raises(UserError, match=r"patch_embed.proj has a lora_A.weight of 5 dimensions, .*: merge it into its"):
         continue_adapter(load_model(tiny_model, torch.float32), adapter)
@@ -353,7 +350,7 @@ def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
         (
             {"init_lora_weights": "pissa_niter_4"},
             None,
-            r"initialised with 'pissa_niter_4', which rewrote the base: have",
+            r"initialised with 'pissa_niter_4', which changed the base: convert",
         ),
         ({"init_lora_weights": "olora"}, None, r"'olora', .*path_initial_model_for_weight_conversion"),
         (
@@ -364,17 +361,21 @@ def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
         ({"lora_bias": True}, None, r"with lora_bias, which is not supported"),
         ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
         ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
-        ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; LoRA is what is supported"),
+        ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; only LoRA is supported"),
         (
             {},
             lambda k, t: (k, t[:, :-1].contiguous() if "lora_A" in k else t),
-            r"made for another base: its .*_proj.lora_A.*, which does not fit the",
+            r"made for another base: .*_proj.lora_A.*, which does not fit the",
         ),
-        ({}, lambda k, t: (k.replace("layers.0", "layers.9"), t), r"made for another base: this one has no module .*9"),
+        (
+            {},
+            lambda k, t: (k.replace("layers.0", "layers.9"), t),
+            r"made for another base: this base has no module .*9",
+        ),
     ],
 )
 def test_adapters_that_cannot_be_continued_say_why(tiny_model, sft, tmp_path, settings, rename, message):
-    folder = changed(sft, tmp_path / "adapter", settings, *([rename] if rename else []))
+    folder = copy_adapter(sft, tmp_path / "adapter", settings, *([rename] if rename else []))
     with pytest.raises(UserError, match=message):
         continue_adapter(load_model(tiny_model, torch.float32), folder)
 
@@ -391,36 +392,38 @@ def test_damaged_weights_are_named(tiny_model, sft, tmp_path, name):
 
 
 def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
-    with pytest.raises(UserError, match=r"has no adapter_config.json: an adapter in PEFT layout is needed"):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: give an adapter in PEFT layout"):
         continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path))
     with pytest.raises(ValueError, match="leave lora_rank and lora_alpha out"):
         grpo.Config(data="x", adapter="y", lora_rank=4)
     with pytest.raises(ValueError, match="load_in_4bit freezes the model: give lora_rank or adapter"):
         grpo.Config(data="x", load_in_4bit=True)
-    with pytest.raises(ValueError, match="lora_alpha is of a new adapter: give lora_rank"):
+    with pytest.raises(ValueError, match="lora_alpha applies to a new adapter: give lora_rank"):
         grpo.Config(data="x", lora_alpha=4.0)
     for adapter in (dict(lora_rank=4), dict(adapter="y")):
-        with pytest.raises(ValueError, match="offload_reference: beside an adapter there is no reference model"):
+        with pytest.raises(ValueError, match="offload_reference: an adapter needs no reference model"):
             grpo.Config(data="x", offload_reference=True, **adapter)
 
 
-def test_what_there_is_to_train_is_said(tiny_model, sft, shapes, tmp_path, capsys):
-    saved_adapter(tiny_model, tmp_path / "seeing", target_modules=lora.VISION_TARGETS)
-    seeing = str(tmp_path / "seeing")
-    with pytest.raises(UserError, match=r"adapts the vision tower alone, nothing to train: give --train_vision"):
-        grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=seeing))
+def test_an_adapter_with_nothing_to_train_is_reported(tiny_model, sft, shapes, tmp_path, capsys):
+    save_random_adapter(tiny_model, tmp_path / "vision", target_modules=lora.VISION_TARGETS)
+    vision_adapter = str(tmp_path / "vision")
+    with pytest.raises(UserError, match=r"adapts only the vision tower, which is frozen: add --train_vision"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, adapter=vision_adapter))
     assert not (tmp_path / "a").exists()
-    said = "--train_vision: the adapter has no part in a vision tower, which stays as it is\n"
-    for adapter, heard in ((seeing, ""), (str(sft), said)):
+    warning = "--train_vision has no effect: the adapter does not adapt a vision tower\n"
+    for adapter, expected in ((vision_adapter, ""), (str(sft), warning)):
         policy = load_policy(tiny_model, PolicyFlags(adapter=adapter, train_vision=True), CPU)
-        capsys.readouterr()  # the loading bar
+        capsys.readouterr()  # discard the loading bar
         check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
-        assert capsys.readouterr().err == heard
+        assert capsys.readouterr().err == expected
 
 
-def test_models_without_places_for_an_adapter_are_named():
+def test_models_without_layers_for_an_adapter_are_named():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
-    with pytest.raises(UserError, match=r"--lora_rank: GPT2LMHeadModel has no layers named as those of Qwen's"):
+    with pytest.raises(
+        UserError, match=r"--lora_rank: GPT2LMHeadModel has no layers with the names that Qwen and Llama"
+    ):
         new_adapter(model, 4, 0, vision=True)
 
 
@@ -428,5 +431,5 @@ def test_a_base_saved_in_4_bits_is_named(tiny_model, tmp_path):
     policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16"), CPU)
     folder = shutil.copytree(tiny_model, tmp_path / "quantised")
     policy.model.config.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"quantised' was saved quantised: name the model it was made from"):
+    with pytest.raises(UserError, match=r"quantised' was saved quantised: give the original model"):
         load_policy(str(folder), PolicyFlags(lora_rank=4), CPU)

@@ -1,7 +1,7 @@
-"""One update's gradient on 1, 2 and 4 processes, in one micro-batch and in many: the same to 1e-6.
+"""The gradient of an update is the same to 1e-6 on 1, 2 and 4 processes, and in one micro-batch or many.
 
-Guards against: normalisation by what a process or micro-batch happens to hold, gradients averaged where they should be
-summed, processes that disagree on the number of collectives (a hang), and a vision tower that only some of them run.
+Guards against: normalisation by the contents of one process or micro-batch, gradients that are averaged instead of
+summed, processes that disagree on the number of collectives (a hang), and a vision tower that only some processes run.
 """
 
 import os
@@ -26,23 +26,26 @@ WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 @pytest.fixture(scope="module")
 def results(tiny_model, tmp_path_factory) -> dict[int, dict]:
     folder = tmp_path_factory.mktemp("gradients")
-    found = {}
+    gradients = {}
     for processes in (1, 2, 4):
         out = folder / f"{processes}.pt"
-        done = run_script(WORKER, tiny_model, out, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[processes] = torch.load(out)
-    return found
+        process = run_script(WORKER, tiny_model, out, processes=processes)
+        assert process.returncode == 0, process.stderr[-3000:]
+        gradients[processes] = torch.load(out)
+    return gradients
 
 
 def difference(a: dict, b: dict) -> float:
-    """The largest relative difference (norm to norm) of any parameter's gradient; gradients below a thousandth of the
-    whole norm, such as those of key biases, which are zero but for rounding, are held to that thousandth."""
+    """Return the largest relative difference of any parameter's gradient: the difference's norm over the gradient's.
+
+    For small gradients, the denominator is a thousandth of the norm of all gradients. Those of key biases, for example,
+    are zero except for rounding.
+    """
     assert a.keys() == b.keys()
     names = [name for name in a if not name.startswith("stats/") and name != "batches"]
-    whole = torch.cat([a[name].flatten() for name in names]).norm()
-    assert whole > 0
-    return max(((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-3 * whole)).item() for n in names)
+    total_norm = torch.cat([a[name].flatten() for name in names]).norm()
+    assert total_norm > 0
+    return max(((a[n] - b[n]).norm() / a[n].norm().clamp(min=1e-3 * total_norm)).item() for n in names)
 
 
 VARIANTS = [
@@ -77,7 +80,7 @@ def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, p
 
 @pytest.fixture(scope="module")
 def on_machines(tiny_model, tmp_path_factory) -> dict:
-    """The same on two torchruns of two processes each, as on two machines."""
+    """Gradients from two torchruns of two processes each, as on two machines."""
     out = tmp_path_factory.mktemp("machines") / "gradients.pt"
     run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES))
     return torch.load(out)
@@ -89,11 +92,11 @@ def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_completions_go_where_less_is_to_be_done(results, processes):
+def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
             assert results[1][variant]["stats/share"] == 1
-            # of completion tokens; prompts, longer than they are here, count in the plan too
+            # The fraction of completion tokens. The plan also counts prompts, which are longer than completions here.
             assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
@@ -104,22 +107,22 @@ def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
 
 
 def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl, tmp_path):
-    """Its vision tower feeds several decoder layers: each of those paths has parameters for a blank image to reach."""
+    """The tower feeds several decoder layers, and the blank image must reach the parameters of each of these paths."""
     variant = "trained vision tower, a process without images"
-    found = {}
+    gradients = {}
     for processes in (1, 2):
-        done = run_script(WORKER, tiny_qwen3_vl, tmp_path / "g.pt", variant, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[processes] = torch.load(tmp_path / "g.pt")[variant]
-    assert any("deepstack" in name for name in found[1])
-    assert difference(found[1], found[2]) < 1e-6
+        process = run_script(WORKER, tiny_qwen3_vl, tmp_path / "g.pt", variant, processes=processes)
+        assert process.returncode == 0, process.stderr[-3000:]
+        gradients[processes] = torch.load(tmp_path / "g.pt")[variant]
+    assert any("deepstack" in name for name in gradients[1])
+    assert difference(gradients[1], gradients[2]) < 1e-6
 
 
-def test_the_cuts_are_cuts(results):
+def test_the_variants_differ_in_their_micro_batches(results):
     counts = {name: results[1][name]["batches"] for name in VARIANTS}
     assert counts["one micro-batch"] == 1
     assert counts["many micro-batches"] > 2
-    assert counts["groups split across micro-batches"] > 5, "six groups, one of them untrained: some must be split"
+    assert counts["groups split across micro-batches"] > 5, "five of the six groups are trained, so some must be split"
 
 
 def test_the_vision_tower_is_trained_only_when_asked(results):
@@ -141,30 +144,33 @@ def test_metrics_are_sums_over_all_processes(results):
 
 
 def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[str]:
-    """Of a run whose second step already has rewards to learn from."""
+    """Return the command of a run whose second step already has rewards to learn from."""
     short = {"prompts_per_step": 4, "num_generations": 8, "max_completion_length": 16, "learning_rate": 1e-3, "seed": 2}
-    given = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
-    return ["grpo.py", *(f"--{name}={value}" for name, value in given.items())]
+    values = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
+    return ["grpo.py", *(f"--{name}={value}" for name, value in values.items())]
 
 
-# hybrid adds up in another order, and AdamW divides by what may be as small as what that changes
-@pytest.mark.parametrize(("sharding", "close"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)])
-def test_two_machines_train_what_one_does(sharding, close, tiny_model, shapes, tmp_path):
-    done = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
-    assert done.returncode == 0, done.stderr[-3000:]
+# Hybrid sharding sums in another order. AdamW can amplify this, because it divides by gradients that may be as small as
+# the rounding error.
+@pytest.mark.parametrize(
+    ("sharding", "tolerance"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)]
+)
+def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_model, shapes, tmp_path):
+    process = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
+    assert process.returncode == 0, process.stderr[-3000:]
     run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=3, sharding=sharding))
     folders = (pathlib.Path(tiny_model), tmp_path / "one" / "final", tmp_path / "two" / "final")
     start, one, two = (load_file(folder / "model.safetensors") for folder in folders)
 
-    def apart(a: dict, b: dict) -> float:
+    def max_difference(a: dict, b: dict) -> float:
         return max((a[name] - b[name]).abs().max().item() for name in a)
 
-    assert apart(start, one) > 1e-3
-    assert apart(one, two) < close
+    assert max_difference(start, one) > 1e-3
+    assert max_difference(one, two) < tolerance
 
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
-    """Its torchrun and its process are killed and started again: the run goes on from the newest checkpoint."""
+    """Its torchrun and its process are killed and started again. The run resumes from the newest checkpoint."""
     command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
     port = free_port()
     machines = [on_machine(i, port, *command, processes=1, start_new_session=True) for i in range(2)]
@@ -172,12 +178,12 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     while not list((tmp_path / "run").glob("checkpoint-*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    lost = machines.pop()
+    killed = machines.pop()
     children = subprocess.run(
-        ["pgrep", "-P", str(lost.pid)], capture_output=True, text=True, check=False
+        ["pgrep", "-P", str(killed.pid)], capture_output=True, text=True, check=False
     ).stdout.split()
-    for process in [lost.pid, *map(int, children)]:
-        os.kill(process, signal.SIGKILL)
+    for pid in [killed.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
     machines.append(on_machine(1, port, *command, processes=1, start_new_session=True))
     end_well(machines)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -185,13 +191,13 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     assert any(row["grad_norm"] > 1e-3 for row in rows)
 
 
-def test_machines_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
-    """The other machine's process looks for what this one has left, and does not find it."""
+def test_machines_that_do_not_share_the_folder_are_reported(tmp_path, monkeypatch):
+    """The process on the other machine does not find the file that this one has written."""
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "local_world_size", lambda: 1)
     monkeypatch.setattr(distributed, "barrier", lambda: None)
     monkeypatch.setattr(distributed, "all_gather", lambda value: [value, value if isinstance(value, str) else False])
-    with pytest.raises(UserError, match="another folder for rank 1"):
+    with pytest.raises(UserError, match="different folder on the machine of rank 1"):
         check_output_folder(str(tmp_path / "run"), False, False)
     assert not list((tmp_path / "run").iterdir())
     monkeypatch.setattr(distributed, "all_gather", lambda value: [value, value])

@@ -1,4 +1,4 @@
-"""The counting service: over HTTP as its description says, on its page in a real browser, and through faults."""
+"""The counting service: its HTTP API, its page in a real browser, and its behaviour under faults."""
 
 import base64
 import contextlib
@@ -37,7 +37,7 @@ SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 
 
 class Service:
-    """serve.py as a process that a test may kill and start again."""
+    """`python -m service` as a process that a test can kill and restart."""
 
     def __init__(self, folder: pathlib.Path, model: str, *flags: str):
         self.folder, self.port = folder, free_port()
@@ -82,15 +82,15 @@ class Service:
     def job(self, job_id: str) -> dict:
         return self.call("GET", f"/jobs/{job_id}", 200).json()
 
-    def wait(self, job_id: str, wanted: Callable[[dict], bool], seconds: float = 180) -> dict:
-        wait_for(lambda: wanted(self.job(job_id)), seconds)
+    def wait(self, job_id: str, condition: Callable[[dict], bool], seconds: float = 180) -> dict:
+        wait_for(lambda: condition(self.job(job_id)), seconds)
         return self.job(job_id)
 
 
-def wait_for(done: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it took too long"
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.1)
 
 
@@ -102,7 +102,8 @@ def archive(tmp_path_factory) -> bytes:
 
 
 def zipped(folder: pathlib.Path) -> bytes:
-    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 archive.write(path, str(path.relative_to(folder)))
@@ -111,24 +112,24 @@ def zipped(folder: pathlib.Path) -> bytes:
 
 @pytest.fixture
 def service(tmp_path, tiny_model) -> Iterator[Service]:
-    made = Service(tmp_path / "service", tiny_model)
-    yield made
-    end(made)
+    service = Service(tmp_path / "service", tiny_model)
+    yield service
+    end(service)
 
 
 def end(service: Service) -> None:
-    """Nothing of a test lives on: neither the service nor its jobs."""
+    """Kill the service and all of its jobs."""
     service.kill()
     for path in service.folder.glob("jobs/*/pid-*"):
         with contextlib.suppress(OSError, ValueError):
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-# --- as its description says ------------------------------------------------------------------------------------------
+# --- the HTTP API -----------------------------------------------------------------------------------------------------
 
 
 def test_from_upload_to_answer(service, archive, tmp_path):
-    """Upload, train, cancel, resume, finish, download, predict; as a stranger would from the API's description."""
+    """Upload, train, cancel, resume, finish, download and predict, as the API's documentation describes it."""
     assert service.call("GET", "/", 200, headers={"Accept": "application/json"}).json()["docs"] == "/docs"
     assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
     file = service.upload(archive)
@@ -140,16 +141,16 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     job = service.wait(job_id, lambda job: job["current_step"] >= 3)
     assert job["status"] == "training"
     assert job["total_steps"] == 12
-    assert service.job(second)["status"] == "queued"  # one at a time
+    assert service.job(second)["status"] == "queued"  # one job trains at a time
     assert service.call("DELETE", f"/jobs/{second}", 200).json()["status"] == "cancelled"
     service.call("DELETE", f"/files/{file['file_id']}", 409)
     service.call("DELETE", f"/jobs/{job_id}", 200)
-    service.call("DELETE", f"/jobs/{job_id}")  # a second click is no second signal, which would end it at once
+    service.call("DELETE", f"/jobs/{job_id}")  # must not send a second signal, which would skip the checkpoint
     job = service.wait(job_id, lambda job: job["status"] in TRAINED)
     assert job["status"] == "cancelled"
-    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "what it learned is kept"
+    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "the checkpoint is kept"
     service.call("GET", f"/jobs/{job_id}/download", 409)
-    reached = job["current_step"]
+    cancelled_at_step = job["current_step"]
     assert service.call("POST", f"/jobs/{job_id}/resume", 200).json()["status"] == "queued"
     with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True) as stream:
         events = [line for line in stream.iter_lines(decode_unicode=True) if line]
@@ -160,30 +161,30 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     assert service.job(job_id)["progress"] == 1.0
     assert "error:" not in service.call("GET", f"/jobs/{job_id}/logs", 200).text
     assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 13))
-    assert reached < 12
-    packed = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))
+    assert cancelled_at_step < 12
+    result = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))
     names = {"adapter_config.json", "adapter_model.safetensors", "training_args.json", "tokenizer.json"}
     names |= {"tokenizer_config.json", "preprocessor_config.json", "trainer_state.json"}
-    assert names <= set(packed.namelist())
-    assert json.loads(packed.read("trainer_state.json"))["global_step"] == 12
+    assert names <= set(result.namelist())
+    assert json.loads(result.read("trainer_state.json"))["global_step"] == 12
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
-    asked = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
-    with ThreadPoolExecutor(45) as pool:  # all but one are told to come again; none holds a thread that others need
-        answers = [pool.submit(service.call, "POST", f"/jobs/{job_id}/predict", **asked) for _ in range(45)]
-        begun = time.monotonic()
+    question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
+    with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and none blocks other requests
+        answers = [pool.submit(service.call, "POST", f"/jobs/{job_id}/predict", **question) for _ in range(45)]
+        start = time.monotonic()
         service.call("GET", "/files", 200)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - start < 10
         replies = sorted((answer.result() for answer in answers), key=lambda reply: reply.status_code)
     assert isinstance(replies[0].json()["answer"], str)
     assert {reply.status_code for reply in replies} <= {200, 503}
     service.call("DELETE", f"/files/{file['file_id']}", 200)
     assert service.call("GET", "/files", 200).json() == []
     service.call("GET", "/jobs/none", 404)
-    deleted = service.call("POST", f"/jobs/{second}/resume", 409).json()["detail"]
-    assert "pictures were deleted" in deleted
+    detail = service.call("POST", f"/jobs/{second}/resume", 409).json()["detail"]
+    assert "images were deleted" in detail
     with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "10"}) as stream:
         rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
-    assert [row["step"] for part in rows for row in part] == [11, 12], "what a browser had is not sent again"
+    assert [row["step"] for event in rows for row in event] == [11, 12], "steps that the browser has are not sent again"
 
 
 @pytest.mark.parametrize(
@@ -207,12 +208,12 @@ def test_settings_out_of_range_are_named(shared, config, field):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, tiny_model) -> Iterator[Service]:
-    made = Service(tmp_path_factory.mktemp("shared") / "service", tiny_model, "--max_upload=0.002")
-    yield made
-    end(made)
+    service = Service(tmp_path_factory.mktemp("shared") / "service", tiny_model, "--max_upload=0.002")
+    yield service
+    end(service)
 
 
-ODD = [
+PATH_LIKE = [
     "/etc",
     "../../etc",
     "/home/somebody/.ssh",
@@ -225,7 +226,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", [*ODD, "page/index.html"])
+@pytest.mark.parametrize("name", [*PATH_LIKE, "service/app.py"])
 def test_only_allowed_models(shared, name, archive):
     file = shared.upload(archive)
     body = {"job_name": "j", "data_file_id": file["file_id"], "base_model_path": name}
@@ -233,7 +234,7 @@ def test_only_allowed_models(shared, name, archive):
 
 
 def hostile(rng: random.Random) -> tuple[str, bytes]:
-    """A ZIP whose members, or whose own name, want to be elsewhere."""
+    """Return the name and content of a ZIP with path traversal in its members or in its own name."""
     names = ["../x", "/etc/x", "a/../../x", "..\\x", "C:\\x", "images/../../x", "main.csv/../../x", "\0x", "x" * 300]
     csv = "images_path,question,answer\n" + f"{rng.choice(names)},How many?,A photo of 1 cat\n"
     with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
@@ -242,7 +243,7 @@ def hostile(rng: random.Random) -> tuple[str, bytes]:
         for _ in range(rng.randrange(3)):
             member = zipfile.ZipInfo(rng.choice(names))
             if rng.random() < 0.3:
-                member.external_attr = 0xA1FF << 16  # a link
+                member.external_attr = 0xA1FF << 16  # a symbolic link
             archive.writestr(member, "/etc/passwd")
     content = data.getvalue()
     if rng.random() < 0.2:
@@ -263,14 +264,14 @@ def test_hostile_archives_write_nowhere(shared, tmp_path):
             shared.call("DELETE", f"/files/{reply.json()['file_id']}", 200)
     after = {path for path in shared.folder.parent.parent.rglob("*") if shared.folder not in path.parents}
     assert after == before
-    kept = {f"{file['file_id']}.zip" for file in shared.call("GET", "/files").json()}
-    assert {path.name for path in (shared.folder / "files").iterdir()} == kept
+    expected = {f"{file['file_id']}.zip" for file in shared.call("GET", "/files").json()}
+    assert {path.name for path in (shared.folder / "files").iterdir()} == expected
 
 
 def test_an_upload_over_the_limit(shared):
     assert "0.002 GB" in shared.call("POST", "/upload-data", 413, files={"file": ("a.zip", b"0" * 3_000_000)}).text
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.zip"\r\n\r\n'
-    chunks = (part for part in [head, *[bytes(100_000)] * 30])  # no length is given beforehand
+    chunks = (chunk for chunk in [head, *[bytes(100_000)] * 30])  # a generator, so no Content-Length is sent
     reply = shared.call(
         "POST", "/upload-data", data=chunks, headers={"Content-Type": "multipart/form-data; boundary=x"}
     )
@@ -287,10 +288,10 @@ def test_bad_rows_are_listed(shared):
     file = shared.upload(data.getvalue(), "cats.zip")
     assert (file["csv_rows"], file["valid_images"]) == (3, 1)
     assert file["problems"] == [
-        "cats.zip/main.csv row 3: there is no picture «no.png» in the ZIP, nor in its folder images/",
-        "cats.zip/main.csv row 4: the answer 'none' has no whole number to count to",
+        "cats.zip/main.csv row 3: there is no image 'no.png' in the ZIP or in its folder images/",
+        "cats.zip/main.csv row 4: the answer 'none' contains no whole number",
     ]
-    assert str(shared.folder) not in json.dumps(file), "no path of the service's own is told"
+    assert str(shared.folder) not in json.dumps(file), "paths of the service are not revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
     assert picture.content.startswith(b"\x89PNG")
 
@@ -298,102 +299,102 @@ def test_bad_rows_are_listed(shared):
 def test_a_table_of_nothing_but_lines_keeps_nobody_waiting(shared, archive):
     with zipfile.ZipFile(data := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("main.csv", "images_path,question,answer\na,b,1" + "\n" * 200_000_000)
-    assert "16 MB at most" in shared.call("POST", "/upload-data", 400, files={"file": ("b.zip", data.getvalue())}).text
+    assert "at most 16 MB" in shared.call("POST", "/upload-data", 400, files={"file": ("b.zip", data.getvalue())}).text
 
 
 def test_tracebacks_of_any_rank_stay_in_the_log(tmp_path):
     text = "one\n[rank0]: Traceback (most recent call last):\n[rank0]:   File 'x', line 1\n[rank0]:     y\n"
     text += "[rank0]: OSError: full\nTraceback (most recent call last):\n  File\n    y\nOSError: b\ntwo\n"
     store = Store(str(tmp_path))
-    store.folder_of("a").mkdir()
-    (store.folder_of("a") / "log.txt").write_text(text)
+    store.job_folder("a").mkdir()
+    (store.job_folder("a") / "log.txt").write_text(text)
     assert store.log("a") == "one\n[rank0]: OSError: full\nOSError: b\ntwo\n"
 
 
-def test_a_full_disk_is_said(tmp_path, tiny_model, archive):
+def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], check=False).returncode:
-        pytest.skip("a disk of its own needs the right to mount")
-    made = Service(folder / "service", tiny_model)
+        pytest.skip("mounting a small disk needs root")
+    service = Service(folder / "service", tiny_model)
     try:
-        file = made.upload(archive)
-        job_id = made.train(file["file_id"])
-        made.wait(job_id, lambda job: job["status"] == "training")
+        file = service.upload(archive)
+        job_id = service.train(file["file_id"])
+        service.wait(job_id, lambda job: job["status"] == "training")
         with contextlib.suppress(OSError), (folder / "ballast").open("wb") as ballast:
             while True:
                 ballast.write(bytes(4096))
                 ballast.flush()
-        reply = made.call("POST", "/upload-data", 507, files={"file": ("a.zip", archive)}).json()
+        reply = service.call("POST", "/upload-data", 507, files={"file": ("a.zip", archive)}).json()
         assert "disk is full" in reply["detail"]
-        made.call("DELETE", f"/jobs/{job_id}")
+        service.call("DELETE", f"/jobs/{job_id}")
         (folder / "ballast").unlink()
-        job = made.wait(job_id, lambda job: job["status"] in TRAINED)
+        job = service.wait(job_id, lambda job: job["status"] in TRAINED)
         assert job["status"] in ("cancelled", "failed"), job
     finally:
-        end(made)
+        end(service)
         subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def test_finished_jobs_cost_little(tmp_path):
-    """`GET /jobs` reads a job's metrics again only when they have changed."""
+    """`GET /jobs` reads the metrics of a job only when they have changed."""
     store = Store(str(tmp_path))
     store.add_file("f", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
     job = store.add_job("j", "f", "m", {}, 4)
-    store.run_of(job.job_id).mkdir()
-    path = store.run_of(job.job_id) / "metrics.jsonl"
+    store.run_folder(job.job_id).mkdir()
+    path = store.run_folder(job.job_id) / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
     assert store.progress(job) == {"current_step": 1, "progress": 0.25, "loss": None, "reward": 0.5}
-    written = path.stat().st_mtime_ns
+    mtime = path.stat().st_mtime_ns
     path.write_text('{"step": 2, "reward": 0.75, "loss": 1.0}\n')
-    os.utime(path, ns=(written, written))
+    os.utime(path, ns=(mtime, mtime))
     assert store.progress(job)["current_step"] == 1
-    os.utime(path, ns=(written + 1, written + 1))
+    os.utime(path, ns=(mtime + 1, mtime + 1))
     assert store.progress(job)["current_step"] == 2
-    rows, seen = store.new_metrics(job.job_id, (0, 0))
+    rows, position = store.new_metrics(job.job_id, (0, 0))
     assert [row["step"] for row in rows] == [2]
     with path.open("a") as file:
-        file.write('{"step": 3}\n{"step": 4')  # the last one is being written
-    rows, seen = store.new_metrics(job.job_id, seen)
+        file.write('{"step": 3}\n{"step": 4')  # the last line is incomplete
+    rows, position = store.new_metrics(job.job_id, position)
     assert [row["step"] for row in rows] == [3]
     with path.open("a") as file:
         file.write("}\n")
-    assert [row["step"] for row in store.new_metrics(job.job_id, seen)[0]] == [4]
+    assert [row["step"] for row in store.new_metrics(job.job_id, position)[0]] == [4]
 
 
 def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
-    made = Service(tmp_path / "service", tiny_model, "--host=0.0.0.0")
+    service = Service(tmp_path / "service", tiny_model, "--host=0.0.0.0")
     try:
-        made.call("GET", "/jobs", 401)
-        made.call("GET", "/jobs", 401, headers={"Authorization": "Bearer wrong"})
-        made.call("GET", "/", 401)
-        said = (tmp_path / "service.log").read_text()
-        token = said.split("token=")[1].split()[0]
-        assert said.count(token) == 1
-        made.call("GET", "/jobs", 200, headers={"Authorization": f"Bearer {token}"})
+        service.call("GET", "/jobs", 401)
+        service.call("GET", "/jobs", 401, headers={"Authorization": "Bearer wrong"})
+        service.call("GET", "/", 401)
+        log = (tmp_path / "service.log").read_text()
+        token = log.split("token=")[1].split()[0]
+        assert log.count(token) == 1
+        service.call("GET", "/jobs", 200, headers={"Authorization": f"Bearer {token}"})
         visitor = requests.Session()
-        assert visitor.get(f"{made.url}/?token={token}", timeout=10).status_code == 200
-        assert visitor.get(f"{made.url}/jobs", timeout=10).status_code == 200  # by the cookie
+        assert visitor.get(f"{service.url}/?token={token}", timeout=10).status_code == 200
+        assert visitor.get(f"{service.url}/jobs", timeout=10).status_code == 200  # with the cookie
         visitor.cookies.clear()
-        form = visitor.get(f"{made.url}/?token=wrong", headers={"Accept": "text/html"}, timeout=10)
+        form = visitor.get(f"{service.url}/?token=wrong", headers={"Accept": "text/html"}, timeout=10)
         assert (form.status_code, "that one was wrong" in form.text) == (401, True)
     finally:
-        end(made)
+        end(service)
 
 
 def test_a_token_of_any_letters_opens_the_page():
-    """Base64 has letters that addresses and cookies write otherwise."""
+    """Some Base64 characters are escaped in URLs and cookies."""
     token = 'aGVsbG8/d29ybGQ+Zm9v+w==;"'
     quoted = urllib.parse.quote(token, safe="")
-    gate = AccessMiddleware(None, token, 1)
-    assert gate._authorised({"query_string": f"token={quoted}".encode()}, {})
-    assert gate._authorised({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
-    assert gate._authorised({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
-    assert not gate._authorised({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
+    access = AccessMiddleware(None, token, 1)
+    assert access._authorised({"query_string": f"token={quoted}".encode()}, {})
+    assert access._authorised({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
+    assert access._authorised({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
+    assert not access._authorised({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
 
 
 def test_no_other_site_may_ask(shared):
-    """Neither a page elsewhere, through a visitor's browser, nor a name that was made to point here."""
+    """Refuse requests from other sites' pages and from host names that another site points at this machine."""
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://[bad"})
@@ -404,7 +405,7 @@ def test_two_services_in_one_folder(service, tiny_model):
     command = [sys.executable, "-m", "service", f"--folder={service.folder}", f"--port={free_port()}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert "another service works in" in done.stderr
+    assert "another service is running in" in done.stderr
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -412,8 +413,8 @@ def test_two_services_in_one_folder(service, tiny_model):
 
 @pytest.mark.slow
 def test_kills_of_the_service_and_of_the_job(service, archive):
-    """Ten of each, or `KILLS`, at random moments; no job is lost, no state is wrong, and in the end all of them are
-    completed."""
+    """Kill the service and the job ten times each (or `KILLS` times) at random moments. No job is lost, every status is
+    valid, and all jobs complete in the end."""
     rng = random.Random(1)
     file = service.upload(archive)
     kills = int(os.environ.get("KILLS", "10"))
@@ -423,14 +424,14 @@ def test_kills_of_the_service_and_of_the_job(service, archive):
         service.kill()
         time.sleep(rng.uniform(0, 1))
         service.start()
-        found = {job["job_id"]: job for job in service.call("GET", "/jobs", 200).json()}
-        assert set(found) == set(jobs)
-        assert all(found[job_id]["status"] in ("queued", "training", "completed") for job_id in jobs), found
+        listed = {job["job_id"]: job for job in service.call("GET", "/jobs", 200).json()}
+        assert set(listed) == set(jobs)
+        assert all(listed[job_id]["status"] in ("queued", "training", "completed") for job_id in jobs), listed
         time.sleep(rng.uniform(0.2, 4))
         kill_a_job(service, jobs)
         for job_id in jobs:
             if service.job(job_id)["status"] == "failed":
-                assert "ended from outside" in service.job(job_id)["error_message"]
+                assert "was killed at step" in service.job(job_id)["error_message"]
                 service.call("POST", f"/jobs/{job_id}/resume", 200)
     for job_id in jobs:
         job = service.wait(job_id, lambda job: job["status"] in TRAINED)
@@ -458,20 +459,20 @@ def kill_a_job(service: Service, jobs: list[str]) -> None:
 @pytest.fixture
 def browser():
     if (path := shutil.which("chromium") or shutil.which("google-chrome")) is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
+        pytest.skip("Chromium is not installed: apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
-        made = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield made
-        made.close()
+        chromium = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
-LONG = "x" * 58 + ".zip"  # 62 letters and no place to break
+LONG = "x" * 58 + ".zip"  # 62 characters without a line-break opportunity
 
 
 def drop(page, name: str, content: bytes) -> None:
-    """A file let go over the page's target."""
+    """Drop a file onto the page's drop target."""
     text = base64.b64encode(content).decode()
     script = """([name, text]) => {
         const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -483,8 +484,8 @@ def drop(page, name: str, content: bytes) -> None:
     page.evaluate(script, [name, text])
 
 
-def look(page, state: str, folder: pathlib.Path) -> None:
-    """The page as a desk and as a phone show it; nothing makes it scroll sideways."""
+def check_layout(page, state: str, folder: pathlib.Path) -> None:
+    """Take screenshots at desktop and phone size. The page must not scroll sideways."""
     for width, height in ((1280, 900), (380, 800)):
         page.set_viewport_size({"width": width, "height": height})
         page.screenshot(path=folder / f"{state}-{width}.png", full_page=True)
@@ -496,48 +497,48 @@ def refusals(page) -> list[str]:
 
 
 def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
-    """What a person does: drop a ZIP, start, watch, cancel, resume, download, ask. No request leaves the machine."""
+    """Drop a ZIP, start, watch, cancel, resume, download and ask, as a user does. No request leaves the machine."""
     shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
     page = browser.new_page(viewport={"width": 900, "height": 1400})
-    asked: list[str] = []
-    troubles: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: troubles.append(str(error)))
+    requested: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(service.url)
-    look(page, "empty", shots)
+    check_layout(page, "empty", shots)
     page.click("text=Start training")
     assert refusals(page) == ["upload pictures first"]
     drop(page, LONG, archive)
     page.wait_for_selector("text=24 rows, 24 pictures")
     page.wait_for_function("document.querySelectorAll('.pictures img[src^=blob]').length == 8")
-    look(page, "uploaded", shots)
+    check_layout(page, "uploaded", shots)
     page.fill("[name=job_name]", "  ")
     page.fill("[name=num_epochs]", "")
     page.click("summary:has-text('Expert settings')")
     page.fill("[name=seed]", "")
     page.click("summary:has-text('Expert settings')")
     page.click("text=Start training")
-    assert refusals(page) == ["something is needed here", "a number is needed", "a number is needed"]
+    assert refusals(page) == ["this field is required", "enter a number", "enter a number"]
     page.fill("[name=job_name]", "n" * 200)
-    page.fill("[name=seed]", "43")  # its fold was opened again to show what is missing
+    page.fill("[name=seed]", "43")  # the expert settings were opened again to show the error
     page.fill("[name=num_epochs]", "1")
     for name, value in {"num_generations": "4", "r": "4", "lora_alpha": "8", "learning_rate": "0.001"}.items():
         page.fill(f"[name={name}]", value)
     page.uncheck("[name=use_4bit]")
-    look(page, "settings", shots)
+    check_layout(page, "settings", shots)
     assert refusals(page) == []
     page.click("text=Start training")
     page.wait_for_function("Number(document.querySelector('#reward').dataset.points) >= 2", timeout=120_000)
-    look(page, "training", shots)
+    check_layout(page, "training", shots)
     assert page.evaluate("() => { const b = document.querySelector('#cancel'); b.click(); return b.disabled; }")
     page.wait_for_selector("#status:has-text('cancelled')", timeout=60_000)
-    seen = int(page.get_attribute("#reward", "data-points"))
-    page.reload()  # the job on show is the one before
+    points_when_cancelled = int(page.get_attribute("#reward", "data-points"))
+    page.reload()  # the same job is shown after a reload
     page.wait_for_selector("#status:has-text('cancelled')")
     page.click("#resume")
     page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
     page.wait_for_function("document.querySelector('#reward').dataset.points == 12")
-    assert seen < 12
+    assert points_when_cancelled < 12
     with page.expect_download() as download:
         page.click("#download")
     assert "adapter_model.safetensors" in zipfile.ZipFile(download.value.path()).namelist()
@@ -549,37 +550,37 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     picture = page.frame_locator("#completions").locator("article img").first
     picture.wait_for(timeout=20_000)
     assert picture.evaluate("image => image.naturalWidth")
-    look(page, "completed", shots)
+    check_layout(page, "completed", shots)
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("text=Delete these pictures")
     page.wait_for_function("!document.querySelector('#files').children.length")
-    assert not troubles
-    assert all(url.startswith((service.url, "blob:", "data:", "about:srcdoc")) for url in asked), asked
+    assert not errors
+    assert all(url.startswith((service.url, "blob:", "data:", "about:srcdoc")) for url in requested), requested
 
 
-def told(name: str, status: str, step: int = 0, **more) -> dict:
-    """A job as the service tells of it."""
+def fake_job(name: str, status: str, step: int = 0, **more) -> dict:
+    """Return a job as the service reports it."""
     job = {"job_id": name, "job_name": f"job {name}", "status": status, "current_step": step, "total_steps": 20_000}
     job |= {"progress": step / 20_000, "loss": -1e-9, "reward": -1e-9, "stopping": False, "error_message": None}
     return job | {"created_at": "2026-11-21T12:00:00+00:00", "output_dir": ""} | more
 
 
-def tell(page, jobs: list[dict], rows: list[dict]) -> None:
-    """The service's answers about jobs, given by the test: their events end at once."""
+def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
+    """Replace the service's responses about jobs with the given ones. Their event streams end at once."""
     for job in jobs:
         lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
         headers = {"Content-Type": "text/event-stream"}
-        said = {"body": "".join(lines), "headers": headers}
-        page.route(f"**/jobs/{job['job_id']}/events", lambda route, *, said=said: route.fulfill(**said))
+        response = {"body": "".join(lines), "headers": headers}
+        page.route(f"**/jobs/{job['job_id']}/events", lambda route, *, response=response: route.fulfill(**response))
         page.route(f"**/jobs/{job['job_id']}/completions", lambda route: route.fulfill(body="<p>Nothing"))
     page.route("**/jobs", lambda route: route.fulfill(json=jobs))
 
 
 def test_the_page_shows_a_long_job_at_once(shared, browser):
-    """20,000 steps in under two seconds; steps that come again replace the older ones; no minus before a zero."""
+    """20,000 steps appear within two seconds. Repeated steps replace earlier ones, and zero has no minus sign."""
     page = browser.new_page()
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
-    tell(page, [told("a", "completed", 20_000)], [*rows, *rows[10_000:]])
+    fake_responses(page, [fake_job("a", "completed", 20_000)], [*rows, *rows[10_000:]])
     page.goto(shared.url)
     page.wait_for_function("document.querySelector('#reward').dataset.points == 20000", timeout=2000)
     assert page.evaluate("document.querySelector('#reward polyline').points.numberOfItems") <= 301
@@ -590,13 +591,13 @@ def test_the_page_shows_a_long_job_at_once(shared, browser):
 
 
 def test_the_page_tells_how_jobs_stand(shared, browser):
-    """The line, a job that stops, a connection that is lost and comes back."""
+    """Show the queue, a job that is stopping, and a connection that is lost and restored."""
     page = browser.new_page()
-    jobs = [told("a", "completed", 20_000), told("b", "training", 5, stopping=True), told("c", "queued")]
-    tell(page, [*jobs, told("d", "queued")], [])
+    jobs = [fake_job("a", "completed", 20_000), fake_job("b", "training", 5, stopping=True), fake_job("c", "queued")]
+    fake_responses(page, [*jobs, fake_job("d", "queued")], [])
     page.goto(shared.url)
     page.wait_for_selector("#note:has-text('saves what it has learned')")
-    assert page.url.endswith("#b"), "the one that trains, when the address names none"
+    assert page.url.endswith("#b"), "without a job in the URL, the training job is shown"
     assert page.is_disabled("#cancel")
     assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
         "2nd in line",
@@ -606,12 +607,12 @@ def test_the_page_tells_how_jobs_stand(shared, browser):
     ]
     page.click("text=job d")
     page.wait_for_selector("#facts:has-text('2nd in line')")
-    page.goto(f"{shared.url}/#a")  # from an address, or by the browser's way back
+    page.goto(f"{shared.url}/#a")  # as from a link or the browser's back button
     page.wait_for_selector("#status:has-text('completed')")
     page.wait_for_selector("#lost:empty", state="attached")
     page.unroute("**/jobs")
     page.route("**/jobs", lambda route: route.abort())
     page.wait_for_selector("#lost:has-text('trying again')", timeout=10_000)
     page.unroute("**/jobs")
-    tell(page, jobs, [])
+    fake_responses(page, jobs, [])
     page.wait_for_selector("#lost:empty", state="attached", timeout=10_000)

@@ -1,26 +1,26 @@
-"""The plans of who does what: even, and the same on every process."""
+"""Load balancing: the work is split evenly, and nothing is lost."""
 
 import random
 
 import pytest
 
 from common.distributed import partition_lpt
-from training.balance import MAX_IMBALANCE, GroupCost, plan_transfers
+from training.balance import MIN_GAIN, GroupCost, plan_transfers
 from training.metrics import slowest_ranks
 
 
 def loads(costs, lists):
-    return [sum(costs[i] for i in part) for part in lists]
+    return [sum(costs[i] for i in indices) for indices in lists]
 
 
-def test_spread_deals_every_index_once_and_evenly():
+def test_partition_assigns_every_index_once_and_evenly():
     rng = random.Random(0)
-    for parts in (1, 2, 3, 8):
+    for count in (1, 2, 3, 8):
         costs = [rng.lognormvariate(5, 1) for _ in range(64)]
-        lists = partition_lpt(costs, parts)
-        assert sorted(i for part in lists for i in part) == list(range(64))
-        assert all(part == sorted(part) for part in lists)
-        mean = sum(costs) / parts
+        lists = partition_lpt(costs, count)
+        assert sorted(i for indices in lists for i in indices) == list(range(64))
+        assert all(indices == sorted(indices) for indices in lists)
+        mean = sum(costs) / count
         assert max(loads(costs, lists)) <= max(1.1 * mean, max(costs))
 
 
@@ -38,45 +38,47 @@ def test_processes_that_take_turns_at_being_slow_wait_too():
     assert slowest_ranks([[2.0]]) == (2.0, 0.0)
 
 
-def apply(held, moves):
-    """What the processes hold after `moves`, as they carry them out."""
-    held = [{work.group_index: work for work in works} for works in held]
-    for move in moves:
-        work = held[move.source].pop(move.group_index)
-        assert 1 <= move.count <= len(work.lengths)
-        if kept := work.lengths[: -move.count]:
-            held[move.source][move.group_index] = GroupCost(work.group_index, work.prompt, kept)
-        there = held[move.target].get(move.group_index, GroupCost(work.group_index, work.prompt, ()))
-        whole = GroupCost(work.group_index, work.prompt, there.lengths + work.lengths[-move.count :])
-        held[move.target][move.group_index] = whole
-    return [sum(work.cost for work in works.values()) for works in held]
+def apply(costs_by_rank, transfers):
+    """Return the loads of all ranks after `transfers`."""
+    by_rank = [{group.group_index: group for group in costs} for costs in costs_by_rank]
+    for transfer in transfers:
+        group = by_rank[transfer.source].pop(transfer.group_index)
+        assert 1 <= transfer.count <= len(group.lengths)
+        if remaining := group.lengths[: -transfer.count]:
+            by_rank[transfer.source][transfer.group_index] = GroupCost(group.group_index, group.prompt_cost, remaining)
+        existing = by_rank[transfer.target].get(
+            transfer.group_index, GroupCost(group.group_index, group.prompt_cost, ())
+        )
+        lengths = existing.lengths + group.lengths[-transfer.count :]
+        by_rank[transfer.target][transfer.group_index] = GroupCost(group.group_index, group.prompt_cost, lengths)
+    return [sum(group.cost for group in groups.values()) for groups in by_rank]
 
 
 def test_moves_make_processes_alike_and_lose_nothing():
     rng = random.Random(1)
     for processes in (2, 4, 8):
         for _ in range(20):
-            works = [
+            groups = [
                 GroupCost(i, 300, tuple(int(rng.lognormvariate(5.5, 0.8)) + 1 for _ in range(8)))
                 for i in range(processes * 4)
             ]
-            held = [works[i::processes] for i in range(processes)]
-            before = [sum(work.cost for work in part) for part in held]
-            after = apply(held, plan_transfers(held))
+            costs_by_rank = [groups[i::processes] for i in range(processes)]
+            before = [sum(group.cost for group in costs) for costs in costs_by_rank]
+            after = apply(costs_by_rank, plan_transfers(costs_by_rank))
             assert max(after) <= max(before)
-            assert sum(after) >= sum(before)  # a prompt that is on two processes is computed twice
+            assert sum(after) >= sum(before)  # a prompt on two processes is computed twice
             assert max(after) <= 1.15 * sum(after) / processes, (before, after)
 
 
 def test_nothing_moves_when_processes_are_alike():
-    works = [GroupCost(i, 300, (512,) * 8) for i in range(8)]
-    assert plan_transfers([works[:4], works[4:]]) == []
-    slightly = [*works[4:7], GroupCost(7, 300, (512,) * 7 + (512 + int(MAX_IMBALANCE * 17000),))]
-    assert plan_transfers([works[:4], slightly]) == []
+    groups = [GroupCost(i, 300, (512,) * 8) for i in range(8)]
+    assert plan_transfers([groups[:4], groups[4:]]) == []
+    slightly_more = [*groups[4:7], GroupCost(7, 300, (512,) * 7 + (512 + int(MIN_GAIN * 17000),))]
+    assert plan_transfers([groups[:4], slightly_more]) == []
     assert plan_transfers([[], []]) == []
 
 
 def test_a_process_that_holds_everything_shares_it():
-    works = [GroupCost(i, 100, (50,) * 4) for i in range(4)]
-    after = apply([works, [], [], []], plan_transfers([works, [], [], []]))
+    groups = [GroupCost(i, 100, (50,) * 4) for i in range(4)]
+    after = apply([groups, [], [], []], plan_transfers([groups, [], [], []]))
     assert after == [300, 300, 300, 300]

@@ -1,7 +1,7 @@
-"""Faults on the way: what a resumed run finds, signals, full disks, rewards and pictures that fail, in one process.
+"""Faults of a run in one process: resuming, signals, full disks, failing rewards and missing images.
 
-Guards against: an end of a run that loses a step, an advice that does not hold, two runs mixed in one folder, and a
-checkpoint that another one of the same number or a later one takes with it.
+Guards against: losing a step when a run ends, misleading advice, mixing two runs in one folder, and losing a checkpoint
+because of one with the same or a later step.
 """
 
 import json
@@ -24,6 +24,7 @@ from common import distributed, files
 from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
 from common.records import Group, Rollout, Sample
+from config import RewardFlags
 from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
@@ -35,7 +36,7 @@ from training.run_log import RunLog
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """So that equal runs are equal to the last bit, however busy the machine is."""
+    """Use one thread, so that equal runs are equal to the last bit even on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,12 +51,14 @@ def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-# --- what a run that goes on finds ------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 
 def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tiny_model, shapes, tmp_path):
-    """One of another timeline and a damaged one are newer by their numbers alone: the new ones are kept all the same.
-    What a killed run left half-written goes."""
+    """After resuming from step 2, a complete checkpoint-4 and a damaged checkpoint-9 do not displace new checkpoints.
+
+    A partly written checkpoint of a killed run is deleted.
+    """
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(saved / "checkpoint-4", tmp_path / "run" / "checkpoint-9")
     (tmp_path / "run" / "checkpoint-9" / "state.json").write_text("{")
@@ -64,59 +67,66 @@ def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tin
     run = grpo.set_up(
         config(tiny_model, shapes, tmp_path / "run", max_steps=4, save_every=1, keep_last=1, resume=resume)
     )
-    there = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert there == {"checkpoint-2", "checkpoint-4.before-resume", "checkpoint-9.before-resume"}
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-2", "checkpoint-4.before-resume", "checkpoint-9.before-resume"}
     grpo.train(run)
-    there = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert there == {"checkpoint-4", "checkpoint-9.before-resume"}
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-4", "checkpoint-9.before-resume"}
     assert difference(tmp_path / "run" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
 
 
 def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
-    """A restart by torchrun replaces what its own launch has written and nothing else; a checkpoint of elsewhere does
-    not go on in a folder with a run; without a checkpoint --resume is no advice."""
+    """A restart by torchrun replaces only a run of its own launch.
+
+    A checkpoint from elsewhere is not continued in a folder that contains a run. Without a checkpoint, the message does
+    not advise --resume.
+    """
     shutil.copytree(saved, tmp_path / "run")
     monkeypatch.setattr(distributed, "restarted", lambda: True)
-    monkeypatch.setattr(distributed, "launch", lambda: ["this one", "one in place of a lost one"])
-    with pytest.raises(UserError, match="holds a run: --resume goes on with it, --overwrite replaces it"):
+    monkeypatch.setattr(distributed, "launcher_ids", lambda: ["survivor", "replacement"])
+    with pytest.raises(UserError, match="contains a run: continue it with --resume or replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     assert (tmp_path / "run" / "checkpoint-4").is_dir() and (tmp_path / "run" / "final").is_dir()
-    with pytest.raises(UserError, match="holds a run"):
+    with pytest.raises(UserError, match="contains a run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=4, resume=str(saved / "checkpoint-2")))
-    (tmp_path / "run" / "config.json").write_text('{"launch": ["a lost one", "this one"]}')
+    (tmp_path / "run" / "config.json").write_text('{"launch": ["dead", "survivor"]}')
     checkpoints = Checkpoints(str(tmp_path / "run"))
-    assert checkpoints.find(str(saved / "checkpoint-2")) == tmp_path / "run" / "checkpoint-4", "the newest, always"
+    newest = tmp_path / "run" / "checkpoint-4"
+    assert checkpoints.find(str(saved / "checkpoint-2")) == newest, "a restart always resumes from the newest"
     assert checkpoints.replaces
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
-    monkeypatch.setattr(distributed, "launch", lambda: [])
-    with pytest.raises(UserError, match=r"without a checkpoint: --overwrite replaces it"):
+    monkeypatch.setattr(distributed, "launcher_ids", lambda: [])
+    with pytest.raises(UserError, match=r"without a checkpoint: replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
-    with pytest.raises(UserError, match=r"no checkpoint in .*--overwrite in its place starts anew"):
+    with pytest.raises(UserError, match=r"no checkpoint in .*use --overwrite instead to start a new run"):
         checkpoints.find("newest")
 
 
 def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
-    """As where pods or jobs are started again: from the newest checkpoint, from the start where there is none yet, and
-    never over a finished model."""
-    again = config(tiny_model, shapes, tmp_path / "run", max_steps=1, resume="auto")
+    """`--resume auto` suits a command that a scheduler restarts.
+
+    It resumes from the newest checkpoint, starts a new run if there is none yet, and never replaces a final model.
+    """
+    cfg = config(tiny_model, shapes, tmp_path / "run", max_steps=1, resume="auto")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first checkpoint
-    grpo.main(again)
+    grpo.main(cfg)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, resume="auto"))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
-    with pytest.raises(UserError, match="holds a run without a checkpoint: --overwrite replaces it"):
-        grpo.main(again)
+    with pytest.raises(UserError, match="contains a run without a checkpoint: replace it with --overwrite"):
+        grpo.main(cfg)
 
 
 def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes, tmp_path, capsys):
-    """What makes another run of it is refused; what people change on the way is said; older checkpoints lack some."""
+    """Changing the objective or the rows is an error; other changes are printed. Settings may be missing from old
+    checkpoints."""
     shutil.copytree(saved, tmp_path / "run")
     flags = dict(resume="newest", max_steps=4)
     for name, value in dict(loss_type="dapo", train_vision=True, num_iterations=2, prompts_per_update=2).items():
-        with pytest.raises(UserError, match=rf"is of another run .*{name} was .*, is {value}"):
+        with pytest.raises(UserError, match=rf"belongs to another run .*{name} was .*, is {value}"):
             grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags, **{name: value}))
     other = tmp_path / "other"
     shutil.copytree(shapes, other)
@@ -125,8 +135,8 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     with pytest.raises(UserError, match=r"rows_digest was \w+, is \w+"):
         grpo.set_up(config(tiny_model, str(other), tmp_path / "run", **flags))
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags, temperature=0.9, max_completion_length=20))
-    said = capsys.readouterr().err
-    assert "temperature was 1.0, is 0.9" in said and "max_completion_length was 12, is 20" in said
+    stderr = capsys.readouterr().err
+    assert "temperature was 1.0, is 0.9" in stderr and "max_completion_length was 12, is 20" in stderr
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
     del state["config"]["rows_digest"], state["skipped"], state["unscored"]
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))
@@ -140,11 +150,11 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model,
         checkpoint._load_tensors(saved / "checkpoint-4", run.policy, run.optimizer)
 
 
-# --- what goes wrong on the way --------------------------------------------------------------------------------------
+# --- faults during a run ----------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """A signal in the midst of the first step's gradient, with an evaluation before it; then the run is the same."""
+    """A signal during the first step's gradient, after an evaluation, does not change the resumed run."""
     flags = dict(max_steps=2, eval_data=shapes, micro_batch_tokens=60)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loss = grpo.batch_loss
@@ -156,7 +166,7 @@ def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_pa
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "batch_loss", signalled)
-        with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is whole: --resume") as stopped:
+        with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete: continue") as stopped:
             grpo.train(run)
     assert stopped.value.status == 130
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
@@ -165,8 +175,10 @@ def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_pa
 
 
 def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shapes, tmp_path, monkeypatch):
-    """The step before it is saved with its row. After a signal the checkpoint comes first. When the run is resumed the
-    scores are those of the run that went through."""
+    """When an evaluation fails, the step before it is saved with its metrics. A signal postpones the evaluation.
+
+    After resuming, the scores equal those of an undisturbed run.
+    """
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1, keep_best=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     evaluate, step = grpo.evaluate_policy, grpo.train_step
@@ -179,18 +191,18 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "evaluate_policy", failing)
         with pytest.raises(
-            RunStopped, match=r"evaluation after step 1: --reward r.py.*; checkpoint-1 is whole: --resume"
+            RunStopped, match=r"evaluation after step 1: --reward r.py.*; checkpoint-1 is complete: continue"
         ):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "train_step", lambda run: (step(run), run.interrupted.append(signal.SIGTERM))[0])
-        with pytest.raises(RunStopped, match="stopped after step 2; checkpoint-2 is whole"):
+        with pytest.raises(RunStopped, match="stopped after step 2; checkpoint-2 is complete"):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     assert "eval/reward" not in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
-    for one, two in zip(metrics(tmp_path / "run"), metrics(tmp_path / "plain")):
-        assert {k: (one[k], two.get(k)) for k in one if one[k] != two.get(k)} == {}
+    for row, plain in zip(metrics(tmp_path / "run"), metrics(tmp_path / "plain")):
+        assert {name: (row[name], plain.get(name)) for name in row if row[name] != plain.get(name)} == {}
     best = [json.loads((tmp_path / n / "checkpoint-3" / "state.json").read_text())["best"] for n in ("run", "plain")]
     assert best[0] == best[1]
 
@@ -200,7 +212,8 @@ def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, 
     run = grpo.set_up(config(tiny_model, str(tmp_path / "data"), tmp_path / "run", max_steps=9))
     shutil.rmtree(tmp_path / "data" / "images")
     with pytest.raises(
-        RunStopped, match=r"step 1: .*it was readable at the start.*; checkpoint-0 is whole: --resume takes"
+        RunStopped,
+        match=r"step 1: .*it was readable when the run started.*; checkpoint-0 is complete: retry",
     ):
         grpo.train(run)
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-0") is None
@@ -209,11 +222,14 @@ def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, 
 def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
     tiny_model, shapes, tmp_path, monkeypatch, capsys
 ):
-    """Torch tells of a full disk by an exception that is no Exception. The failure is not left until the next save."""
+    """A failed save is retried after the next step, not only at the next regular checkpoint.
+
+    On a full disk torch raises a CheckpointException, which is not a subclass of Exception.
+    """
     torch_save, failures = checkpoint.dcp.async_save, []
 
-    def failing(*args, **more):
-        future = torch_save(*args, **more)
+    def failing(*args, **kwargs):
+        future = torch_save(*args, **kwargs)
         if failures:
             return future
         failures.append(1)
@@ -225,18 +241,17 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
     monkeypatch.setattr(checkpoint.dcp, "async_save", failing)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2))
-    assert (
-        "no checkpoint of step 2: " in (said := capsys.readouterr().err) and "is full; there is no checkpoint" in said
-    )
+    stderr = capsys.readouterr().err
+    assert "could not save checkpoint-2: " in stderr and "is full; there is no checkpoint" in stderr
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """And one of the same number from before is there until the new one is whole."""
+    """An older checkpoint of the same step is kept until the new one is complete."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
-    grpo.save(run, last=True)
+    grpo.save_checkpoint(run, last=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
-    grpo.save(run, last=True)
+    grpo.save_checkpoint(run, last=True)
     assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
     rename = pathlib.Path.rename
 
@@ -249,27 +264,27 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            grpo.save(run, last=True)
+            grpo.save_checkpoint(run, last=True)
     assert Checkpoints(str(tmp_path)).find("newest") == tmp_path / "checkpoint-0"
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
     log = RunLog(str(tmp_path), {}, every=10)
-    real = pathlib.Path.open
+    path_open = pathlib.Path.open
 
-    def full(path, *args, **more):
+    def full(path, *args, **kwargs):
         if "a" in args:
             raise OSError(28, "No space left on device")
-        return real(path, *args, **more)
+        return path_open(path, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pathlib.Path, "open", full)
         for step in (1, 2):
             log.metrics(step, {"reward": 0.5})
         patch.setattr(pathlib.Path, "write_text", lambda *_, **__: full(tmp_path, "a"))
-        with pytest.raises(UserError, match=r"cannot write into .*No space left"):
+        with pytest.raises(UserError, match=r"cannot write to .*No space left"):
             RunLog(str(tmp_path), {}, every=10, resumed=2)
-    assert capsys.readouterr().err.count("wait in memory") == 1
+    assert capsys.readouterr().err.count("keeping its rows in memory") == 1
     log.metrics(3, {"reward": 0.5})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
@@ -293,47 +308,47 @@ def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(
 
 def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
     given = {}
-    monkeypatch.setattr(checkpoint.dist, "new_group", lambda **more: given.update(more))
-    Checkpoints(str(tmp_path), patience=0.5)
+    monkeypatch.setattr(checkpoint.dist, "new_group", lambda **kwargs: given.update(kwargs))
+    Checkpoints(str(tmp_path), timeout=0.5)
     assert given["timeout"].total_seconds() == 30
 
 
-PEER_LOSS_GRACE = """
+LONG_ROLLOUT = """
 import os, signal, sys, time
 from common import distributed, signals
-signals.ALONE = 0.5
+signals.PEER_LOSS_GRACE = 0.5
 distributed._processes[:] = [("torchrun", os.getpid(), 0), ("torchrun", int(sys.argv[1]), 0), ("another", 1, 0)]
-noted = signals.note_interrupts()
+received = signals.defer_signals()
 os.kill(os.getpid(), signal.SIGTERM)
 for _ in range(40):
     time.sleep(0.1)
-print("saved", noted)
+print("saved", received)
 """
 
 
 def test_who_is_left_alone_ends_and_who_is_not_saves():
-    """A process in a long rollout, by its own script: torchrun's SIGTERM with a sibling gone, and a pre-emption's."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+    """SIGTERM during a long rollout: the process exits if a peer has died, and saves if it is a pre-emption."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
     environment = os.environ | {"GROUP_RANK": "0"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    command = [sys.executable, "-c", PEER_LOSS_GRACE]
-    cases = ((gone.pid, 1, "another process is gone"), (os.getpid(), 0, "saved [15]"))
+    command = [sys.executable, "-c", LONG_ROLLOUT]
+    cases = ((dead.pid, 1, "another process died"), (os.getpid(), 0, "saved [15]"))
     started = [subprocess.Popen([*command, str(case[0])], cwd=ROOT, env=environment, **pipes) for case in cases]
-    for process, (_, status, wanted) in zip(started, cases):
-        said = "".join(process.communicate(timeout=60))
-        assert (process.returncode, wanted in said) == (status, True), said
+    for process, (_, status, expected) in zip(started, cases):
+        output = "".join(process.communicate(timeout=60))
+        assert (process.returncode, expected in output) == (status, True), output
 
 
 def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, shapes, tmp_path, monkeypatch):
-    """Two of three updates are left out before a checkpoint, the third after it; their norms are kept nowhere."""
+    """Skipped updates are counted across a checkpoint: two before it, the third after it. Their norms are not kept."""
     loss, bad = grpo.batch_loss, True
     monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")) if bad else loss(*a))
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, save_every=2))
     grpo.train(run)
     assert (run.skipped, run.norms) == (2, [])
     flags = dict(max_steps=9, resume="newest")
-    with pytest.raises(RunStopped, match=r"step 3: 3 updates in a row left out .*; checkpoint-3 is whole: --resume"):
+    with pytest.raises(RunStopped, match=r"step 3: 3 skipped updates in a row .*; checkpoint-3 is complete: continue"):
         grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     bad = False
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", num_generations=4))
@@ -343,42 +358,43 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
     assert [row["grad_norm_spike"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 0, 0, 1]
 
 
-# --- small parts ---------------------------------------------------------------------------------------------------
+# --- single functions -------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_named_by_whatever_is_not_a_number():
-    nan, fine, lost = torch.tensor([0.0, float("nan")]), torch.zeros(2), []
+    nan, finite = torch.tensor([0.0, float("nan")]), torch.zeros(2)
     for field in ("sampling_logp", "old_logp", "ref_logp"):
-        rollout = Rollout(torch.zeros(2), **({"sampling_logp": fine} | {field: nan}), advantage=1.0)
+        rollout = Rollout(torch.zeros(2), **({"sampling_logp": finite} | {field: nan}), advantage=1.0)
         group = Group(None, [rollout], 0, Sample("", "", [], f"row with {field}"))
-        found = describe_nonfinite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [([rollout], fine)])
-        assert f"(row with {field})" in found
-        lost.append(found)
-    assert len(lost) == 3
+        stats, logps = {"loss": torch.tensor(math.nan)}, [([rollout], finite)]
+        assert f"(row with {field})" in describe_nonfinite(stats, torch.tensor(1.0), [group], logps)
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The longest silent first: it is the lost one, most likely. Without the store nothing is said."""
+    """The oldest heartbeat comes first: it is probably that of the dead process. Without the store there is no text."""
 
     class Store(dict):
         def check(self, keys):
             return keys[0] in self
 
     store = Store({"9": f"{time.time() - 5} train".encode(), "10": f"{time.time() - 70} rollout".encode()})
-    monkeypatch.setattr(distributed, "_notes", [store])
+    monkeypatch.setattr(distributed, "_heartbeats", [store])
     monkeypatch.setattr(distributed, "world_size", lambda: 11)
-    assert re.fullmatch("rank 10 in «rollout» 70 s ago, rank 9 in «train» 5 s ago", distributed.last_heartbeats())
+    assert re.fullmatch('rank 10 in "rollout" 70 s ago, rank 9 in "train" 5 s ago', distributed.last_heartbeats())
 
-    def gone(*_):
-        raise torch.distributed.DistNetworkError("the store is gone")
+    def fail(*_):
+        raise torch.distributed.DistNetworkError("the store is unavailable")
 
-    monkeypatch.setattr(Store, "check", gone)
+    monkeypatch.setattr(Store, "check", fail)
     assert distributed.last_heartbeats() == ""
 
 
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
-    """torchrun sends it to a trainer's whole group. A worker that is killed is replaced and its call made again; when
-    that one is lost too there is no verdict: the answer is not called wrong."""
+    """torchrun sends SIGTERM to the trainer's whole process group; reward workers ignore it.
+
+    A killed worker is replaced and its call is retried. When the replacement dies, too, there is no verdict: the answer
+    is not scored as wrong.
+    """
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
     pool = WorkerPool(1, [f"{tmp_path}/r.py:fine"])
     assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
@@ -398,25 +414,28 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerPool, "call", lost)
         patch.setattr(rewards, "check_math", lambda: None)
-        scorer = rewards.Scorer("math", config.RewardFlags())
+        scorer = rewards.Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
         assert scorer([(Sample("?", "1/2", [], "row"), [completion])]) is None
     assert math.isnan(completion.reward) and "worker process died" in scorer.why_none
 
 
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
-    """A step that breaks off leaves gradients, with which PyTorch saves no moments; without them it takes an empty
-    step. The vision tower has none before the first picture."""
+    """AdamW's moments are initialised at the start, so that a checkpoint can be saved and loaded at any time.
+
+    An aborted step leaves gradients, with which PyTorch would not save moments; without gradients it would take a dummy
+    step. The vision tower has no gradients before the first image.
+    """
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
     state = run.optimizer.state_dict()["state"]
     assert len(state) == len(list(run.policy.parameters()))
-    assert all(about["step"] == 0 and not about["exp_avg"].any() for about in state.values())
+    assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state.values())
     next(run.policy.parameters()).grad = None
     for parameter in list(run.policy.parameters())[:3]:
         parameter.grad = torch.ones_like(parameter)
-    grpo.save(run, last=True)
-    assert all(about["step"] == 0 for about in run.optimizer.state_dict()["state"].values())
-    again = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
-    found = again.optimizer.state_dict()["state"]
-    assert all(about["step"] == 0 and not about["exp_avg_sq"].any() for about in found.values())
-    assert len(found) == len(state)
+    grpo.save_checkpoint(run, last=True)
+    assert all(entry["step"] == 0 for entry in run.optimizer.state_dict()["state"].values())
+    resumed = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
+    loaded = resumed.optimizer.state_dict()["state"]
+    assert all(entry["step"] == 0 and not entry["exp_avg_sq"].any() for entry in loaded.values())
+    assert len(loaded) == len(state)

@@ -1,4 +1,4 @@
-"""Prompts made ahead are those made on demand."""
+"""Prefetched prompts equal those encoded on demand."""
 
 import shutil
 
@@ -26,30 +26,30 @@ def same(a, b) -> bool:
 
 
 def test_prepared_or_not_the_prompts_are_the_same(stream):
-    places = [5, 6, 7, 200]
-    want = encode_prompts(stream.rows(places), stream.processor)
-    assert same(stream.get(places), want)
-    stream.prefetch(places)
-    assert same(stream.get(places), want)
-    stream.prefetch([1, 2])  # a run that takes a step again asks for other places than were prepared
-    assert same(stream.get(places), want)
+    positions = [5, 6, 7, 200]
+    want = encode_prompts(stream.rows(positions), stream.processor)
+    assert same(stream.get(positions), want)
+    stream.prefetch(positions)
+    assert same(stream.get(positions), want)
+    stream.prefetch([1, 2])  # a run that retries a step needs other positions than were prefetched
+    assert same(stream.get(positions), want)
 
 
 def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_path):
-    lost = next(p for p in range(1000) if stream.rows([p])[0].source.endswith("row 4"))
+    position = next(p for p in range(1000) if stream.rows([p])[0].source.endswith("row 4"))
     for file in (tmp_path / "shapes" / "images").iterdir():
         file.unlink()
-    stream.prefetch([lost])
-    with pytest.raises(StepFailed, match=r"row 4: image .*it was readable at the start"):
-        stream.get([lost])
+    stream.prefetch([position])
+    with pytest.raises(StepFailed, match=r"row 4: image .*it was readable when the run started"):
+        stream.get([position])
 
 
 def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
-    """Two engines of two processes each: every process has its own part of its engine's prompts."""
+    """With two engines of two processes each, every process samples different prompts of its engine."""
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
-    shares = []
+    assigned = []
     for rank in range(4):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        shares.append(stream.assign_prompts(0, 6, 8, 100, tensor_parallel=2)[0])
-    assert sorted(i for share in shares for i in share) == list(range(6))
-    assert len(shares[0] + shares[1]) == len(shares[2] + shares[3]) == 3
+        assigned.append(stream.assign_prompts(0, 6, 8, 100, tensor_parallel=2)[0])
+    assert sorted(i for indices in assigned for i in indices) == list(range(6))
+    assert len(assigned[0] + assigned[1]) == len(assigned[2] + assigned[3]) == 3

@@ -1,0 +1,159 @@
+"""run.sh: the recipes run offline, and mistakes get one line."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from common.files import read_jsonl
+from tests.helpers.scripts import ROOT
+
+RECIPES = ["vqa", "math mixed", "count"]
+HALVES = ["math text", "math image"]  # together they are "math mixed"
+
+
+def test_every_recipe_runs_offline_with_smoke(request):
+    """Two at a time, as a newcomer tries them; each prints the command it runs, whole."""
+    if not (ROOT / ".venv" / "installed").is_file():
+        pytest.skip("no .venv made by run.sh: the recipes would install one")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def smoke(recipe: str) -> subprocess.CompletedProcess:
+        command = ["./run.sh", *recipe.split(), "--smoke", f"--seed={len(recipe)}"]
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        recipes = RECIPES + (HALVES if request.config.getoption("--slow") else [])
+        for recipe, done in zip(recipes, pool.map(smoke, recipes)):
+            assert done.returncode == 0, done.stderr[-3000:]
+            (command,) = re.findall(r"^\+ .*grpo\.py .*", done.stdout, re.MULTILINE)
+            assert f"--task {recipe.split()[0]}" in command
+            assert f"--seed={len(recipe)}" in command, "flags that follow replace the recipe's"
+            rows = read_jsonl(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
+            assert [row["step"] for row in rows] == [1, 2]
+    command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--adapter=runs/smoke/count/final" in done.stdout
+    assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["maths"], "no recipe 'maths'; there are: demo"),
+        (["math"], "needs text, image or mixed after it"),
+        (["math", "--smoke"], "needs text, image or mixed after it, not '--smoke'"),
+        (["count"], "DATA=folder_or.zip ./run.sh count"),
+        (
+            ["vqa", "--smoke", "--output", "elsewhere"],
+            "--output: set OUTPUT, MODEL, ADAPTER or DATA in the environment",
+        ),
+    ],
+)
+def test_mistakes_with_run_sh_are_answered(arguments, message):
+    done = subprocess.run(["./run.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.fixture
+def sh(tmp_path):
+    """run.sh in a folder of its own; one stub is Python, pip, torchrun and nvidia-smi, says its arguments and installs
+    nothing."""
+    for name in ("run.sh", "requirements.txt", "requirements-gpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    stub = tmp_path / "nvidia-smi"
+    stub.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = -L ]; then exit $((1 - HAS_GPU)); fi; echo "$(basename "$0") $* ${RANK:+as rank $RANK}"\n'
+        'if [ "$2" = venv ]; then mkdir -p .venv/bin; for it in pip python torchrun; do cp "$0" .venv/bin/$it; done; fi'
+    )
+    stub.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+
+    def run(recipe: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": path, "HAS_GPU": "0", "PYTHON": str(stub)} | environment
+        return subprocess.run(
+            ["./run.sh", recipe, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_an_sft_adapter_is_trained_on_and_scored_before(sh):
+    said = sh("vqa", ADAPTER="sft").stdout
+    for script in ("grpo.py", "evaluate.py"):
+        assert re.search(rf"^\+ \S*python {script} .*--adapter sft ", said, re.MULTILINE), said
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NNODES": "two"}, "NNODES=two: must be a whole number, 1 or more"),
+        ({"NNODES": "2:4"}, "NNODES=2:4: must be a whole number, 1 or more"),
+        ({"NNODES": "0"}, "NNODES=0: must be a whole number, 1 or more"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "h"}, "NODE_RANK=1 needs NNODES, the number of machines"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "h"}, "NNODES=2 needs MASTER_ADDR"),
+        (TWO | {"NODE_RANK": "first"}, "NODE_RANK=first: must be a whole number, 0 or more"),
+        (TWO | {"NODE_RANK": "2"}, "NODE_RANK=2: must be below NNODES=2"),
+        (TWO | {"NODE_RANK": "08"}, "NODE_RANK=8: must be below NNODES=2"),
+        (TWO | {"MASTER_ADDR": "h:1234"}, "MASTER_ADDR=h:1234: must be the address alone"),
+        (TWO | {"MASTER_PORT": "http"}, "MASTER_PORT=http: must be a whole number, 1 or more"),
+        ({"N_GPUS": "all"}, "N_GPUS=all: must be a whole number, 1 or more"),
+        ({"RESTARTS": "x"}, "RESTARTS=x: must be a whole number, 0 or more"),
+    ],
+)
+def test_a_machine_that_does_not_know_its_place_is_told(sh, environment, message):
+    """In one line and before anything is set up: it would train alone, as would every other."""
+    done = sh("vqa", **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert not done.stdout
+
+
+def test_several_machines_have_rows_of_their_own_to_train_on(sh):
+    done = sh("vqa", "--smoke", **TWO)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "error: --smoke with NNODES=2: it makes its own model and rows, on one machine\n"
+
+
+def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
+    done = sh("vqa", MASTER_ADDR="vqa-master-0", MASTER_PORT="tcp://10.0.0.1:80", RANK="0", WORLD_SIZE="1", N_GPUS="02")
+    assert done.returncode == 0, done.stderr
+    assert "+ .venv/bin/torchrun --standalone --nproc_per_node 2 --max_restarts 0 grpo.py" in done.stdout
+    assert "as rank" not in done.stdout, "the evaluation would wait for the other machines"
+
+
+def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
+    """One without a GPU, too; they would all install into the folder that they share, at once."""
+    command = "before NNODES=2, on one machine: {}./run.sh setup\n"
+    for gpu, setting in (("0", ""), ("1", "GPU=1 ")):
+        done = sh("vqa", HAS_GPU=gpu, **TWO)
+        assert done.returncode == 2 and done.stderr.endswith(command.format(setting)), done.stderr
+        assert not done.stdout
+    done = sh("setup")
+    assert done.returncode == 0 and "--requirement requirements.txt" in done.stdout
+    assert sh("vqa", HAS_GPU="1", **TWO).stderr.endswith(command.format("GPU=1 ")), "without vLLM"
+    done = sh("setup", GPU="1")
+    assert done.returncode == 0 and "--requirement requirements-gpu.txt" in done.stdout
+    for gpu in "01":
+        done = sh("vqa", HAS_GPU=gpu, **TWO)
+        assert done.returncode == 0, done.stderr
+        assert "--nnodes 2 --nproc_per_node 1 --max_restarts 0 --rdzv_backend c10d" in done.stdout
+        assert "--rdzv_endpoint 10.0.0.1:29400 --rdzv_id grpo --rdzv_conf is_host=0 grpo.py" in done.stdout
+        assert "pip" not in done.stdout + sh("setup", HAS_GPU=gpu).stdout, "what serves a GPU serves without one"
+    with (tmp_path / "requirements.txt").open("a") as file:
+        file.write("more==1\n")
+    assert sh("vqa", **TWO).returncode == 2, "of other requirements"
