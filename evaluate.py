@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
+import transformers
 
 from common import console, distributed, errors
 from common.errors import RunStopped, UserError
@@ -317,7 +317,7 @@ def load_baseline(cfg: Config) -> Policy | None:
             f"--baseline {cfg.baseline!r} is neither a model nor the folder of an evaluation ({reason})"
         ) from None
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(cfg.model)
+        config = transformers.AutoConfig.from_pretrained(cfg.model)
         shapes = {name: param.shape for name, param in auto_class(config).from_config(config).named_parameters()}
     if is_adapter:
         return policy

@@ -9,6 +9,8 @@ LLaMA-Factory and ms-swift leave beside an adapter are ignored. Tokenizer, proce
 config are copied from the base.
 """
 
+from __future__ import annotations
+
 import copy
 import gc
 import json

@@ -194,7 +194,6 @@ def _cumulative(lengths: list[int]) -> Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable
 def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,

@@ -11,6 +11,8 @@ Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary,
 else 1).
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib.metadata

@@ -40,7 +40,7 @@ def run(main: Callable[[Any], None], config: type) -> None:
     except (UserError, RunStopped) as error:
         prefix = f"[rank {rank}] " if rank else ""
         print(f"{prefix}{'error: ' if isinstance(error, UserError) else ''}{error}", file=sys.stderr, flush=True)
-        # Not sys.exit: after an error on one rank the others wait in a collective, and interpreter shutdown would wait
-        # for it too. Exiting at once lets torchrun end them.
+        # Not sys.exit: after an error on one rank, other ranks wait in a collective, and interpreter shutdown would
+        # wait for it too. Exiting at once lets torchrun end them.
         sys.stdout.flush()
         os._exit(2 if isinstance(error, UserError) else error.status)

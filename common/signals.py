@@ -23,7 +23,7 @@ def defer_signals() -> list[int]:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
         if int(os.environ.get("RANK", 0)) == 0:
-            message = "\nstopping: finishing the current work and saving a checkpoint; press Ctrl-C again to exit now"
+            message = "\nstopping and saving a checkpoint; press Ctrl-C again to exit now"
             print(message, file=sys.stderr, flush=True)
 
     if "GROUP_RANK" in os.environ:  # set by torchrun

@@ -11,6 +11,8 @@ the correct answers, so GRPO can undo these errors.
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import pathlib

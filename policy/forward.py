@@ -8,18 +8,13 @@ Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V
 """
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface
 
 from packing import PackedBatch, shared_prefix_attention
 
 LOGIT_ROWS = 512  # completion tokens per lm_head call; bounds the (rows, V) float32 logits to 0.3 GB for V = 152k
-# The Qwen vision towers attend to all windows in one call only if the attention's name contains "flash"; otherwise they
-# loop over the windows. The language model needs a name without "flash", because transformers' mask code would look for
-# the flash-attn package.
-AttentionInterface.register("shared_prefix", shared_prefix_attention)
-AttentionInterface.register("flash_shared_prefix", shared_prefix_attention)
 
 
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
@@ -31,6 +26,12 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     The attention function is set in the configs after loading. `from_pretrained` would reject the vision tower's
     attention name unless the flash-attn package is installed.
     """
+    # The Qwen vision towers attend to all windows in one call only if the attention's name contains "flash"; otherwise
+    # they loop over the windows. The language model needs a name without "flash", because transformers' mask code would
+    # look for the flash-attn package.
+    attention = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
+    for name in ("shared_prefix", "flash_shared_prefix"):
+        transformers.AttentionInterface.register(name, attention)
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:

@@ -1,23 +1,16 @@
 """The policy: load a model, freeze or train its vision tower, and wrap it so that a packed batch goes in and token
 log-probabilities come out."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from common import console
 from common.errors import UserError
@@ -44,7 +37,7 @@ class Policy(nn.Module):
     embedding or the lm_head therefore runs inside this module's forward.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: transformers.PreTrainedModel):
         super().__init__()
         self.model = model
         self.keep_unsharded = False
@@ -75,7 +68,7 @@ class Policy(nn.Module):
 
 def load_model(
     name: str, dtype: torch.dtype, four_bit_device: torch.device | None = None, to_shard: bool = False
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Load the causal or image-text model saved at `name` on the CPU.
 
     `four_bit_device`: load it on this device instead, with the linear layers of the decoder stack in 4 bits.
@@ -93,14 +86,14 @@ def load_model(
         return auto_class(config).from_pretrained(name, **options)
 
 
-def load_config(name: str) -> PreTrainedConfig:
+def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
     Raises UserError when it cannot be read. Also raises it when the weights were saved quantised: these can neither be
     trained nor merged with an adapter.
     """
     with _explain_load_errors(name):
-        config = AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
@@ -120,18 +113,18 @@ def _explain_load_errors(name: str) -> Iterator[None]:
         ) from None
 
 
-def auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: transformers.PreTrainedConfig) -> type:
     """Return the transformers Auto class that builds models from `config`."""
-    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    multimodal = type(config) in transformers.AutoModelForImageTextToText._model_mapping
+    return transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
 
 
-def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+def four_bit_config(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """Return the settings of QLoRA (arXiv:2305.14314): nf4 with double quantisation, computing in `dtype`.
 
     The lm_head is not quantised, and neither is the vision tower, because the sampler uses its features.
     """
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -176,7 +169,7 @@ def check_trained(policy: Policy, flags: PolicyFlags) -> None:
         print("--train_vision has no effect: the adapter does not adapt a vision tower", file=sys.stderr)
 
 
-def vision_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+def vision_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]:
     """Return the parameters of the vision tower, its merger included; an empty list for a text model."""
     tower = getattr(model.model, "visual", None)
     return list(tower.parameters()) if tower is not None else []
@@ -219,12 +212,14 @@ def cache_image_features(
 
 def saved_dtype(name: str) -> torch.dtype:
     """Return the dtype that the model at `name` was saved in. Its trained weights are exported in the same dtype."""
-    dtype = AutoConfig.from_pretrained(name).dtype
+    dtype = transformers.AutoConfig.from_pretrained(name).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def stop_tokens(
-    generation: GenerationConfig | dict | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    generation: transformers.GenerationConfig | dict | None,
+    config: transformers.PreTrainedConfig,
+    tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> list[int]:
     """Return every token that ends a completion, from the generation config, the model's config and the tokenizer."""
     tokens = {tokenizer.eos_token_id}

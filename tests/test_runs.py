@@ -224,7 +224,7 @@ def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_no
     """Without verdicts in step 3, the run stops and saves step 2. The resumed run equals an undisturbed one."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
     flags = dict(max_steps=4, seed=3, reward=(f"{tmp_path}/r.py:fine",))
-    grpo.main(config(tiny_model, shapes, tmp_path / "whole", **flags))
+    grpo.main(config(tiny_model, shapes, tmp_path / "undisturbed", **flags))
     silent = "def fine(completion, answer, **_):\n    import os\n    if os.path.exists(SILENT):\n        return None\n"
     silent = silent.replace("SILENT", repr(str(tmp_path / "silent"))) + "    return len(completion) % 7\n"
     (tmp_path / "r.py").write_text(silent)
@@ -237,8 +237,8 @@ def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_no
             grpo.main(config(tiny_model, shapes, tmp_path / "broken", **flags))
     (tmp_path / "silent").unlink()
     grpo.main(config(tiny_model, shapes, tmp_path / "broken", resume="newest", **flags))
-    whole, broken = weights(tmp_path / "whole" / "final"), weights(tmp_path / "broken" / "final")
-    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    undisturbed, broken = weights(tmp_path / "undisturbed" / "final"), weights(tmp_path / "broken" / "final")
+    assert all(torch.equal(undisturbed[name], broken[name]) for name in undisturbed)
 
 
 def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
@@ -376,8 +376,8 @@ def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
 
     (copy("a") / "config.json").unlink()
     (copy("b") / "preprocessor_config.json").unlink()
-    whole = (copy("c") / "model.safetensors").read_bytes()
-    (tmp_path / "c" / "model.safetensors").write_bytes(whole[:1000])
+    content = (copy("c") / "model.safetensors").read_bytes()
+    (tmp_path / "c" / "model.safetensors").write_bytes(content[:1000])
     for name, message in (("a", "not a complete model"), ("b", "not a complete model"), ("c", "cannot load a model")):
         with pytest.raises(UserError, match=message):
             grpo.main(config(str(tmp_path / name), shapes, tmp_path / "out", max_steps=1))

@@ -27,7 +27,7 @@ GROUPS_PER_REPORT = 3  # groups that are logged of a reported step
 
 
 class RunLog:
-    """Writes the files of a run on the main process; does nothing on the others."""
+    """Writes the log files of a run on the main process; does nothing on other processes."""
 
     def __init__(self, folder: str, config: dict[str, Any], every: int, resumed: int | None = None):
         """Create the log files of a new run, or continue those of a run resumed after step `resumed`.
