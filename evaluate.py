@@ -37,7 +37,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from common import console, distributed, errors
+from common import cli, console, distributed, errors
 from common.errors import RunStopped, UserError
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
@@ -393,4 +393,4 @@ def write_results(
 
 
 if __name__ == "__main__":
-    distributed.run(main, Config)
+    distributed.run(main, cli.parse(Config))

@@ -13,6 +13,12 @@ Shapes: P prompts per step over all processes, G completions per prompt, N compl
 completion, C completion tokens of one micro-batch, K reward functions.
 """
 
+from common import cli
+from config import Config
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds: --help and wrong flags are answered at once
+    ARGS = cli.parse(Config)
+
 import math
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +30,6 @@ from tqdm import tqdm
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.records import Group, Rollout, Sample
-from config import Config
 from data import load_split, make_processor, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
@@ -525,4 +530,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, Config)
+    distributed.run(main, ARGS)

@@ -318,4 +318,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, cli.parse(Config))

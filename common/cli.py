@@ -1,6 +1,6 @@
 """Parse the command line and report expected errors in one line.
 
-Every script ends with `run(main, Config)`. A user's mistake (a missing file, a bad row, an invalid flag) raises
+Every script ends with `run(main, parse(Config))`. A user's mistake (a missing file, a bad row, an invalid flag) raises
 `UserError`: the script prints its message without a traceback and exits with status 2. A bug keeps its traceback.
 """
 
@@ -8,26 +8,33 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import tyro
 
+from common import console
 from common.errors import RunStopped, UserError, WorkerLost
 
+T = TypeVar("T")
 
-def run(main: Callable[[Any], None], config: type) -> None:
-    """Parse the command line into `config`, call `main` with it, and print expected errors as one line on stderr.
+
+def parse(config: type[T]) -> T:
+    """Parse the command line into `config`.
 
     An unknown flag is an error that names the nearest known flag (exit status 2). Under torchrun every rank has the
-    same command line, so only rank 0 prints errors about it. Later errors are prefixed with their rank.
+    same command line, so only rank 0 prints errors about it.
     """
-    gc.freeze()  # the collector need not scan imported modules at exit, which saves 0.7 s
-    rank = int(os.environ.get("RANK", 0))
     arguments = sys.argv[1:]
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"
-    args = tyro.cli(config, args=arguments, use_underscores=True, console_outputs=rank == 0)
+    return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
+
+
+def run(main: Callable[[T], None], args: T) -> None:
+    """Call `main` with the parsed `args` and print expected errors as one line on stderr, prefixed with the rank."""
+    gc.freeze()  # the collector need not scan imported modules at exit, which saves 0.7 s
+    rank = int(os.environ.get("RANK", 0))
     try:
         try:
             main(args)

@@ -9,7 +9,7 @@ import pathlib
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,15 @@ _processes: list[tuple[str, int, int]] = []  # for each rank: the torchrun that 
 _heartbeats: list[dist.Store] = []  # at most one store, in which every process records its current activity
 
 
-def run(main: Callable[[Any], None], config: type) -> None:
+def run(main: Callable[[T], None], args: T) -> None:
     """Run `cli.run` for a script that joins the process group with `start`.
 
     Errors caused by a dead process or a full GPU are printed in one line, too.
     """
-    cli.run(functools.partial(_explain_failures, main), config)
+    cli.run(functools.partial(_explain_failures, main), args)
 
 
-def _explain_failures(main: Callable[[Any], None], args: Any) -> None:
+def _explain_failures(main: Callable[[T], None], args: T) -> None:
     try:
         main(args)
         shutdown()

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from common.cli import run
+from common import cli
 from demo import tiny
 
 ROWS = 8
@@ -102,4 +102,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, cli.parse(Config))

@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from common.cli import run
+from common import cli
 from common.records import Group, Prompt, Rollout, Sample
 from data import Processor, encode_prompt, load_processor, load_samples
 from packing import pack
@@ -291,4 +291,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, cli.parse(Config))

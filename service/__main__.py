@@ -4,4 +4,4 @@ from common import cli
 from service.app import Config, main
 
 if __name__ == "__main__":
-    cli.run(main, Config)
+    cli.run(main, cli.parse(Config))

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from common import console, distributed
+from common import cli, console, distributed
 from common.distributed import partition_lpt
 from common.errors import RunStopped, UserError
 from common.files import flush, partial_path
@@ -545,4 +545,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, Config)
+    distributed.run(main, cli.parse(Config))

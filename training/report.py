@@ -13,7 +13,7 @@ import os
 import pathlib
 from dataclasses import dataclass
 
-from common.cli import run
+from common import cli
 from common.errors import UserError
 from common.figures import STYLE, save_figure
 from common.files import read_jsonl
@@ -153,4 +153,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    cli.run(main, cli.parse(Config))

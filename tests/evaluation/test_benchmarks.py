@@ -602,7 +602,7 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     flags = [f"--{name}={value}" for name, value in settings.items()]
     evaluate.main(Config(**settings, output=f"{tmp_path}/whole"))
     script = "import evaluate; from common import cli; from evaluation import held_out; held_out.CHUNK = 2; "
-    script += "cli.run(evaluate.main, evaluate.Config)"
+    script += "cli.run(evaluate.main, cli.parse(evaluate.Config))"
     command = [sys.executable, "-c", script, *flags, f"--output={tmp_path}/killed"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     path = tmp_path / "killed" / "predictions.part-0"

@@ -221,7 +221,7 @@ def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
 
 
 def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shapes, tmp_path):
-    flags = [f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", "--load_in_4bit", "--dtype=bfloat16"]
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", "--load_in_4bit", "--dtype=float32"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()]
     flags += ["--learning_rate=1e-3", "--beta=0.01", "--max_steps=2"]
     for processes in (0, 2):
@@ -229,7 +229,7 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
         assert process.returncode == 0, process.stderr[-2000:]
     one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
     for name in ("reward", "grad_norm", "entropy", "kl"):
-        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=0.05, abs=1e-3), name
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-3, abs=1e-4), name
     one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("0", "2"))
     assert one.keys() == two.keys() and any(two[name].any() for name in two if "lora_B" in name)
 
