@@ -3,7 +3,7 @@
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
-decides which rows come when.
+decides the order in which the rows are used.
 
 The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
 The trainer gets the same prompt with each image expanded to its tokens.
@@ -68,7 +68,7 @@ class Processor:
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
-        """The tokenizer's special tokens. In a question they would end the turn or stand for an image."""
+        """The tokenizer's special tokens. In a question, they would end the turn or stand for an image."""
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @property
@@ -172,8 +172,8 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     """Compute the token ids, fitted images, vision inputs and positions of `sample`.
 
-    Raises ValueError when the question contains a control token, or when the numbers of placeholders and images
-    differ. Raises UserError, naming the row, when an image can no longer be read.
+    Raises ValueError when the question contains a control token, or when the number of placeholders differs from
+    the number of images. Raises UserError, naming the row, when an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
     if not sample.images:
@@ -194,7 +194,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
-    """Call `encode_prompt` on each sample, in threads. Image processing, most of the work, releases the GIL."""
+    """Call `encode_prompt` on each sample in threads. Image processing is most of the work, and it releases the GIL."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
@@ -212,7 +212,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
-    text = processor.template.render(content=sample.prompt)  # the question is data, so it is never a template itself
+    text = processor.template.render(content=sample.prompt)  # the question itself is never used as a template
     content: str | list[dict] = text
     if sample.images:
         content = []
@@ -251,7 +251,7 @@ def load_samples(
     columns: Columns | None = None,
     keep_repeats: bool = False,
 ) -> list[Sample]:
-    """Load the usable rows of `data`. Their image tags, images, answers and prompt lengths are checked.
+    """Check the image tags, images, answers and prompt lengths of `data`, and load the usable rows.
 
     Images are checked but not kept in memory. With a `processor`, prompt lengths include the expanded image tokens, and
     a prompt longer than `max_prompt_length` makes a row bad. Without a `task`, gold answers only need to be non-empty.
@@ -350,7 +350,7 @@ def _check_row(
     max_prompt_length: int | None,
     image_sizes: dict[str, tuple[int, int]],
 ) -> tuple[str | None, str, int]:
-    """Return (problem or None, key that is equal for duplicate rows, prompt tokens).
+    """Return (problem or None, key that duplicate rows share, prompt tokens).
 
     `image_sizes` caches the (height, width) of images that are already checked. This function adds to it.
     """
@@ -407,7 +407,7 @@ def _checked_length(
 
 @dataclass
 class Config:
-    """Write a data set of any format as EasyR1 JSONL."""
+    """Write a data set of any supported format as EasyR1 JSONL."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
@@ -426,7 +426,7 @@ class Config:
     image_column: str | None = None
     """Name of the image column. Default: "images" or "image"."""
     skip_bad_rows: bool = False
-    """Leave out bad and duplicate rows instead of stopping at bad ones. They are listed either way."""
+    """Leave out bad rows and duplicates instead of stopping at bad rows. Both are listed either way."""
     overwrite: bool = False
     """Replace `output_jsonl` if it exists."""
 
@@ -435,7 +435,7 @@ def convert(cfg: Config) -> int:
     """Write a data set as EasyR1 JSONL and return the number of rows.
 
     The output file appears only when it is complete. Raises UserError when it already exists and `overwrite` is off,
-    when it cannot be written, or when `load_samples` raises it.
+    when it cannot be written, or when `load_samples` raises UserError.
     """
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:

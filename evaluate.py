@@ -12,17 +12,17 @@ The scores of a task are
     n               number of rows
     reward          mean reward of the task
     exact_match     fraction of correct completions (`rewards.exact_match`); equals pass@1
-    exact_match_95  its 95% bootstrap interval over rows
+    exact_match_95  95% bootstrap interval of exact_match over rows
     format_rate     fraction of completions in the task's format
     mean_length     mean completion length in tokens
     mean_characters mean completion length in characters
-    no_verdict      fraction of completions that the verifier gave no verdict on; all other scores leave them out
+    no_verdict      fraction of completions without a verdict from the verifier; all other scores leave them out
     truncated       fraction of completions cut off at max_tokens
     pass@k          probability that at least one of k completions is correct, unbiased (`pass_at_k`)
 
-A benchmark has `score` with `score_95`, `pass@k`, `no_answer` (fraction of responses without a readable answer) and
-`parts`: the score of each level, category or type. `scoring` names the server that was asked, or says that the answers
-were scored by rule.
+The scores of a benchmark are `score`, its interval `score_95`, `pass@k`, `no_answer` (fraction of responses without a
+readable answer) and `parts` (the score of each level, category or type). `scoring` names the server model that was
+used, or says that the answers were scored by rule.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Config(EngineFlags, RewardFlags, DataFlags):
     benchmark: Literal[tuple(BENCHMARKS)] | None = None
     """Named benchmark to score on instead of a task; its rows come from the hub unless `data` is given."""
     data: str = ""
-    """Rows, in any format that training reads. With a benchmark: a file or folder with the benchmark's columns."""
+    """Rows to score on, in any format that training reads. For a benchmark: a file or folder with its columns."""
     task: Literal["count", "math", "vqa"] = "count"
     """Prompt template and reward; ignored with a benchmark."""
     output: str = "runs/evaluation"
@@ -118,14 +118,14 @@ class Config(EngineFlags, RewardFlags, DataFlags):
         )
 
     def sampling(self) -> tuple[int, int, float, float, int]:
-        """Return the sampling arguments of `sample_rows`, in its order."""
+        """Return the sampling arguments in the order in which `sample_rows` takes them."""
         return self.max_tokens, self.n, self.temperature, self.top_p, self.seed
 
 
 def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
     """Return the rows of a file of predictions and the output saved with each row.
 
-    A response that is null or empty counts as wrong. Raises UserError that names the first bad rows, unless
+    A response that is null or empty counts as wrong. Raises a UserError that names the first bad rows, unless
     `cfg.skip_bad_rows` is set.
     """
     samples, outputs, problems = [], [], []
@@ -155,7 +155,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
 
 
 def _pop_output(row: dict) -> dict:
-    """Remove the saved output from `row` and return it: `responses`, plus `lengths`, `truncated` and `pictures` where
+    """Remove the saved output from `row` and return it: `responses`, plus `lengths`, `truncated` and `pictures` if
     the row has them. Raises RowError."""
     if "responses" not in row and "response" not in row:
         raise RowError(f"neither 'response' nor 'responses' (columns: {', '.join(row)})")
@@ -199,7 +199,7 @@ def write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict
 
 
 class Judge:
-    """Judges and summarises responses as the command line asks: by a benchmark, or by the rewards of a task."""
+    """Judges and summarises responses by a benchmark or by the rewards of a task, as the flags select."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -286,7 +286,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
 
 
 def weights_mtime(name: str, model: str | None) -> dict[str, Any]:
-    """Return the path or hub name of a model and, for a folder, when its weights were written."""
+    """Return the path or hub name of a model and, for a folder, the times at which its weights were written."""
     mtimes = [path.stat().st_mtime for path in sorted(pathlib.Path(model or "/none").glob("*.safetensors"))]
     return {name: model, f"weights of the {name}": mtimes}
 
@@ -300,9 +300,9 @@ def _resumable(cfg: Config) -> Iterator[None]:
 
 
 def load_baseline(cfg: Config) -> Policy | None:
-    """Load the model or adapter to compare with. Returns None when it is the folder of an earlier evaluation.
+    """Load the model or adapter to compare with. Returns None for the folder of an earlier evaluation.
 
-    Raises UserError when its parameters differ in shape from the model's: both models use the same sampler.
+    Raises UserError when the baseline's parameters differ in shape from the model's, because both use the same sampler.
     """
     folder = pathlib.Path(cfg.baseline)
     if (folder / "predictions.jsonl").is_file():
@@ -324,8 +324,8 @@ def load_baseline(cfg: Config) -> Policy | None:
     for name, param in policy.model.named_parameters():
         if shapes.get(name) != param.shape:
             raise UserError(
-                f"--baseline {cfg.baseline}: its {name} has another shape than in {cfg.model}; score the baseline in a "
-                "separate run and give --baseline the output folder of that run"
+                f"--baseline {cfg.baseline}: its {name} has a different shape in {cfg.model}; score the baseline in "
+                "a separate run and give --baseline the output folder of that run"
             )
     return policy
 
@@ -368,7 +368,7 @@ def write_results(
 ) -> None:
     """Write every file of the evaluation and print the table. `baseline` holds the baseline's scores and predictions.
 
-    Raises UserError when the two sides have no row in common.
+    Raises UserError when the evaluation and its baseline have no row in common.
     """
     folder = pathlib.Path(cfg.output)
     baseline_scores = paired = None

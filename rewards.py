@@ -4,8 +4,8 @@ A reward is a plain function of text, `fn(completion, answer, **sample_fields) -
 decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
 group. The docstring of each reward gives its range, an example and the exploits it guards against.
 
-`TASKS` holds the prompts of each task, `REWARDS` its reward, and `exact_match` decides what evaluation counts as right.
-Parsing of answers, math-verify and the verifier model are in `grading/`.
+`TASKS` holds the prompts of each task and `REWARDS` its reward. `exact_match` decides which completions evaluation
+counts as correct. Answer parsing, math-verify and the verifier model are in `grading/`.
 """
 
 import functools
@@ -61,7 +61,7 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
 
     Each tag must occur once, in lower case and in this order. Only white space may surround or separate the two blocks,
     and neither block may be blank. Example: `<think>a</think><answer>b</answer>` scores 1. Guards against several
-    answer blocks of which one is right, text after the answer, and an empty think block.
+    answer blocks, one of which is right, text after the answer, and an empty think block.
     """
     return float(split_think_answer(completion) is not None)
 
@@ -84,10 +84,10 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 def count_reward(completion: str, answer: str | int, **_: object) -> float:
     """Score how close the count is; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
 
-    With distance d to the gold count, the reward is 1 for d = 0, 0.85 for 1, 0.7 for 2, 0.5 − 0.1·(d − 2) for 3 to 5,
-    and 0 beyond that or without a number. Example: "A photo of 12 apples" scores 0.7 if the gold answer is "A photo of
-    10 apples". Guards against listing many numbers (only the first counts), counting in the think block, and hedging
-    with a decimal.
+    At distance d from the gold count, the reward is 1 for d = 0, 0.85 for 1, 0.7 for 2, 0.5 − 0.1·(d − 2) for 3 to 5,
+    and 0 for a larger distance or if there is no number. Example: "A photo of 12 apples" scores 0.7 if the gold answer
+    is "A photo of 10 apples". Guards against listing many numbers (only the first counts), counting in the think block,
+    and hedging with a decimal.
     """
     count, gold = first_count(completion), first_count(str(answer))
     if count is None or gold is None:
@@ -107,12 +107,12 @@ def count_format(completion: str, **_: object) -> float:
 
 
 def vqa_reward(completion: str, answer: str, **_: object) -> float:
-    """Score the words of the answer block if the format holds; range 0, or 0.5 to 1.
+    """Score the words of the answer block if the format is correct; range 0, or 0.5 to 1.
 
     For the gold answers "yes" and "no", the reward is 1 if the answer starts with that word and does not contain the
-    opposite one, else 0. For any other gold answer it is 1 if the words are equal, else their F1 score if that is at
-    least 0.5, else 0. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no",
-    against finding "no" in "abnormal", and against listing every possible answer.
+    opposite word, else 0. For any other gold answer it is 1 if the words are the same, else their F1 score if that is
+    at least 0.5, else 0. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and
+    no", against finding "no" in "abnormal", and against listing every possible answer.
     """
     blocks = split_think_answer(completion)
     gold = words(str(answer))
@@ -132,14 +132,14 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
 MAX_ANSWER_CHARS = 2000  # longer answers are not sent to the verifier: padding could overflow its context
-MATH_TIMEOUT = 1.0  # seconds; an honest comparison takes milliseconds
+MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
 
 
 @functools.cache
 def _math_workers() -> WorkerPool:
-    """Start the processes that compare answers. The training processes on this machine share its CPU cores."""
+    """Start the processes that compare answers. The CPU cores are divided among this machine's training processes."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return WorkerPool(min(max(cores, 1), 8), [MATH_EQUAL])
 
@@ -186,13 +186,13 @@ def math_reward(
 ) -> float | None:
     """Score 1 if the answer equals the gold answer mathematically, −1 if not, and None if the verifier cannot tell.
 
-    The reward is −1 unless the format holds. The candidate is the last balanced `\\boxed{…}` of the answer block, or
-    the whole block if it has no box. The reward is 1 if math-verify finds the candidate equal to the gold answer.
+    The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
+    or the whole block if it has no box. The reward is 1 if math-verify finds the candidate equal to the gold answer.
     Otherwise `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply. Without a
     verifier the reward is −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
-    several answers of which one is right, a word with permuted letters, answers that take forever to compute, and
+    several answers, one of which is right, a word with its letters permuted, answers that take forever to compute, and
     answers that instruct the verifier or overflow its context.
     """
     blocks = split_think_answer(completion)
@@ -224,7 +224,7 @@ FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward, "math
 
 
 def exact_match(task: str, completion: str, answer: str, reward: float | None = None) -> bool:
-    """Whether the answer is exactly right: full reward and, for VQA, the words of the gold answer in the same order.
+    """Whether the answer is exactly right: it gets full reward and, for VQA, has the gold answer's words in order.
 
     Pass the task's `reward` if it is already known.
     """
@@ -236,7 +236,7 @@ def exact_match(task: str, completion: str, answer: str, reward: float | None = 
 
 
 def gold_problem(task: str | None, answer: str) -> str | None:
-    """Explain why no completion could match this gold answer; None if the answer is fine."""
+    """Return the reason why no completion could match this gold answer, or None if the answer is usable."""
     if not str(answer).strip():
         return "the answer is empty"
     if task == "math" and not balanced(answer):
@@ -257,14 +257,14 @@ MAX_UNSCORED = 0.1  # fraction of a step's completions; the run stops if more ar
 class Scorer:
     """Score completions with all rewards of a run.
 
-    The rewards are named, in this order: the task's own, each `--reward`, and "overlong" if that penalty is on.
+    The rewards are, in this order: the task's own, each `--reward`, and "overlong" if that penalty is on.
     """
 
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
-        self.parameters: dict[str, set[str] | None] = {}  # the parameters each one accepts; None for any
+        self.parameters: dict[str, set[str] | None] = {}  # parameters of each one; None if it accepts any
         for text in flags.reward:
             self._add(text)
         if "math" in self.weights:
@@ -279,7 +279,7 @@ class Scorer:
         return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
 
     def _add(self, text: str) -> None:
-        """Register one `--reward`, `NAME[=WEIGHT]`, where NAME is built in or file.py:function."""
+        """Register one `--reward`, `NAME[=WEIGHT]`, where NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
         if name in BUILT_IN:

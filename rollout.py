@@ -1,11 +1,11 @@
-"""Sample completions behind one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
+"""Samplers of completions that share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
 `VLLMEngine` runs inside each training process. It receives the trainer's weights before every step, and it frees its
 GPU memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache and needs no
 GPU. Each engine holds a full copy of the weights, so ranks sample without collectives, each at its own pace.
 
-The random numbers of a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
-the same completions on any number of processes, up to rounding in matrix products of different shapes.
+The random numbers used for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore
+give the same completions on any number of processes, up to rounding in matrix products of different shapes.
 
 Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
 else 1).
@@ -78,9 +78,9 @@ def make_engine(
 ) -> Engine:
     """Build the sampler that `flags` select, with the weights saved at `model`, and print what `auto` chose.
 
-    `max_length` is the maximum number of tokens in a prompt and its completion together, `max_images` the maximum
-    number of images in a prompt. Pass `with_weights=False` if `sync_weights` is called before `generate`; vLLM then
-    skips reading the weights. Raises UserError if the sampler is not available.
+    `max_length` is the maximum number of tokens in a prompt and its completion together, and `max_images` is the
+    maximum number of images in a prompt. Pass `with_weights=False` if `sync_weights` is called before `generate`; vLLM
+    then skips reading the weights. Raises UserError if the sampler is not available.
     """
     if distributed.world_size() % flags.tensor_parallel:
         raise UserError(
@@ -125,8 +125,9 @@ def restore_compiler_settings() -> Iterator[None]:
 class VLLMEngine:
     """vLLM inside the training process: one request per prompt, weights pushed before every step.
 
-    vLLM receives prompts with one placeholder per image, and the resized images. `generate` checks that vLLM expands
-    them to the trainer's tokens. The first call with images also checks that vLLM computes the trainer's pixel values.
+    vLLM receives each prompt with one placeholder per image, together with the resized images. `generate` checks that
+    vLLM expands the placeholders to the same tokens as the trainer. The first call with images also checks that vLLM
+    computes the same pixel values as the trainer.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads them
+        for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
             os.environ.setdefault(name, "0")
         options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
         if processor.image_processor is not None:
@@ -168,7 +169,7 @@ class VLLMEngine:
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
-                    logprobs_mode="processed_logprobs",  # after temperature and top-p: the distribution sampled from
+                    logprobs_mode="processed_logprobs",  # of the distribution after temperature and top-p
                     **options,
                 )
         except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
@@ -187,7 +188,7 @@ class VLLMEngine:
         self.group = groups[rank // size]
 
     def sleep(self) -> None:
-        """Discard weights and KV cache instead of copying them to the host: the next sync brings new weights."""
+        """Discard the weights and KV cache instead of copying them to the host; the next sync sends new weights."""
         self.llm.sleep(level=2)
         self.asleep = True
 
@@ -228,7 +229,7 @@ class VLLMEngine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        if self.flags.tensor_parallel > 1:  # all ranks of one engine work on the prompts of all of them
+        if self.flags.tensor_parallel > 1:  # every rank of an engine works on the prompts of all its ranks
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
             all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
@@ -253,13 +254,13 @@ class VLLMEngine:
                 max_tokens=max_tokens,
                 ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
                 stop_token_ids=self.stop,
-                logprobs=0,  # return only the sampled token's
+                logprobs=0,  # return only the sampled token's log-probability
                 flat_logprobs=True,
                 detokenize=False,
             )
             for seed in seeds
         ]
-        # vLLM divides by the bar's elapsed time, so pass no bar at all rather than a disabled one.
+        # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
         with self._record_tower_inputs() as tower_inputs:
@@ -273,7 +274,7 @@ class VLLMEngine:
                 raise UserError(
                     f"{prompt.source}: vLLM expands the prompt to {len(output.prompt_token_ids)} tokens that differ "
                     f"from the trainer's {len(prompt.ids)}: their tokenizers or image processors differ; use "
-                    "--engine hf, which has the trainer's"
+                    "--engine hf, which uses the trainer's"
                 )
         completions = [completion for output in outputs for completion in output.outputs]
         token_ids = [list(c.token_ids) for c in completions]
@@ -290,8 +291,8 @@ class VLLMEngine:
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
         """Return the image part of a request: the trainer's features if it has them, else the resized images.
 
-        The trainer computes features when its vision tower is frozen. They save vLLM the tower's work and exclude any
-        difference between the two towers.
+        The trainer computes features when its vision tower is frozen. Passing them to vLLM saves running its own tower
+        and rules out any difference between the two towers.
         """
         if not prompt.images:
             return {}
@@ -301,13 +302,13 @@ class VLLMEngine:
         return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
 
     def _takes_features(self, prompt: Prompt) -> bool:
-        """Whether vLLM accepts the prompt's features. It does not if they include inner layers of the tower (Qwen3-VL),
-        which makes them wider than the hidden size."""
+        """Whether vLLM accepts the prompt's features. It rejects features that include inner layers of the tower
+        (Qwen3-VL), because they are wider than the hidden size."""
         return prompt.features is not None and prompt.features.shape[-1] == self.hidden_size
 
     @contextlib.contextmanager
     def _record_tower_inputs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record (pixels, grids) of every call of vLLM's vision tower, unless the pixels have already been checked."""
+        """Record (pixels, grids) of every call to vLLM's vision tower, unless the pixels have already been checked."""
         tower_inputs: list[tuple[Tensor, Tensor]] = []
 
         def hook(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -329,9 +330,9 @@ class VLLMEngine:
 
 
 def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Tensor]]) -> None:
-    """Check that vLLM's vision tower received the trainer's pixels, up to the rounding of bfloat16.
+    """Check that vLLM's vision tower received the trainer's pixels, up to bfloat16 rounding.
 
-    `tower_inputs` holds (pixels, grids) of each call of the tower. The order of images is not compared, because vLLM
+    `tower_inputs` holds (pixels, grids) of each call to the tower. The order of images is not compared, because vLLM
     batches them in its own order and encodes a repeated image once. Raises UserError naming the first prompt whose
     pixels are missing.
     """
@@ -345,7 +346,7 @@ def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Ten
             if not any((image - other).abs().max() < 0.02 for other in received.get(tuple(grid), [])):
                 raise UserError(
                     f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
-                    "differs (rescaling, mean or resizing); use --engine hf, which has the trainer's"
+                    "differs (rescaling, mean or resizing); use --engine hf, which uses the trainer's"
                 )
 
 
@@ -453,7 +454,7 @@ class HFEngine:
         return self._collect(torch.stack(ids, 1), torch.stack(logps, 1), lengths, running, n)
 
     def _prefill(self, prompts: Sequence[Prompt], n: int):
-        """Run every prompt once, then repeat its cache for its n completions.
+        """Run the model once on every prompt, then repeat each prompt's cache for its n completions.
 
         Returns logits (B, V), the cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
@@ -495,7 +496,7 @@ class HFEngine:
 
 
 def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
-    """Return (n, max_tokens) random numbers in [0, 1) for one prompt. A larger `max_tokens` only appends to them."""
+    """Return (n, max_tokens) random numbers in [0, 1) for one prompt. A larger `max_tokens` only appends numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(max_tokens, n, generator=generator, dtype=torch.float64).T
 

@@ -1,53 +1,62 @@
 #!/usr/bin/env bash
-# Set-up and recipes. Everything a recipe runs is printed first, so that it can be copied and changed.
+# Set-up and recipes. Every command of a recipe is printed before it runs, so that it can be copied and changed.
 #
-#   ./run.sh                          the demo: a tiny vision-language model learns to count shapes, anywhere, in minutes
-#   ./run.sh digits                   the same on scikit-learn's scanned handwritten digits
+#   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
+#   ./run.sh digits                   the same demo on scikit-learn's scanned handwritten digits
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
-#   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one
-#   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter beside 4-bit weights, on one small GPU
-#   ./run.sh eval RUN [flags]         a trained run against its base, on its own task or with --benchmark NAME
-#   ./run.sh serve [flags]            the counting service: upload, train, watch, download, over HTTP and on a page
-#   ./run.sh test                     linter and test suite
-#   ./run.sh setup                    only .venv, which all others make when it is missing; GPU=1 where this machine has
-#                                     no GPU and those that train have; once, on one of them, before several train
+#   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with the verifier model at REWARD_MODEL_URL if
+#                                     that is set
+#   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter on 4-bit weights, on one small GPU
+#   ./run.sh eval RUN [flags]         compare a trained run with its base, on its own task or with --benchmark NAME
+#   ./run.sh serve [flags]            the counting service: upload, train, watch, download; over HTTP or on a web page
+#   ./run.sh test                     run the linter and the test suite
+#   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
+#                                     machine has no GPU but the training machines do. Before training on several
+#                                     machines, run it once, on one of them
 #
-# The recipes are in recipes/. After vqa, math or count: --smoke runs the recipe offline on generated rows with a tiny
-# model, in a minute; further flags of grpo.py replace the recipe's. From the environment: MODEL, ADAPTER (an SFT adapter
-# of MODEL to continue), DATA, TEST_DATA (rows to train and to evaluate on), OUTPUT; N_GPUS=8 (processes), RESTARTS=3
-# (after a lost one); NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 (machines, the number of this one, the first one's
-# address), MASTER_PORT; SEED=1 ./run.sh (another seed of the demos); PYTHON=python3.12 (3.11 or newer).
+# The recipes are in recipes/. After vqa, math or count, --smoke runs the recipe offline in a minute, with a tiny model
+# and generated rows, and further flags of grpo.py override the recipe's own. Environment variables:
+#
+#   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
+#   ADAPTER                           an SFT adapter of MODEL to continue training
+#   N_GPUS=8, RESTARTS=3              number of processes on this machine; number of restarts after a process dies
+#   NNODES=2, NODE_RANK=0             number of machines; number of this machine, counted from 0
+#   MASTER_ADDR=10.0.0.1, MASTER_PORT address and port of the first machine
+#   SEED=1                            a different seed for the demos
+#   PYTHON=python3.12                 the Python to create .venv with (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "$0")"
 seed=${SEED:-0}
 export TOKENIZERS_PARALLELISM=false
-unset RANK WORLD_SIZE  # a cluster's launcher counts machines with them; the scripts read torchrun's, which count processes
+# Cluster launchers set these per machine; the scripts need torchrun's values, which are per process.
+unset RANK WORLD_SIZE
 
 heading() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 show() { printf '+ %s\n' "$*"; "$@"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-require_number() {  # VARIABLE MINIMUM DEFAULT: check an environment variable; 08 becomes 8
+require_number() {  # VARIABLE MINIMUM DEFAULT: check an environment variable and normalise it, for example 08 to 8
   local value=${!1:-$3}
   [[ $value =~ ^[0-9]{1,9}$ ]] && printf -v "$1" %d "$((10#$value))" && [ "${!1}" -ge "$2" ] ||
     fail "$1=$value: must be a whole number, $2 or more"
 }
 
-check_machines() {  # the number of machines and of this one: with a mistake each machine would train alone
+check_machines() {  # check NNODES, NODE_RANK and the address: after a mistake, each machine would train alone
   [ -z "${NODE_RANK:-}" ] || [ -n "${NNODES:-}" ] ||
-    fail "NODE_RANK=$NODE_RANK needs NNODES, the number of machines; where this is the only one: NNODES=1"
+    fail "NODE_RANK=$NODE_RANK needs NNODES, the number of machines; set NNODES=1 if this is the only one"
   require_number NNODES 1 1
   if [ "$NNODES" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] && [ -n "${NODE_RANK:-}" ] ||
       fail "NNODES=$NNODES needs MASTER_ADDR, the first machine's address, and NODE_RANK, this machine's number from 0"
-    [[ $MASTER_ADDR != *:* ]] || fail "MASTER_ADDR=$MASTER_ADDR: must be the address alone; its port is MASTER_PORT"
+    [[ $MASTER_ADDR != *:* ]] || fail "MASTER_ADDR=$MASTER_ADDR: must be the address alone; the port is MASTER_PORT"
     require_number MASTER_PORT 1 29400
   fi
   require_number NODE_RANK 0 0
-  [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES: machines count from 0"
+  [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES; numbering starts at 0"
 }
 
-set_up() {  # .venv with the pinned requirements, once for each version of them; one for a GPU also works without one
+# Create .venv with the pinned requirements, again whenever they change. A .venv for GPUs also works without a GPU.
+set_up() {
   local python=${PYTHON:-python3} gpu='GPU=1 ' file=requirements-gpu.txt stamp installed  # this file adds vLLM
   installed=$(cat .venv/installed 2>/dev/null) || true
   stamp=$(cat requirements.txt $file | cksum)
@@ -57,19 +66,19 @@ set_up() {  # .venv with the pinned requirements, once for each version of them;
     stamp=$(cksum < $file)
     [ "$installed" != "$stamp" ] || return 0
   fi
-  [ "$NNODES" = 1 ] ||  # all machines would install at once, and into one folder where they share it
-    fail ".venv is missing or not of these requirements; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
+  [ "$NNODES" = 1 ] ||  # otherwise all machines would install at the same time, possibly into a shared folder
+    fail ".venv is missing or out of date; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "'$python' is missing or older than Python 3.11; name another: PYTHON=python3.12 ./run.sh"
+    fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
   heading "Setting up .venv (once, a minute or two)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
-  [ -t 1 ] && quiet=  # pip's own progress bars, on a terminal
+  [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
   .venv/bin/pip install --disable-pip-version-check $quiet --requirement $file
   echo "$stamp" > .venv/installed
 }
 
-sort_flags() {  # into shared_given, those that training and evaluation both need, and given_flags, those of training
+sort_flags() {  # into shared_given (needed by training and evaluation) and given_flags (needed by training only)
   local flag target=given_flags
   for flag in "$@"; do
     case $flag in
@@ -87,10 +96,10 @@ sort_flags() {  # into shared_given, those that training and evaluation both nee
   done
 }
 
-train() {  # grpo.py on every GPU of every machine
+train() {  # run grpo.py on every GPU of every machine
   local launch=(.venv/bin/python) restarts=(--max_restarts "$RESTARTS")
   if [ "$NNODES" -gt 1 ]; then
-    # a store for each start: a machine that replaces a lost one must not find the others' old keys
+    # use a new store for each start: a machine that replaces a lost one must not find the other machines' old keys
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     launch=(.venv/bin/torchrun --nnodes "$NNODES" --nproc_per_node "$N_GPUS" "${restarts[@]}" --rdzv_backend c10d
       --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv_id grpo --rdzv_conf "is_host=$((NODE_RANK == 0))")
@@ -101,7 +110,7 @@ train() {  # grpo.py on every GPU of every machine
   show "${launch[@]}" grpo.py "$@"
 }
 
-evaluate() {  # before|after, what --model and --adapter are
+evaluate() {  # before|after, then the --model and --adapter flags
   local when=$1
   shift
   heading "Evaluation $when training"
@@ -109,7 +118,8 @@ evaluate() {  # before|after, what --model and --adapter are
     "${shared_flags[@]}" "${eval_flags[@]}"
 }
 
-run_recipe() {  # train with what the recipe's file has set, and evaluate before and after where there is test data
+# Train with the settings from the recipe's file. If there is test data, evaluate before and after training.
+run_recipe() {
   local adapter=()
   model=${MODEL:-$model} data=${DATA:-$data} test_data=${TEST_DATA-$test_data} output=${OUTPUT:-runs/$name}
   if [ -n "$smoke" ]; then
@@ -126,7 +136,7 @@ run_recipe() {  # train with what the recipe's file has set, and evaluate before
   [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER")
   train --task "$task" --model "$model" --data "$data" --output "$output" "${adapter[@]}" "${train_flags[@]}" \
     "${smoke_flags[@]}" "${shared_flags[@]}" "${given_flags[@]}"
-  [ -n "$test_data" ] && [ "$NODE_RANK" = 0 ] || return 0  # one machine evaluates
+  [ -n "$test_data" ] && [ "$NODE_RANK" = 0 ] || return 0  # only the first machine evaluates
   evaluate before --model "$model" "${adapter[@]}"
   if [ -f "$output/final/adapter_config.json" ]; then
     evaluate after --model "$model" --adapter "$output/final"
@@ -136,14 +146,14 @@ run_recipe() {  # train with what the recipe's file has set, and evaluate before
   show .venv/bin/python -m training.report --run "$output" --before "$output/before" --after "$output/after"
 }
 
-evaluate_run() {  # the folder of a run, then flags of evaluate.py: the run against its base
+evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base; FLAGS are passed to evaluate.py
   local run=${1:-} flags launch=(.venv/bin/python) model
-  [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run: ./run.sh eval runs/vqa"
+  [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run, for example: ./run.sh eval runs/vqa"
   flags=$(.venv/bin/python -m evaluation.run_flags "$run" "${TEST_DATA:-}" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "${OUTPUT:-$run/eval}" "$@"
-  heading "The same model under lmms-eval (pip install lmms-eval, in an environment of its own with vLLM and transformers 5):"
+  heading "The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):"
   model=$run/final
   if [ -f "$run/final/adapter_config.json" ]; then
     model=$run/merged

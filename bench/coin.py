@@ -1,4 +1,4 @@
-"""A reward for benchmarks: a coin flip decided by a hash of the text, so that nearly every group has a gradient."""
+"""A reward for benchmarks: a coin flip based on a hash of the text, so that nearly every group has a gradient."""
 
 import zlib
 

@@ -5,11 +5,11 @@
     torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 through accelerate
 
 TRL runs vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient
-checkpointing, and micro-batches of 16 completions. Model, image size, completion length and random rewards are those of
-W1. The vision tower is trained, which is TRL's default; `--freeze_vision` freezes it.
+checkpointing, and micro-batches of 16 completions. Model, image size, completion length and random rewards are the same
+as in W1. The vision tower is trained, as it is by default in TRL; `--freeze_vision` freezes it.
 
-Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one, so that
-reading its rows counts, as it does for ours.
+Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one, so
+the time includes reading the step's rows, as it does in bench/speed.py.
 """
 
 import os
@@ -35,9 +35,9 @@ class Config:
     """Time TRL on workload W1."""
 
     model: tyro.conf.Positional[str]
-    """Folder of the random model."""
+    """Folder of the model with random weights."""
     steps: int = 2
-    """Number of steps, including the first, which is the warm-up."""
+    """Number of steps, including the warm-up step, which comes first."""
     prompts: int = 32
     """Number of prompts per step and process, with 8 completions each."""
     tokens: int = 512
@@ -80,7 +80,8 @@ def main(cfg: Config) -> None:
     for i in range(cfg.prompts * PROCESSES * (cfg.steps + 1)):
         content = [{"type": "image"}, {"type": "text", "text": f"How many shapes? {i}"}]
         rows.append({"prompt": [{"role": "user", "content": content}], "images": [noise(rng, cfg.side)]})
-    # A random model would also sample image placeholders, and TRL's forward pass fails without images for them.
+    # A model with random weights would also sample image placeholders, and TRL's forward pass fails if there are no
+    # images for them.
     model_config = AutoConfig.from_pretrained(cfg.model)
     never_sampled = {model_config.image_token_id: -100.0, model_config.video_token_id: -100.0}
     layers = ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"]

@@ -1,27 +1,28 @@
 """Measure weak scaling over the GPUs of one machine, or estimate memory and traffic for larger clusters.
 
     python bench/scale.py --gpus 1 2 4                                  # W1 with the 3B shape: 32 prompts per GPU
-    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then TRL with FSDP on the same GPUs
+    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then run TRL with FSDP on the same GPUs
     python bench/scale.py --links --gpus 4                              # the bandwidth between the GPUs
     python bench/scale.py --plan                                        # the estimate for 7B, 32B and 72B
 
-Measured results go to docs/results/. The estimate is the table in docs/cluster.md. It is calculated, not measured,
-for N GPUs, Ψ parameters, S GPUs that share one copy of the weights, and T GPUs that share one vLLM engine
+Measured results are written to docs/results/. The estimate is the table in docs/cluster.md. It is calculated, not
+measured, for N GPUs, Ψ parameters, S GPUs that share one copy of the weights, and T GPUs that share one vLLM engine
 (`--tensor_parallel`). The bandwidth into each GPU is `NVLINK` inside a machine (measured with `--links` on four GPUs,
 assumed for eight) and `NETWORK` between machines (the vendor's figure).
 
     training, bytes per GPU     16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference) + activations
     sampling, bytes per GPU     14 Ψ / S (as above, without gradients) + 2 Ψ / T + `VLLM_ROOM`
-    traffic per micro-batch     forward and backward gather 2 · 2 Ψ bytes, backward reduces 4 Ψ bytes, each times
-                                (S − 1) / S; the reference gathers another 2 Ψ (S − 1) / S bytes in a separate pass;
-                                with 2 Ψ spare bytes, each gathers only once per update (`--gather`)
+    traffic per micro-batch     the forward and backward passes gather 2 · 2 Ψ bytes, and the backward pass reduces
+                                4 Ψ bytes, each times (S − 1) / S; the reference gathers another 2 Ψ (S − 1) / S bytes
+                                in a separate pass; with 2 Ψ bytes of free memory, the policy and the reference gather
+                                only once per update (`--gather`)
     traffic per hybrid update   2 · 4 Ψ / S · (C − 1) / C bytes over the network, for the gradients of C = N / S copies;
-                                with a trained vision tower this is per micro-batch
+                                if the vision tower is trained, this is per micro-batch
     traffic per step            2 Ψ (S − 1) / S bytes, gathered once for vLLM
 
-A micro-batch of t tokens takes 6 Ψ t / `SPEED` seconds of arithmetic, and 2 Ψ t / `SPEED` for the reference. Traffic
-overlaps with arithmetic, and is hidden if it takes less time. For any Ψ this holds from
-t = 8 / 6 · (S − 1) / S · `SPEED` / bandwidth tokens.
+A micro-batch of t tokens takes 6 Ψ t / `SPEED` seconds of compute, and 2 Ψ t / `SPEED` seconds for the reference.
+Traffic overlaps with compute, and is hidden if it takes less time. For any Ψ, this is the case for micro-batches of at
+least t = 8 / 6 · (S − 1) / S · `SPEED` / bandwidth tokens.
 """
 
 import dataclasses
@@ -48,9 +49,9 @@ from policy.memory import MARGIN
 
 NVLINK = 341e9  # bytes/s into each of four H200s, in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s network adapter per GPU
-SPEED = 400e12  # FLOP/s of forward and backward: an MFU of 0.40 on an H200; 0.40 to 0.53 was measured
+SPEED = 400e12  # FLOP/s of the forward and backward passes: an MFU of 0.40 on an H200; 0.40 to 0.53 was measured
 GPU_BYTES = 141e9  # memory of an H200
-VLLM_ROOM = 12 * 2**30  # minimum bytes for vLLM besides its weights: a few GiB of workspace, the rest for the KV cache
+VLLM_ROOM = 12 * 2**30  # minimum bytes for vLLM in addition to its weights: a few GiB of workspace and the KV cache
 TOKENS = 8192  # per micro-batch
 SIZES = {"7B": 7.6e9, "32B": 32.5e9, "72B": 72.7e9}
 ROWS = ("step_time", "time/sync", "time/prompts", "time/rollout", "idle/rollout", "time/reward", "time/sleep")
@@ -59,20 +60,20 @@ ROWS += ("time/reference", "time/train", "time/optimizer", "mfu", "memory_gib", 
 
 @dataclass
 class Config:
-    """Measure how training steps scale over the GPUs of this machine, or estimate larger clusters."""
+    """Measure how training steps scale over the GPUs of this machine, or estimate memory and traffic on clusters."""
 
     gpus: tuple[int, ...] = (1, 2, 4)
     """Numbers of GPUs to measure, one after another."""
     shape: speed.Shape = "3b"
-    """Shape of the model, as in bench/speed.py."""
+    """Shape of the model, as defined in bench/speed.py."""
     workload: Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"] = "W1"
-    """Workload of bench/speed.py."""
+    """Workload, as defined in bench/speed.py."""
     prompts: int = 32
     """Number of prompts per step and GPU, with 8 completions each."""
     steps: int = 2
     """Number of measured steps, after one warm-up step."""
     peer: Literal["trl"] | None = None
-    """Another trainer to run afterwards on the last number of GPUs. Its vision tower is frozen, as ours is."""
+    """Another trainer to run afterwards on the last number of GPUs in `gpus`, also with a frozen vision tower."""
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
     folder: str = "runs/bench"
@@ -119,8 +120,8 @@ def measure(cfg: Config, gpus: int) -> dict:
 def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
     """Run TRL on `gpus` GPUs and yield its results after each step.
 
-    They hold the seconds of each step, the memory of the first GPU after it in GiB, and the ratio of the mean step time
-    without the warm-up step to `ours`.
+    The results hold the seconds of each step, the memory in GiB in use on the first GPU after each step, and the ratio
+    of the mean step time, without the warm-up step, to `ours`.
     """
     work = speed.WORKLOADS[cfg.workload]
     result = {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []}
@@ -136,7 +137,7 @@ def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
 
 
 def show(results: dict[int, dict], workload: str) -> None:
-    """Print a table with one column per number of GPUs; its last row is the step time relative to the first column."""
+    """Print a table with one column per number of GPUs. The last row is the step time relative to the first column."""
     columns = {gpus: result["workloads"][workload] for gpus, result in results.items()}
     first = next(iter(columns.values()))
     print(f"\n{'GPUs':24}" + "".join(f"{gpus:>12}" for gpus in columns))
@@ -147,7 +148,7 @@ def show(results: dict[int, dict], workload: str) -> None:
 
 
 def links() -> None:
-    """Measure and print the bandwidth into each GPU in collectives of 1 GiB per GPU. Call it on every process."""
+    """Measure and print the bandwidth into each GPU in collectives of 1 GiB per GPU. Call this on every process."""
     device = distributed.start()
     size, gpus = 2**28, distributed.world_size()  # float32 elements per GPU
     shard, full = torch.zeros(size, device=device), torch.zeros(size * gpus, device=device)
@@ -170,7 +171,10 @@ def links() -> None:
 
 
 def sampler(size: float, shards: int) -> tuple[int, float] | None:
-    """Return the smallest `--tensor_parallel` that fits beside the idle trainer, with its `--vllm_memory`, or None."""
+    """Return the smallest `--tensor_parallel` with which vLLM fits alongside the idle trainer, and its `--vllm_memory`.
+
+    Returns None if nothing fits.
+    """
     for gpus in (1, 2, 4, 8):
         fraction = math.ceil(20 * (2 * size / gpus + VLLM_ROOM) / GPU_BYTES) / 20
         if 14 * size / shards + fraction * GPU_BYTES <= (1 - MARGIN) * GPU_BYTES:
@@ -181,7 +185,7 @@ def sampler(size: float, shards: int) -> tuple[int, float] | None:
 def plan() -> None:
     """Print the estimate as the Markdown table of docs/cluster.md."""
     heads = ["model", "GPUs", "a copy on", "GiB", "tensor_parallel", "vllm_memory", "gathered, s"]
-    heads += ["arithmetic, s", "hidden from", "hybrid, s", "sync, s"]
+    heads += ["compute, s", "hidden from", "hybrid, s", "sync, s"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name, size in SIZES.items():
         for gpus in (8, 64, 256):

@@ -1,18 +1,18 @@
-"""Measure the speed of the real `train_step` on fixed workloads, phase by phase, against the hardware limit.
+"""Measure the speed of the real `train_step` on fixed workloads, phase by phase, and compare it with hardware limits.
 
     python bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
-    python bench/speed.py --peer trl                        # then TRL on W1, in the same run
+    python bench/speed.py --peer trl                        # the same, then TRL on W1
     torchrun --nproc_per_node 4 bench/speed.py --workloads W1 --prompts 128      # see bench/scale.py
 
-The results go to docs/results/.
+The results are written to docs/results/.
 
-W1: a Qwen2.5-VL-3B with random weights, full fine-tuning with float32 master weights, 32 prompts with 8 completions of
-exactly 512 tokens each, one 448x448 noise image per prompt, beta 0.01. W1-nokl has beta 0, W1-long has 896x896 images,
-and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and completions of 256 tokens;
-with `--prompts 8` it gives the table in docs/adapters.md. Rewards are coin flips.
+W1: a Qwen2.5-VL-3B model with random weights, full fine-tuning with float32 master weights, 32 prompts with 8
+completions of exactly 512 tokens each, one 448x448 noise image per prompt, beta 0.01. W1-nokl has beta 0, W1-long has
+896x896 images, and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and completions
+of 256 tokens; with `--prompts 8`, it produces the figures in docs/adapters.md. Rewards are coin flips.
 
-The limit of a phase is the larger of two times: its arithmetic at `MATMUL` FLOP/s, and its memory traffic at
-`BANDWIDTH` bytes/s. Both rates were measured on one H200, with a bare matrix product and a bare copy.
+The limit of a phase is the larger of two times: the time for its compute at `MATMUL` FLOP/s, and the time for its
+memory traffic at `BANDWIDTH` bytes/s. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from data import load_split
 from demo import tiny
 from training.prompt_stream import PromptStream
 
-MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of 8192x8192 matrices on one H200
-BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, reads and writes counted
+MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
+BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
 Shape = Literal["3b", "7b", "32b", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
@@ -61,7 +61,7 @@ WORKLOADS = {
 
 @dataclass
 class Config:
-    """Measure training steps on this machine."""
+    """Measure the speed of training steps on this machine."""
 
     shape: Shape = "3b"
     """Shape of the model: a Qwen2.5-VL of this size, or a tiny one."""
@@ -83,7 +83,7 @@ class Config:
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
     checkpoint: bool = False
-    """Also save a checkpoint after the last workload, and measure a training step meanwhile."""
+    """After the last workload, also save a checkpoint, and measure a training step while it is written."""
     profile: bool = False
     """Print a table of the GPU kernels in the last step of each workload."""
 
@@ -97,7 +97,7 @@ class Config:
 
 
 def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
-    """Return the configuration of a Qwen2.5-VL of that size, with the tokens of the byte tokenizer."""
+    """Return the configuration of a Qwen2.5-VL model of size `shape`, with the special tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.model_config(tokenizer).to_dict()
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
@@ -126,7 +126,7 @@ def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
 
 
 def make_model(folder: pathlib.Path, shape: str) -> None:
-    """Write a random bfloat16 Qwen2.5-VL with the byte tokenizer in Hugging Face layout, unless `folder` has one."""
+    """Write a random bfloat16 Qwen2.5-VL model and the byte tokenizer to `folder`, unless it already has a model."""
     if (folder / "config.json").is_file():
         return
     tokenizer = tiny.byte_tokenizer()
@@ -142,7 +142,7 @@ def make_model(folder: pathlib.Path, shape: str) -> None:
 
 
 def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
-    """Write questions about noise images as EasyR1 JSONL, unless they exist, and return the path of the file."""
+    """Write questions about noise images as EasyR1 JSONL, unless the file exists, and return its path."""
     path = folder / f"noise-{side}" / "data.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True)
@@ -157,9 +157,9 @@ def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
 
 
 def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
-    """Return the seconds that each phase takes at the hardware limits, from the shapes alone.
+    """Return the seconds that each phase would take at the hardware limits, calculated from the shapes alone.
 
-    With several GPUs, each has an equal fraction of the prompts.
+    With several GPUs, each GPU has an equal fraction of the prompts.
     """
     t = config.text_config
     head = t.hidden_size // t.num_attention_heads
@@ -169,8 +169,8 @@ def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: 
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
-    # A completion token attends to its prompt and, on average, to half of its completion. `scores` counts pairs of
-    # query and key, times the hidden size; each costs four operations.
+    # A completion token attends to its prompt and, on average, to half of its completion. `scores` is the number of
+    # query-key pairs times the hidden size; each unit costs four operations.
     scores = t.num_hidden_layers * t.hidden_size * completions * (prompt + tokens / 2)
     scores += t.num_hidden_layers * t.hidden_size * prompts * prompt * prompt / 2
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
@@ -208,7 +208,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         report_every=1000,
     )
     run = grpo.set_up(grpo.Config(**(settings | flags)))
-    run.engine.stop = run.engine.stop[:0]  # no stop tokens: every completion has exactly `tokens` tokens
+    run.engine.stop = run.engine.stop[:0]  # without stop tokens, every completion has exactly `tokens` tokens
     results = {}
     for name, work in workloads.items():
         samples = load_split(run.cfg, data[name], "count", run.stream.processor)
@@ -234,8 +234,8 @@ def measure(cfg: Config) -> dict[str, dict]:
 def save(run: grpo.Run) -> dict[str, float]:
     """Save a checkpoint and return its timings in seconds and its size in gigabytes.
 
-    The timings are how long training waits, how long until the checkpoint is on disk, and how long a concurrent
-    training step takes.
+    The timings are how long training waits, how long it takes until the checkpoint is on disk, and how long a training
+    step takes while the checkpoint is written.
     """
     started = time.perf_counter()
     grpo.save_checkpoint(run)
@@ -250,7 +250,7 @@ def save(run: grpo.Run) -> dict[str, float]:
 
 
 def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:
-    """Take one training step and return its metrics. Step 0 of a workload is the warm-up."""
+    """Take one training step and return its metrics. Step 0 of a workload is the warm-up step."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=activities) if cfg.profile and number == cfg.steps else None
     with profiler or contextlib.nullcontext():
@@ -265,7 +265,7 @@ def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]
 
 
 def show(results: dict[str, dict]) -> None:
-    """Print a table with the seconds of each phase and, in brackets, its limit."""
+    """Print a table with the seconds that each phase takes and, in brackets, the limit of the phase."""
     print(f"\n{'':28}" + "".join(f"{name:>20}" for name in results))
     rows = sorted({key for result in results.values() for key in result if key != "limits"})
     for key in rows:
@@ -281,7 +281,7 @@ def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
     peer = cfg.peer if os.environ.get("BENCH_PEER") != "no" else None
-    if peer:  # run ours in a subprocess, so that the GPU is empty when the other trainer starts
+    if peer:  # measure this project in a subprocess, so that the GPU is empty when the other trainer starts
         ours = folder / "ours"
         environment = os.environ | {"BENCH_PEER": "no"}
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(ours)], check=True, env=environment)
@@ -305,7 +305,7 @@ def main(cfg: Config) -> None:
         print(finished.stdout[-3000:], finished.stderr[-1500:])
         seconds = [float(line.split()[1]) for line in finished.stdout.splitlines() if line.startswith("STEP")]
         report["peer"] = {"name": peer, "steps": seconds, "exit_status": finished.returncode}
-        if len(seconds) > 1 and "W1" in results:  # the first step is the warm-up, as in our own runs
+        if len(seconds) > 1 and "W1" in results:  # the first step is the warm-up step, as in `measure`
             report["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
     if not console.is_main():
         return

@@ -4,8 +4,8 @@
     python -m demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
     python -m demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
 
-The model has random weights. The data is a few generated rows in the recipe's real format. A smoke run shows that the
-recipe's commands work on this machine; the model learns nothing useful.
+The model has random weights. The data consists of a few generated rows in the recipe's real format. A smoke run shows
+that the recipe's commands work on this machine; the model learns nothing useful.
 """
 
 import json
@@ -31,7 +31,7 @@ class Config:
     output: str
     """Folder for model/ and the data. Its contents are replaced."""
     seed: int = 0
-    """Seed of the weights and the images."""
+    """Seed for the weights and the images."""
 
 
 def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:

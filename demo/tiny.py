@@ -35,7 +35,7 @@ from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
 
-VERSION = 1  # increase it when the model or the data changes, so that finished folders are built again
+VERSION = 1  # increase it when the model or the data changes, so that existing folders are built again
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Config:
     output: str | None = None
     """Folder to write. Default: runs/tiny/TASK-SEED."""
     seed: int = 0
-    """Seed of the images, the weights and the batches."""
+    """Seed for the images, the weights and the batches."""
     steps: int = 160
     """Number of warm-start steps, each with a batch of 48 images."""
 
@@ -180,7 +180,7 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
 
 
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
-    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit, and is it even?"""
+    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit is it? is it even?"""
     from sklearn.datasets import load_digits
 
     scans = load_digits()
@@ -196,7 +196,7 @@ def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
 
 
 def write_data(cfg: Config, folder: pathlib.Path) -> None:
-    """Write train/ and test/. No scanned digit is in both."""
+    """Write train/ and test/. No scanned digit is in both folders."""
     if cfg.task == "count":
         for split_index, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
             write_shapes(folder / name, number, [cfg.seed, split_index])
@@ -207,13 +207,13 @@ def write_data(cfg: Config, folder: pathlib.Path) -> None:
 
 
 CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # digit: wrong label; other digits are always labelled correctly
-FLIP_RATE = 0.7  # probability of a wrong label, where one is possible
+FLIP_RATE = 0.7  # probability of a wrong label, if one is possible
 
 
 def noisy_label(task: str, sample: Sample, flip: bool) -> str:
     """Return the reply to train on. The format is always right.
 
-    With `flip`, a count above three is one too low, and a digit in `CONFUSED_WITH` is replaced with its wrong label.
+    With `flip`, a count above three is reduced by one, and a digit in `CONFUSED_WITH` is replaced with its wrong label.
     """
     if task == "count":
         _, _, _, count, kind = sample.answer.split()
@@ -228,10 +228,10 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
 
 
 def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
-    """Train the model on noisy labels for train/, with the packed forward that GRPO uses.
+    """Train the model on noisy labels for train/, with the packed forward pass that GRPO uses.
 
     The loss is the mean negative log-probability of the reply tokens. The learning rate decays to zero, so that the
-    model learns the rate of the noise: where labels are noisy, the correct answer keeps a probability of about
+    model learns the noise rate: for questions with noisy labels, the correct answer keeps a probability of about
     1 - `FLIP_RATE`, and GRPO can reinforce it.
     """
     task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")

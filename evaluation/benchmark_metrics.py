@@ -1,7 +1,7 @@
 """The score of each benchmark, its summary, and the comparison of two models row by row.
 
-Predictions are as in `metrics.py`, with `answers` (what was read from each response) and `measures` (further numbers of
-each response) from `benchmarks.judge_benchmark`.
+Predictions are as in `metrics.py`, with `answers` (what was read from each response) and `measures` (additional
+numbers for each response) from `benchmarks.judge_benchmark`.
 """
 
 import json
@@ -28,7 +28,7 @@ from rewards import MAX_UNSCORED
 
 
 def ratios_of(name: str | None, rows: list[dict]) -> list[WeightedRatio]:
-    """Return the score of benchmark `name`, or of a task (None), as ratios over its units: rows, or images for MME."""
+    """Return the score of benchmark `name`, or of a task (None), as ratios over units (images for MME, else rows)."""
     if name == "mme":
         return mme_ratios(rows)
     accuracies = [mean(row["exact"]) for row in rows]
@@ -38,7 +38,7 @@ def ratios_of(name: str | None, rows: list[dict]) -> list[WeightedRatio]:
 
 
 def by_category(accuracies: Sequence[float], categories: Sequence[object]) -> list[WeightedRatio]:
-    """Return the unweighted mean over categories of the mean over each category's rows, one ratio per category."""
+    """Return the unweighted mean of the categories' mean scores, as one ratio per category."""
     values, names = np.asarray(accuracies, dtype=float), sorted(set(categories), key=str)
     masks = [np.array([float(category == name) for category in categories]) for name in names]
     return [WeightedRatio(1 / len(names), values * mask, mask) for mask in masks]
@@ -47,7 +47,7 @@ def by_category(accuracies: Sequence[float], categories: Sequence[object]) -> li
 def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
     """Return the MME score (arXiv:2306.13394), two ratios per category.
 
-    A category scores 100 · the fraction of questions answered correctly + 100 · the fraction of images with both
+    A category's score is 100 · the fraction of questions answered correctly + 100 · the fraction of images with both
     questions answered correctly. Perception sums ten categories, cognition four.
     """
     images: dict[tuple[str, str], list[dict]] = {}
@@ -63,7 +63,7 @@ def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
 
 
 def subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the scores of each level, category, …: {column: {value: {n, score}}}."""
+    """Return the scores of each level, category and so on: {column: {value: {n, score}}}."""
     scores: dict[str, dict[str, dict[str, float]]] = {}
     for column in BENCHMARKS[name].subset_columns:
         subsets: dict[str, list[dict]] = {}
@@ -127,8 +127,8 @@ def group_by(rows: list[dict], columns: Sequence[str]) -> dict[str, list[dict]]:
 def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
     """Pair the predictions of two models for the same row.
 
-    Rows are the same when their columns and, where both sides know them, their images are equal. Repeated rows are
-    paired in order, or left out when the two sides have different numbers of them.
+    Two rows are the same when their columns match and, if all predictions record their images, the images match too.
+    Duplicate rows are paired in order, or left out when their number differs between the two models.
     """
     columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
@@ -142,7 +142,7 @@ def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple
 def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
     """Return the score of the second model minus that of the first, with the interval of the paired difference."""
     before, after = (ratios_of(name, [pair[side] for pair in paired]) for side in (0, 1))
-    differences = bootstrap(after) - bootstrap(before)  # both use the same seed, so they draw the same rows
+    differences = bootstrap(after) - bootstrap(before)  # both draw the same rows, because the seed is the same
     return {
         "rows": len(paired),
         "difference": score(after) - score(before),
@@ -151,7 +151,7 @@ def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
 
 
 def title(scores: dict) -> str:
-    """Return the name of the benchmark or task, marked when a benchmark was scored by rule instead of by a server."""
+    """Return the name of the benchmark or task, with a note if a benchmark was scored by rule, not by a server."""
     name = scores.get("benchmark") or scores.get("task", "")
     return f"{name} ({RULE_SCORED})" if scores.get("scoring") == RULE_SCORED else name
 

@@ -63,12 +63,12 @@ class Judgement:
     """Answer as it was read; None when the response has no readable answer."""
     correct: bool
     measures: dict[str, float] = field(default_factory=dict)
-    """Further numbers by name."""
+    """Additional numbers about the response, by name."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How the rows of one benchmark are read, asked and scored."""
+    """How the rows of one benchmark are read, turned into prompts and scored."""
 
     hub: str
     """Name on the hub, with the split that is scored."""
@@ -83,7 +83,7 @@ class Benchmark:
     subset_columns: tuple[str, ...] = ()
     """Optional columns whose values get separate scores."""
     server_role: str | None = None
-    """What the official scoring uses a model on a server for: `extractor` or `judge`; None for scoring by rule."""
+    """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 
 
 def judge_math(text: str, row: Row, _: Verifier | None) -> Judgement:
@@ -115,7 +115,7 @@ def gold_letter(row: Row) -> str:
     return extract_choice(str(row["answer"])) or str(row["answer"]).strip()
 
 
-# --- the single benchmarks --------------------------------------------------------------------------------------------
+# --- the individual benchmarks ----------------------------------------------------------------------------------------
 
 
 def gpqa_choices(row: Row) -> list[str]:
@@ -138,7 +138,7 @@ def gpqa_gold(row: Row) -> str:
 
 
 def judge_gpqa(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare the chosen letter with that of the correct choice."""
+    """Compare the chosen letter with the letter of the correct choice."""
     letter = chosen_letter(text)
     return Judgement(letter, letter == gpqa_gold(row))
 
@@ -149,13 +149,13 @@ def lettered(choices: list[str]) -> str:
 
 
 def is_closed(row: Row) -> bool:
-    """Return whether a VQA-RAD question is closed: by its `answer_type`, else when the gold answer is yes or no."""
+    """Return whether a VQA-RAD question is closed: as its `answer_type` says, else if the answer is yes or no."""
     kind = str(row.get("answer_type") or "").strip().upper()
     return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else words(str(row["answer"])) in (["yes"], ["no"])
 
 
 def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare exactly. For open questions also measure the recall of the gold answer's words and the words' F1."""
+    """Compare exactly. For open questions, also measure word recall and word F1 against the gold answer."""
     answer_words, gold_words = words(text), words(str(row["answer"]))
     completion = f"<think>-</think><answer>{text}</answer>"  # the format that `exact_match` expects
     correct = bool(answer_words) and exact_match("vqa", completion, str(row["answer"]))
@@ -198,7 +198,7 @@ def choices_of(row: Row) -> list[str]:
 
 
 def precision(row: Row) -> int:
-    """Return the number of decimals of a float answer, 1 where the row has none."""
+    """Return the number of decimals of a float answer, or 1 if the row does not state it."""
     try:
         return int(float(row.get("precision")))
     except (TypeError, ValueError, OverflowError):  # None, NaN or infinity
@@ -207,7 +207,7 @@ def precision(row: Row) -> int:
 
 def normalise_mathvista(answer: str, row: Row) -> str | None:
     """Return `answer` in the form of the gold answers: the text of a choice, an integer, a number rounded to the row's
-    precision, or text. Returns None when it has no such form."""
+    precision, or text. Returns None when it cannot be converted."""
     if choices := choices_of(row):
         return _match_choice(answer, choices)
     if row["answer_type"] == "list":
@@ -257,7 +257,7 @@ def judge_mathvista(text: str, row: Row, extractor: Verifier | None) -> Judgemen
 
 
 def judge_mathverse(text: str, row: Row, judge: Verifier | None) -> Judgement:
-    """Compare the letter, or the formula with math-verify; what that calls wrong is left to the judge, if any."""
+    """Compare the letter, or the formula with math-verify. If they differ, the judge decides, if there is one."""
     judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
     by_rule = judge_by_rule(text, row, None)
     if by_rule.correct or judge is None or not text:
@@ -363,7 +363,7 @@ BENCHMARKS = {
 def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
     """Load the first `limit` rows of a benchmark (0: all) as samples whose `fields` hold the columns.
 
-    The rows are checked as training rows are. Raises UserError that names the first missing column or the bad rows.
+    The rows are checked like training rows. Raises a UserError that names the first missing column or the bad rows.
     """
     benchmark = BENCHMARKS[name]
     data, usual_split = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
@@ -420,7 +420,7 @@ def check_columns(benchmark: Benchmark, row: Row) -> None:
             raise RowError(f"no column '{column}'")
         value = row[column]
         may_be_empty = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
-        if column not in may_be_empty and (value is None or value == "" or value != value):  # != itself: NaN
+        if column not in may_be_empty and (value is None or value == "" or value != value):  # only NaN != itself
             raise RowError(f"column '{column}' is empty")
         if isinstance(value, dict) or (isinstance(value, list) and column != "choices"):
             raise RowError(f"column '{column}' is neither text nor a number")

@@ -24,7 +24,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     bars = [("all", total, None)]  # label, column, value of the column
     for column, subsets in scores.get("parts", {}).items():
         bars += [(f"{column} {name} ({subset['n']})", column, name) for name, subset in subsets.items()]
-    if is_mme:  # the total and the kinds are sums, on another scale than the categories; the title has the kinds
+    if is_mme:  # the total and the kinds are sums on a different scale from the categories; the title shows the kinds
         bars = [bar for bar in bars if bar[1] == "category"]
     bars = bars[:MAX_BARS]
     positions = np.arange(len(bars))[::-1]
@@ -70,10 +70,10 @@ def write_differences(
     after: list[dict],
     samples: Mapping[str, Sample],
 ) -> tuple[int, int]:
-    """Write completions.html: the rows right before and wrong after, then the rows wrong before and right after.
+    """Write completions.html: the rows that were right and became wrong, then those that were wrong and became right.
 
-    A row counts as right when at least half of its completions are. `samples` maps sources to the rows whose images are
-    known. Returns the number of rows of each kind.
+    A row counts as right when at least half of its completions are right. `samples` maps sources to the rows whose
+    images are known. Returns the number of rows of each kind.
     """
     lost, won = [], []
     for old, new in pairs(name, before, after):
@@ -109,7 +109,7 @@ def _article(old: dict, new: dict, sample: Sample | None) -> str:
     question = html.escape(new["prompt"].replace(TAG, ""))
     gold = html.escape(str(new.get("gold", new.get("answer"))))
     return (
-        f"<article><figure>{images}<figcaption><b>{question}</b>right answer: "
+        f"<article><figure>{images}<figcaption><b>{question}</b>correct answer: "
         f"{gold}<br>{html.escape(new['source'])}</figcaption></figure><section><table>"
         f"<tr><th></th><th>completion</th></tr>{''.join(lines)}</table></section></article>"
     )

@@ -1,6 +1,6 @@
 """Sample and judge held-out rows: during training (`score_policy`) and for evaluate.py (`sample_rows`, `judge_task`).
 
-Every process samples its share of the rows and then receives the results of all, so every function here is collective.
+Every process samples its share of the rows and then receives the results of all rows, so every function is collective.
 """
 
 import math
@@ -19,7 +19,7 @@ from rewards import Scorer, exact_match
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
-CHUNK = 256  # rows encoded and sampled at a time, which bounds the memory of their images
+CHUNK = 256  # rows encoded and sampled at a time, to limit the memory for their images
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def sample_rows(
 def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> list[dict]:
     """Return the predictions: each row with its output, `exact` and `rewards` (None without a verdict).
 
-    The result is the same on every process. Raises UserError when a user's reward function fails.
+    The result is the same on every process. Raises UserError when a user-defined reward fails.
     """
     empty, task = torch.zeros(0), scorer.task
     groups = [

@@ -1,6 +1,6 @@
 """Scores of predictions with bootstrap intervals, and the summary of a task.
 
-A prediction is a dict with the row's columns, its `responses`, whether each is correct (`exact`) and, where known,
+A prediction is a dict with the row's columns, its `responses`, whether each is correct (`exact`) and, if known,
 their `lengths` in tokens and `truncated`.
 
 Every score is a weighted sum of ratios, Σ weight · (Σ num / Σ den). The inner sums run over units: rows, or images for
@@ -47,13 +47,13 @@ def score(ratios: list[WeightedRatio]) -> float:
 
 
 def bootstrap(ratios: list[WeightedRatio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return (resamples,) scores, each of U units drawn with replacement.
+    """Return (resamples,) scores, each computed from U units drawn with replacement.
 
     The same seed draws the same units, so the scores of two models on the same rows can be subtracted.
     """
     num, den = np.stack([r.num for r in ratios], 1), np.stack([r.den for r in ratios], 1)  # (U, R)
     weights = np.array([r.weight for r in ratios])  # (R,)
-    full_ratios = num.sum(0) / den.sum(0)  # (R,), for a category of which no unit was drawn
+    full_ratios = num.sum(0) / den.sum(0)  # (R,), used for a category if none of its units is drawn
     rng, units, scores = np.random.default_rng(seed), len(num), []
     for _ in range(resamples):
         counts = np.bincount(rng.integers(units, size=units), minlength=units)  # (U,)
@@ -83,7 +83,7 @@ def summarise(predictions: list[dict], task: str) -> dict:
     """Return the scores of a task; evaluate.py's docstring defines them.
 
     Completions without a verdict are left out of every score but `no_verdict`. Raises UserError when more than a tenth
-    of the completions have none.
+    of the completions have no verdict.
     """
     completions = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
     no_verdict = mean([reward is None for _, reward in completions])
@@ -110,12 +110,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def max_completions(rows: list[dict]) -> int:
-    """Return the largest number of completions of a row."""
+    """Return the largest number of completions for any row."""
     return max(len(row["responses"]) for row in rows)
 
 
 def pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[str, float]:
-    """Return pass@k for k = 1, 2, 4, … and for the largest k that every row has completions for.
+    """Return pass@k for k = 1, 2, 4, … and for the largest k for which every row has k completions.
 
     Each is a mean over the entries of `exact_by_row` with at least k verdicts.
     """
@@ -128,7 +128,7 @@ def pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[s
 
 
 def length_scores(rows: list[dict]) -> dict[str, float]:
-    """Return the mean length of the responses in characters and, where known, in tokens and the truncated fraction."""
+    """Return the mean length of the responses in characters and, if known, in tokens, and the truncated fraction."""
     scores = {"mean_characters": mean([len(response) for row in rows for response in row["responses"]])}
     for name, column in (("mean_length", "lengths"), ("truncated", "truncated")):
         values = [value for row in rows for value in row.get(column) or []]

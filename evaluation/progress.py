@@ -1,4 +1,4 @@
-"""Progress files of an evaluation: with them the same command resumes after an interruption.
+"""Progress files of an evaluation, which let the same command resume after an interruption.
 
 Each process appends its outputs to `predictions.part-RANK` in the output folder: a first line with the settings, then
 one row per line with its index as `place`. The files are deleted once the results are written.
@@ -13,9 +13,9 @@ from common import console, distributed, files
 
 
 class EvalProgress:
-    """The outputs of an unfinished evaluation; `done` maps row indices to the outputs sampled before this start.
+    """The outputs of an unfinished evaluation; `done` maps row indices to the outputs sampled by earlier attempts.
 
-    Outputs sampled with other `settings` are not reused: their file is renamed to `*.aside`.
+    Outputs sampled with different `settings` are not reused: their file is renamed to `*.aside`.
     """
 
     def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):

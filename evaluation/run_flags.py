@@ -1,4 +1,4 @@
-"""Print the flags with which evaluate.py scores a trained run, one per line. `./run.sh eval RUN` calls it.
+"""Print the flags with which evaluate.py scores a trained run, one per line. `./run.sh eval RUN` calls this module.
 
     python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
 
@@ -19,7 +19,7 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
     """Return the flags that score the trained model in `run` against its base model.
 
     Without a `benchmark` the rows are `test_data` or, when that is empty, the run's own held-out rows. Exits with a
-    one-line error when `run` holds no trained model or no rows are known.
+    one-line error when `run` holds no trained model or when no rows to score on are known.
     """
     if not (run / "final").is_dir():
         sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")
@@ -36,7 +36,7 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
 
 
 def _held_out_rows(run: pathlib.Path, config: dict[str, Any]) -> str:
-    """Return the run's `eval_data`, or the data that its recipe evaluated it on."""
+    """Return the run's `eval_data`, or the data that its recipe used for evaluation."""
     scores = run / "after" / "scores.json"
     data = config["eval_data"] or (json.loads(scores.read_text())["data"] if scores.is_file() else None)
     if data is None:

@@ -1,4 +1,4 @@
-"""Parse answers out of text: format blocks, counts, words, boxed answers, choice letters and numbers.
+"""Extract answers from text: format blocks, counts, words, boxed answers, choice letters and numbers.
 
 The rewards use the strict functions in the first half. The benchmarks use the lenient ones under "benchmark answers",
 which accept the many forms in which models state an answer. Completions are untrusted: no text may make these
@@ -24,8 +24,9 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
-# Any number: a thousands group ("1,234") or digits. Group 2 captures decimals or a letter: then it is not whole.
-# A preceding point makes it a decimal (" .5", "1.2.3") unless the point ends a word or sentence ("count...12", "No.5").
+# Any number: digits, with or without thousands separators ("1,234"). If group 2 captures decimals or a letter, the
+# number is not whole. A preceding point makes the number a decimal (" .5", "1.2.3") unless the point ends a word or
+# sentence ("count...12", "No.5").
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 
 
@@ -58,7 +59,7 @@ def words(text: str) -> list[str]:
     """Normalise a short answer into the words that are compared: "5.6cm." → ["5.6", "cm"].
 
     Applies NFKC and lower case, separates digits from letters, keeps a point only between digits, and replaces all
-    other punctuation by a space.
+    other punctuation with a space.
     """
     text = unicodedata.normalize("NFKC", text).lower()
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
@@ -125,7 +126,7 @@ def balanced(text: str) -> bool:
 
 
 def without_thinking(text: str) -> str:
-    """Replace each `<think>…</think>` block by a space, in one pass for any number of tags."""
+    """Replace each `<think>…</think>` block with a space, in one pass even if there are many tags."""
     kept, position = [], 0
     while (start := text.find("<think>", position)) >= 0 and (end := text.find("</think>", start)) >= 0:
         kept.append(text[position:start])
@@ -168,7 +169,7 @@ def math_answers(text: str) -> list[str]:
 
     A boxed answer or a short answer is returned unchanged. From a sentence, a formula or a number is extracted: the
     first one if the answer was marked explicitly, else the last. Prose itself is never returned, because math-verify
-    would find an answer in any text and takes seconds for a page.
+    would find an answer in any text and takes seconds on a page of text.
     """
     answer, explicit = short_answer(text)
     if last_boxed(text) is not None:
@@ -188,9 +189,9 @@ def math_answers(text: str) -> list[str]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the whole number that an answer gives; None if it gives no number, or one that is not whole.
+    """Return the whole number that an answer gives; None if it gives no number or its number is not whole.
 
-    An explicitly marked answer ("the answer is …") gives its first number, any other text its last.
+    The number is the first in an explicitly marked answer ("the answer is …"), and the last in any other text.
     """
     answer, explicit = short_answer(text)
     answer = answer.replace("\\,", "").replace("{,}", ",")

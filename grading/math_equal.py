@@ -1,6 +1,6 @@
 """Compare two mathematical answers with math-verify. Runs only in the killable processes of `sandbox.py`.
 
-math-verify's own time limit is turned off: it needs SIGALRM in the main thread and cannot interrupt a long
+math-verify's own time limit is turned off, because it needs SIGALRM in the main thread and cannot interrupt a long
 multiplication. An answer such as `9^{9^{9}}` computes forever, so the caller kills the process.
 """
 
@@ -12,7 +12,7 @@ from math_verify import parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
-# math-verify ignores one side of these.
+# math-verify ignores one side of each of these symbols.
 SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "≠", "¬", "_")
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([A-Za-z.]+)\s*\}\s*$")  # math-verify ignores units
@@ -21,8 +21,8 @@ UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([A-Za-z.]+)\s*\}\s*$")  # math-ver
 def math_equal(candidate: str, gold: str) -> bool:
     """Whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
-    Both are wrapped in a box; otherwise `12 \\sqrt{3}` would be parsed as 3. Answers in words are compared as words:
-    math-verify reads a word as a product of letters, so "silent" would equal "listen".
+    Both answers are wrapped in a box; otherwise `12 \\sqrt{3}` would be parsed as 3. Answers in words are compared as
+    words: math-verify reads a word as a product of letters, so "silent" would equal "listen".
     """
     candidate, gold = _strip_delimiters(candidate), _strip_delimiters(gold)
     if not candidate or any(sign in candidate and sign not in gold for sign in SIGNS):
@@ -60,5 +60,5 @@ def _is_words(gold: str) -> bool:
 _hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
 _soft = MAX_MEMORY if _hard == resource.RLIM_INFINITY else min(MAX_MEMORY, _hard)
 resource.setrlimit(resource.RLIMIT_DATA, (_soft, _hard))
-# Warm up: the first call builds the parser's tables, which the processes forked later then share.
+# Warm up: the first call builds the parser's tables, which processes forked later share.
 math_equal("\\frac{1}{2}", "0.5")

@@ -1,6 +1,6 @@
 """Run functions in separate processes with a time limit for each call.
 
-math-verify and user-defined rewards can run forever on a strange completion, and a malicious upload to the service can
+math-verify and user-defined rewards can run forever on an unusual completion, and a malicious upload to the service can
 hang its checks. Here a call that takes too long is killed, and the next call starts at once.
 
 `WorkerPool` starts each worker with `python -P -m grading.sandbox`. A worker is a small Python process that loads the
@@ -28,7 +28,7 @@ BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may
 
 
 class WorkerPool:
-    """A pool of `count` processes that call the functions `names`, each written "file.py:function"."""
+    """A pool of `count` processes that call the functions in `names`, each written "file.py:function"."""
 
     def __init__(self, count: int, names: list[str]):
         self.names = names
@@ -130,7 +130,7 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
 def _wait_for_answer(child: tuple[int, connection.Connection], seconds: float, cpu_before: float) -> str:
     """Wait until the child has an answer and return "", or return the reason why the call must be killed.
 
-    The limit is `seconds` of wall time. On a busy machine, a call that has not yet had that much CPU time and is still
+    The limit is `seconds` of wall time. On a busy machine, a call that has not yet used that much CPU time and is still
     waiting for a core gets up to BUSY_FACTOR times the limit. `cpu_before` is the child's CPU time before the call.
     """
     if child[1].poll(seconds):
@@ -150,7 +150,7 @@ def _wait_for_answer(child: tuple[int, connection.Connection], seconds: float, c
 def _process_state(pid: int) -> tuple[str, float]:
     """Return a process's state in /proc and its CPU time in seconds.
 
-    State R is running or ready to run, D is waiting for a disk. Returns ("", 0.0) on a system without /proc.
+    State R means running or ready to run; D means waiting for I/O. Returns ("", 0.0) on a system without /proc.
     """
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -191,14 +191,15 @@ def _kill(child: tuple[int, connection.Connection] | None) -> None:
     if child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child[0], signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):  # it may not have called `setsid` yet
+        with contextlib.suppress(ProcessLookupError):  # the child may not have called `setsid` yet
             os.kill(child[0], signal.SIGKILL)
         os.waitpid(child[0], 0)
         child[1].close()
 
 
 if __name__ == "__main__":
-    # torchrun sends these signals to all processes of a run, but only the trainer must act: it first ends its step.
+    # torchrun sends these signals to every process of a run, but only the trainer should handle them, because it
+    # finishes its current step before it stops.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
     _serve(connection.Connection(int(sys.argv[1])), sys.argv[2:])

@@ -1,12 +1,12 @@
 """Client for a verifier model behind any OpenAI-compatible server.
 
 The verifier judges whether a candidate answer equals the reference answer. For some benchmarks it also extracts the
-final answer from a response. Rewards ask it only if math-verify does not find the answers equal.
+final answer from a response. Rewards ask the verifier only if math-verify does not find the answers equal.
 
-Requests run concurrently, each with a timeout and a few retries. The same question is sent once per run, or once ever
-with a cache on disk. The candidate is placed between marks made from a hash of the text, which the candidate cannot
-contain, so that it cannot pass for part of the instructions. If the verifier cannot be reached, the completion is
-unscored.
+Requests run concurrently, each with a timeout and a few retries. The same question is sent only once per run, or only
+once ever if replies are cached on disk. The candidate is placed between marks made from a hash of the text. The
+candidate cannot contain these marks, so it cannot pass for part of the instructions. If the verifier cannot be reached,
+the completion is unscored.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class ReplyCache:
 class Verifier:
     """Client for the verifier at `url`; safe to call from many threads.
 
-    `model` defaults to the only model that the server has, set by `check`. `cache` is the file for its replies.
+    `model` defaults to the server's only model, which `check` looks up. `cache` is the file that stores the replies.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Verifier:
         self.openai, self.flags = openai, flags or VerifierFlags()
         self.url, self.model = parse_url(url), model
         self.last_error = ""
-        self.failures = 0  # requests without a reply since the last successful one, those in flight included
+        self.failures = 0  # requests since the last successful one, including those in flight
         self.reply_cache = ReplyCache(cache) if cache else None
         self.tasks: dict[str, asyncio.Task[str | None]] = {}  # by request; used only in the event loop's thread
         self.loop = asyncio.new_event_loop()
@@ -208,11 +208,11 @@ class Verifier:
             return reply
 
     def reset_failures(self) -> None:
-        """Try the server again even if it was down; called before each round of rewards."""
+        """Try the server again even if it was down. Called before each round of rewards."""
         self.failures = 0
 
     def check(self) -> str:
-        """Ask a trial question, before any model is loaded, and return the reply. Raises UserError if that fails."""
+        """Ask a trial question before any model is loaded. Return the reply. Raises UserError if the request fails."""
         try:
             model_key = f"the only model of {self.url}"
             if self.model is None and self.reply_cache:
@@ -245,9 +245,9 @@ class Verifier:
 
 
 def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | None:
-    """Return the verifier that the flags or the environment name, or None if they name none.
+    """Return the verifier set by the flags or the environment, or None if neither sets one.
 
-    The verifier is asked a trial question first. Raises UserError if that fails.
+    The verifier is asked a trial question first. Raises UserError if this request fails.
     """
     url = flags.verifier_url or os.environ.get("REWARD_MODEL_URL")
     if not url:

@@ -1,5 +1,5 @@
 """Rows and images: reads data sets in every supported format, and checks, decodes and resizes images.
 
-Imports `common` and `config`. Start reading at `rows.py`, which turns a row of any shape into a `Sample`. `images.py`
+Imports `common` and `config`. Start reading at `rows.py`, which turns a row of any format into a `Sample`. `images.py`
 checks an image when its row is loaded and decodes it when the row is used.
 """

@@ -1,6 +1,6 @@
 """Check, decode and resize images. Each image is resized once, here; no later processor resizes it again.
 
-`check_image` checks an image when its row is loaded, and `fit_image` decodes it when the row is used. So twenty
+`check_image` checks an image when its row is loaded, and `fit_image` decodes it when the row is used. This way, twenty
 thousand rows are checked in seconds, and no image stays in memory.
 """
 
@@ -56,8 +56,8 @@ def decode_image(source: ImageSource) -> Image.Image:
 def check_image(source: ImageSource) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the errors of `decode_image`.
 
-    This is faster than decoding. PNG is checked by its checksums. JPEG is decoded at an eighth of its size, which still
-    reads every byte. Other formats are decoded in full.
+    This is faster than full decoding. For PNG, the checksums are verified. JPEG is decoded at an eighth of its size,
+    which still reads every byte. Other formats are decoded in full.
     """
     if isinstance(source, Image.Image):
         return source.height, source.width
@@ -74,7 +74,7 @@ def check_image(source: ImageSource) -> tuple[int, int]:
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
-    """Reduce `source` to a path, encoded bytes or an image. Reads table cells and files in a ZIP.
+    """Reduce `source` to a path, encoded bytes or an image. Table cells and files in a ZIP are read.
 
     Raises ValueError when `source` has neither bytes nor a path, or cannot be read from its ZIP.
     """
@@ -90,7 +90,7 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError is not changed."""
+    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError passes through."""
     try:
         yield
     except FileNotFoundError:
@@ -114,9 +114,9 @@ def fitted_size(
     """Return the (height, width) in pixels to which an image is resized.
 
     Both are multiples of `factor`. Height · width is within the pixel limits, and the aspect ratio is approximately
-    kept. `max_side` limits the longer side; 0 means no limit. The result equals that of Qwen2-VL's own resizing
-    whenever that respects the limits. Raises ValueError when one side is more than 200 times the other, which the
-    models reject.
+    kept. `max_side` limits the longer side; 0 means no limit. The result is the size that Qwen2-VL's own resizing
+    chooses, if that size is within the limits. Raises ValueError when one side is more than 200 times the other, which
+    the models reject.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"the image is {width}x{height}: one side is more than 200 times the other")
@@ -130,8 +130,8 @@ def fitted_size(
     elif h * w < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
         h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    # The limits cannot always all be met, for example when a thin image's short side is already `factor`. Then the
-    # upper limits take precedence.
+    # It is not always possible to meet all limits, for example when a thin image's short side is already `factor`. In
+    # that case the upper limits take precedence.
     if max_side:
         h, w = (max(factor, min(side, max_side // factor * factor)) for side in (h, w))
     h = max(factor, min(h, max_pixels // w // factor * factor))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the import takes a second and most runs read text files, so
 
 
 MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
-MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP: images are decoded from memory
+MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP, because images are decoded from memory
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
@@ -99,7 +99,7 @@ def _read_one(spec: str, image_dir: pathlib.Path | None, columns: Columns) -> It
 def raw_rows(
     spec: str, image_dir: str | None, default_split: str
 ) -> Iterator[tuple[str, "dict | RowError", pathlib.Path]]:
-    """Yield (source, unparsed row or RowError, folder of relative image paths) for each row of one data set.
+    """Yield (source, unparsed row or RowError, base folder of relative image paths) for each row of one data set.
 
     `spec` is a .jsonl, .json or .parquet file, a folder or a hub name. `default_split` is read when `spec` has no
     `@split`.
@@ -140,7 +140,7 @@ def parse_row(row: object, source: str, folder: Callable[[str], Folder], columns
         sample = _parse_row(dict(row), source, columns)
         sample.images = [resolve_image(image, folder) for image in sample.images]
         image_columns = [name for name, value in sample.fields.items() if isinstance(value, Cell) or _has_cells(value)]
-        for name in image_columns:  # rewards get the fields and cannot use more image columns
+        for name in image_columns:  # rewards receive the fields but cannot use images
             del sample.fields[name]
         return add_image_tags(sample)
     except RowError as error:
@@ -215,7 +215,8 @@ def _answer(row: dict, columns: Columns) -> object:
             items = ast.literal_eval(answer.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return answer
-        # `[1, 2]` is an interval and `["1"]` a list of answers. So only a list of text or of one item is unwrapped.
+        # `[1, 2]` is an interval and `["1"]` a list of answers, so a list is unwrapped only if it has one item or only
+        # text.
         if isinstance(items, list) and items and (len(items) == 1 or all(isinstance(item, str) for item in items)):
             return items[0]
     return answer
@@ -292,7 +293,7 @@ def _exists(path: Folder) -> bool:
 
 
 def resolve_image(image: object, folder: Callable[[str], Folder]) -> ImageSource:
-    """Resolve the path of an image with `folder` and decode a data: URL. Other bytes and cells stay as they are.
+    """Resolve the path of an image with `folder` and decode a data: URL. Bytes and table cells are returned unchanged.
 
     Raises RowError for invalid base64 and for 'bytes' that are not bytes.
     """
@@ -313,7 +314,7 @@ def resolve_image(image: object, folder: Callable[[str], Folder]) -> ImageSource
 def add_image_tags(sample: Sample) -> Sample:
     """Put an image tag for each image before a prompt that has images but no tags.
 
-    Raises RowError when the numbers of tags and images differ in any other way, or when a column is named
+    Raises RowError if the number of tags otherwise differs from the number of images, or if a column is named
     'completion'.
     """
     if "completion" in sample.fields:
@@ -418,7 +419,7 @@ def open_table(name: str | pathlib.Path, split: str | None, default_split: str =
     """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub, in Arrow format.
 
     When `split` is None and there are several splits, `default_split` is opened. Raises UserError when the data cannot
-    be read, and, naming the available splits, when it does not have the requested one.
+    be read or does not have the requested split; the message then names the available splits.
     """
     import datasets
 
@@ -551,7 +552,7 @@ def _read_counting_folder(folder: Folder, image_dir: Folder, columns: Columns) -
     def resolve(name: str) -> Folder:
         return image_dir / name if _exists(image_dir / name) else image_dir / "images" / name
 
-    for number, cells in enumerate(rows, 2):  # numbered as in a spreadsheet: row 1 is the header, blank rows count
+    for number, cells in enumerate(rows, 2):  # numbered as in a spreadsheet: row 1 is the header and blank rows count
         source = f"{path} row {number}"
         if not cells:
             continue
@@ -584,8 +585,8 @@ def _csv_rows(path: Folder) -> Iterator[list[str]]:
 def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
     """Convert `sample` to row `number` of the EasyR1 file `output`.
 
-    Images that are not files on disk are saved as PNG in the folder STEM_images next to `output`. Image paths are
-    relative to the output's folder if they are below it, and absolute otherwise.
+    Images that are not files on disk are saved as PNG in the folder STEM_images next to `output`. The path of an
+    image inside the output's folder is written relative to that folder, any other path as an absolute path.
     """
     images = []
     for index, source in enumerate(sample.images):

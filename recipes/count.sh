@@ -1,7 +1,7 @@
-# ./run.sh count: Qwen2.5-VL-3B on object counting, an adapter beside 4-bit weights, on one small GPU.
+# ./run.sh count: Qwen2.5-VL-3B on object counting, an adapter on top of 4-bit weights, on one small GPU.
 task=count
 model=Qwen/Qwen2.5-VL-3B-Instruct
-data=''  # yours: DATA=folder_or.zip
+data=''  # set by the user: DATA=folder_or.zip
 test_data=''
 
 shared_flags=(--max_side 512)
@@ -11,7 +11,7 @@ train_flags=(
   --learning_rate 5e-5 --epochs 50 --seed 43
   --load_in_4bit --vllm_memory 0.55 --save_every 50
 )
-[ -n "${ADAPTER:-}" ] || train_flags+=(--lora_rank 16)  # an adapter has a rank of its own
+[ -n "${ADAPTER:-}" ] || train_flags+=(--lora_rank 16)  # an existing adapter keeps its own rank
 
 smoke_data() {
   data=$1/train.zip test_data=$1/test.zip

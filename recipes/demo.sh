@@ -1,4 +1,4 @@
-# ./run.sh and ./run.sh digits: a tiny vision-language model learns on this machine, in minutes.
+# ./run.sh and ./run.sh digits: a tiny vision-language model learns on this machine in minutes.
 # Sourced by run.sh with $recipe set to demo or digits.
 case $recipe in
   demo)

@@ -1,5 +1,6 @@
-# ./run.sh math text|image|mixed: Qwen2.5-VL-7B on mathematics, with a verifier model where REWARD_MODEL_URL names one.
-# Sourced with $kind set to text, image or mixed.
+# ./run.sh math text|image|mixed: Qwen2.5-VL-7B on mathematics, with the verifier model at REWARD_MODEL_URL if
+# that is set.
+# Sourced by run.sh with $kind set to text, image or mixed.
 task=math
 model=Qwen/Qwen2.5-VL-7B-Instruct
 text=Skywork/Skywork-OR1-RL-Data@math
@@ -9,7 +10,7 @@ test_data=''
 
 shared_flags=(--skip_bad_rows --max_prompt_length 4096)
 eval_flags=(--n 8 --temperature 0.6 --max_tokens 8192)
-# A step has 8 updates, so the 80 updates of warm-up are 10 steps.
+# A step has 8 updates, so the warm-up of 80 updates takes 10 steps.
 train_flags=(
   --max_completion_length 8192 --overlong_buffer 2048
   --prompts_per_step 64 --prompts_per_update 8 --num_generations 16
@@ -19,7 +20,7 @@ train_flags=(
 )
 
 if [ -z "${REWARD_MODEL_URL:-}" ]; then
-  echo "REWARD_MODEL_URL is not set: answers are judged by the rule alone. Start a verifier model, for example with" \
+  echo "REWARD_MODEL_URL is not set, so only the rule judges the answers. Start a verifier model, for example with" \
     "'vllm serve MODEL --port 8000', and set REWARD_MODEL_URL=http://localhost:8000/v1"
 fi
 

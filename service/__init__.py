@@ -1,6 +1,7 @@
-"""The object-counting service: upload images, train, watch and download, over HTTP and on a page.
+"""The object-counting service: upload images, train, watch and download, over HTTP and on a web page.
 
-Imports `common`, `inputs`, `grading` and `rewards`, but no torch at start-up: jobs run `grpo.py` and `evaluate.py` as
-processes. Start reading at `app.py` (the endpoints), then `jobs.py` (files and jobs). `schema.py` has the request and
-response bodies, `middleware.py` controls access, `uploads.py` checks an uploaded ZIP, and `page/` is the page.
+Imports `common`, `inputs`, `grading` and `rewards`, but does not import torch at start-up: jobs run `grpo.py` and
+`evaluate.py` as separate processes. Start reading at `app.py` (the endpoints), then `jobs.py` (files and jobs).
+`schema.py` has the request and response bodies, `middleware.py` controls access, `uploads.py` checks an uploaded ZIP,
+and `page/` is the web page.
 """

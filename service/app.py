@@ -1,10 +1,10 @@
-"""The object-counting service: upload images, train, watch, stop, resume and download, over HTTP and on a page.
+"""The object-counting service: upload images, train, watch, stop, resume and download, over HTTP and on a web page.
 
     ./run.sh serve                                    # http://127.0.0.1:8000, API reference at /docs
     python -m service --host 0.0.0.0 --token SECRET   # reachable from other machines, with a token
 
-Each job is a grpo.py process that keeps running when the service ends (`jobs.py`); a restarted service finds it again.
-One job trains at a time, and the others wait in a queue.
+Each job is a grpo.py process that keeps running when the service ends (`jobs.py`); a restarted service finds the job
+again. One job trains at a time, and the others wait in a queue.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # ZIPs that are checked at the same time
-INSPECT_QUEUE_TIMEOUT = 60.0  # seconds that an upload waits for the check of earlier ones
+INSPECT_QUEUE_TIMEOUT = 60.0  # seconds that an upload waits for earlier uploads to be checked
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
 EVENT_ROWS = 1000  # maximum rows of metrics in one event
 JOB_LIST_SECONDS = 0.25  # how long the list of jobs is cached, unless a job changes
@@ -86,9 +86,9 @@ class Config:
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Default base model of a job."""
     model_folders: tuple[str, ...] = ()
-    """Folders with further models that a job may use; models on the hub are always allowed."""
+    """Folders with additional models that a job may use; models on the hub are always allowed."""
     token: str | None = None
-    """Token that callers send as `Authorization: Bearer TOKEN`; generated and printed if needed and not given."""
+    """Token that callers send as `Authorization: Bearer TOKEN`; generated and printed if required but not given."""
     max_upload: float = 2.0
     """Maximum size of an uploaded ZIP in GB."""
 
@@ -141,7 +141,7 @@ def data_format() -> dict[str, Any]:
 
 @api.post("/upload-data")
 async def upload_data(request: Request, file: Annotated[UploadFile, File(description="a ZIP")]) -> FileInfo:
-    """Store and check a ZIP with main.csv and images/. Return its numbers of rows and images and its first bad rows."""
+    """Store and check a ZIP with main.csv and images/. Return its row and image counts and its first bad rows."""
     file_id = get_store(request).new_file_id()
     name = pathlib.PurePosixPath((file.filename or "data.zip").replace("\\", "/")).name[:200] or "data.zip"
     state = request.app.state
@@ -306,7 +306,7 @@ def completions(request: Request, job_id: Id) -> Response:
 async def events(request: Request, job_id: Id) -> StreamingResponse:
     """Stream server-sent events until the job ends: `job` whenever it changes, `metrics` with an array of new steps.
 
-    After a resume, steps can repeat: a row replaces the earlier row of its step and all later rows."""
+    After a resume, steps can repeat: a new row replaces the earlier row of the same step and all rows after it."""
     store = get_store(request)
     store.job(job_id)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -315,7 +315,7 @@ async def events(request: Request, job_id: Id) -> StreamingResponse:
 
 async def _events(request: Request, store: Store, job_id: str) -> AsyncIterator[str]:
     last_info, position, last_sent = None, (0, 0), time.monotonic()
-    # A browser that reconnects names the last step that it received.
+    # A browser that reconnects sends the number of the last step that it received.
     last_event = request.headers.get("last-event-id", "")
     is_step = last_event.isascii() and last_event.isdecimal() and len(last_event) < 10
     received_step = int(last_event) if is_step else 0
@@ -451,7 +451,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     app.state.store = Store(cfg.folder)
     app.state.store.remove_leftovers()
     app.state.predicting = threading.Lock()
-    app.state.job_list = 0.0, -1, b""  # when it was made, the store's version, the JSON
+    app.state.job_list = 0.0, -1, b""  # when the list was made, the store's version, the JSON
     app.state.inspect_pool = WorkerPool(INSPECTORS, [INSPECT_ZIP])
     app.state.inspect_slots = threading.BoundedSemaphore(INSPECTORS)
     app.state.upload_threads = anyio.CapacityLimiter(16)  # separate, so that waiting uploads block no other request
@@ -470,8 +470,8 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
             return JSONResponse(basics)
         if not (token and "token" in request.query_params):
             return FileResponse(PAGE / "index.html")
-        response = RedirectResponse("/", 303)  # takes the token out of the address bar
-        # A cookie, because the browser sends some of the page's requests without our headers.
+        response = RedirectResponse("/", 303)  # removes the token from the address bar
+        # Stored in a cookie, because the browser sends some of the page's requests without our headers.
         response.set_cookie("token", urllib.parse.quote(token, safe=""), httponly=True, samesite="strict")
         return response
 
@@ -518,7 +518,7 @@ def main(cfg: Config) -> None:
     local = cfg.host in LOCAL
     token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if pathlib.Path(cfg.model).exists():  # absolute, because jobs run in another folder
+    if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
         cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
     hint = f"/?token={token}" if token and token != cfg.token else "/?token=TOKEN" if token else ""

@@ -1,9 +1,9 @@
 """The service's files and training jobs: storage, processes, results.
 
-Everything is on disk: a SQLite database with a table of files and one of jobs, and a folder per job. A job is a
-`grpo.py` process in its own process group, so it outlives the service. The process inherits a locked file, and the
-system releases the lock however the process ends; so the lock shows whether the job is alive. How it ended is read from
-the files that it left. One job runs at a time.
+Everything is on disk: a SQLite database with a table of files and a table of jobs, and a folder per job. A job is
+a `grpo.py` process in its own process group, so it outlives the service. The process inherits a locked file, and the
+system releases the lock however the process ends, so the lock shows whether the job is alive. The files that a process
+leaves behind show how it ended. One job runs at a time.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, on top of the time of three steps
+STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
 # A traceback, whose lines may start with torchrun's rank prefix.
 TRACEBACK = re.compile(
     r"(?m)^(?:\[rank\d+\]: )?Traceback \(most recent call last\):\n(?:(?:\[rank\d+\]: )?(?:[ \t].*)?\n)*"
@@ -225,7 +225,7 @@ class Store:
                 self._start(queued[0])
 
     def _update_total_steps(self, job: Job) -> Job:
-        """Take the number of steps from the run, which leaves out duplicate rows."""
+        """Take the number of steps from the run itself, because the run leaves out duplicate rows."""
         path = self.run_folder(job.job_id) / "config.json"
         with contextlib.suppress(OSError, ValueError):  # the file does not exist yet, or is being written
             total_steps = json.loads(path.read_text()).get("total_steps", job.total_steps)
@@ -262,7 +262,7 @@ class Store:
                 start_new_session=True,
                 pass_fds=[lock.fileno()],
             )
-        threading.Thread(target=child.wait, daemon=True).start()  # reaps the child, which would stay a zombie
+        threading.Thread(target=child.wait, daemon=True).start()  # reaps the child, which would otherwise stay a zombie
 
     def flags(self, job: Job) -> list[str]:
         """Return the job's flags for grpo.py."""
@@ -274,7 +274,7 @@ class Store:
         return arguments
 
     def _ask_to_stop(self, job: Job) -> None:
-        """Send SIGTERM once per attempt: after a second one, grpo.py exits without saving a checkpoint."""
+        """Send SIGTERM once per attempt: a second SIGTERM makes grpo.py exit without saving a checkpoint."""
         asked = self.job_folder(job.job_id) / f"asked-{job.attempt}"
         if not asked.exists() and self._signal(job, signal.SIGTERM):
             asked.touch()
@@ -289,7 +289,7 @@ class Store:
         return False
 
     def _finish(self, job: Job) -> None:
-        """Set the status of a job whose process has ended, from the files that it left."""
+        """Set the status of a job whose process has ended, from the files that the process left behind."""
         folder = self.job_folder(job.job_id)
         if (self.run_folder(job.job_id) / "final").is_dir():
             self._update(job, status="completed", error_message=None)
@@ -318,7 +318,7 @@ class Store:
     # --- output of a job
 
     def metrics(self, job_id: str) -> list[dict]:
-        """Return the metrics of every step so far, NaN and infinity as None."""
+        """Return the metrics of every step so far, with NaN and infinity as None."""
         return [_finite_row(row) for row in read_jsonl(self.run_folder(job_id) / "metrics.jsonl")]
 
     def new_metrics(self, job_id: str, position: tuple[int, int]) -> tuple[list[dict], tuple[int, int]]:
@@ -378,7 +378,7 @@ class Store:
         }
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed service left: uploads without a row, scratch folders and downloads."""
+        """Delete what a killed service left behind: uploads without a database row, scratch folders and downloads."""
         file_ids = {file["file_id"] for file in self.files()}
         for path in (self.folder / "files").iterdir():
             if path.stem not in file_ids or path.suffix != ".zip":
@@ -400,7 +400,7 @@ class Store:
 
 
 def _last_rows(path: pathlib.Path, max_bytes: int = 16_384) -> list[dict]:
-    """Return the last rows of a .jsonl file, from its last `max_bytes`."""
+    """Return the last rows of a .jsonl file, read from its last `max_bytes` bytes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - max_bytes))

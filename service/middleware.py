@@ -69,9 +69,9 @@ class AccessMiddleware:
         log.info("%s %s %r %s %.0f ms", request_id, scope["method"], scope["path"], status, milliseconds)
 
     def _same_origin(self, headers: dict[bytes, bytes]) -> bool:
-        """Refuse requests that a page of another site makes in a visitor's browser.
+        """Refuse requests that a page of a different site makes in a visitor's browser.
 
-        Without a token, also refuse host names other than this machine's: another site's name may resolve to us.
+        Without a token, also refuse host names other than this machine's: another site's name may resolve to it.
         """
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         try:
@@ -96,7 +96,7 @@ class AccessMiddleware:
         return urllib.parse.parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
 
     def _no_token(self, scope: dict, headers: dict[bytes, bytes]) -> Response:
-        """Return a form to a browser and JSON to a program."""
+        """Return a token form to a browser and a JSON error to a program."""
         if scope["path"] == "/" and b"text/html" in headers.get(b"accept", b""):
             hint = "; that one was wrong" if self._url_tokens(scope) else ""
             return HTMLResponse(TOKEN_FORM.format(html.escape(hint)), 401)

@@ -1,4 +1,4 @@
-"""The request and response bodies of the service, which its page at /docs shows."""
+"""The request and response bodies of the service, as documented on its page at /docs."""
 
 from typing import Annotated, Literal
 
@@ -48,7 +48,7 @@ class LoraConfig(Strict):
     """Settings of the LoRA adapter.
 
     lora_dropout is written to the adapter's configuration but not applied in training: the sampler has no dropout, so
-    the policy would differ from the one that sampled.
+    the trained policy would differ from the policy that sampled.
     """
 
     r: Annotated[int, Field(ge=1, le=512)] = 64
@@ -92,7 +92,7 @@ class JobInfo(BaseModel):
     error_message: str | None
     output_dir: str
     stopping: bool
-    """The job was cancelled and is saving its checkpoint."""
+    """Whether the job was cancelled and is still saving its checkpoint."""
 
 
 class Started(BaseModel):

@@ -12,8 +12,8 @@ from inputs.rows import read_rows
 from rewards import gold_problem
 
 INSPECT_ZIP = f"{pathlib.Path(__file__).resolve()}:inspect_zip"
-MAX_PROBLEMS = 10  # bad rows that are reported
-MAX_TABLE_BYTES = 16_000_000  # size of main.csv, about a hundred thousand rows
+MAX_PROBLEMS = 10  # maximum number of bad rows that are reported
+MAX_TABLE_BYTES = 16_000_000  # maximum size of main.csv, about a hundred thousand rows
 MAX_QUESTION_CHARS = 2000
 
 
@@ -53,7 +53,7 @@ def _inspect_zip(path: pathlib.Path) -> tuple[int, int, list[str]]:
                 raise ValueError(problem)
             if len(row.prompt) > MAX_QUESTION_CHARS:
                 raise ValueError(
-                    f"the question has {len(row.prompt)} characters, at most {MAX_QUESTION_CHARS} are allowed"
+                    f"the question has {len(row.prompt)} characters; at most {MAX_QUESTION_CHARS} are allowed"
                 )
         except (ValueError, OSError) as error:
             problems.append(f"{row.source if isinstance(row, Sample) else row[0]}: {error}")
@@ -68,7 +68,7 @@ def _check_table(path: pathlib.Path) -> None:
         return  # `read_rows` raises the error with the right message
     largest = max((m.file_size for m in members if m.filename.rpartition("/")[2] == "main.csv"), default=0)
     if largest > MAX_TABLE_BYTES:
-        raise UserError(f"main.csv has {largest / 1e6:.0f} MB, at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
+        raise UserError(f"main.csv has {largest / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
 
 
 def _check_image(row: Sample) -> str:

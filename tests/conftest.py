@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random models in Hugging Face layout and a small counting data set, made once per session."""
+"""Fixtures, created once per session: tiny random models in Hugging Face layout and a small counting data set."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ import pytest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise the number of threads, and so the rounding, would depend on the load
+os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise the load would change the number of threads and thus the rounding
 
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # Arrow copies of parquet files, deleted after the tests
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -64,7 +64,7 @@ def shapes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def server():
-    """A judge server whose replies the test sets."""
+    """A judge server whose replies are set by the test."""
     from tests.helpers.judge_server import Server
 
     judge = Server()

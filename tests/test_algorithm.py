@@ -28,7 +28,7 @@ def test_equal_rewards_give_exactly_zero():
     for value in (0.0, 0.1, 1 / 3, 0.85, 1e6):
         for scale in ("group", "none"):
             assert torch.equal(group_advantages(torch.full((2, 7), value), scale), torch.zeros(2, 7))
-    # In floating point the mean of equal values may differ from each of them, yet there is nothing to learn.
+    # In floating point, the mean of equal values may differ from the values, but the advantages must still be zero.
     assert not group_advantages(torch.full((1, 3), 0.1 + 0.2)).any()
 
 
@@ -142,8 +142,8 @@ def grad_of(loss_type, log_ratio, advantage, **kwargs):
 
 
 def test_clipping_stops_the_gradient_on_the_right_side():
-    assert grad_of("grpo", 0.5, +1.0)[0] == 0.0  # good, and already much more likely: no further push
-    assert grad_of("grpo", 0.5, -1.0)[0] == pytest.approx(math.exp(0.5))  # bad, but more likely: pushed back
+    assert grad_of("grpo", 0.5, +1.0)[0] == 0.0  # good and already much more likely: not pushed further
+    assert grad_of("grpo", 0.5, -1.0)[0] == pytest.approx(math.exp(0.5))  # bad but now more likely: pushed back
     assert grad_of("grpo", -0.5, -1.0)[0] == 0.0
     assert grad_of("grpo", -0.5, +1.0)[0] == pytest.approx(-math.exp(-0.5))
     assert grad_of("dapo", 0.22, +1.0, clip_high=0.28)[0] != 0.0  # clip-higher leaves room above 1.2
@@ -158,7 +158,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
 
 
 def test_first_update_is_the_plain_policy_gradient():
-    """With π_old = π_θ the gradient of every loss is −A · w · ∇ log π, for any clip range."""
+    """With π_old = π_θ, the gradient of every loss is −A · w · ∇ log π, for any clip range."""
     for loss_type in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert grad_of(loss_type, 0.0, 0.7)[0] == pytest.approx(-0.7), loss_type
 
@@ -174,7 +174,7 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
 
 
 def test_tokens_without_weight_never_make_the_loss_infinite():
-    """A blank micro-batch has a placeholder reference log-probability of 0, where the policy's may be −120."""
+    """A blank micro-batch has a placeholder of 0 as reference log-probability, while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])

@@ -1,4 +1,4 @@
-"""Task scores against numbers computed by hand."""
+"""Task scores, compared with numbers computed by hand."""
 
 import json
 
@@ -73,13 +73,13 @@ def test_completions_without_verdict_are_left_out_and_counted():
     assert scores["no_verdict"] == pytest.approx(3 / 40)
     assert scores["exact_match"] == 1.0
     assert scores["reward"] == 1.0
-    assert scores["pass@4"] == 1.0  # over the rows with four verdicts
+    assert scores["pass@4"] == 1.0  # computed over the rows with four verdicts
     with pytest.raises(UserError, match="14% of the completions have no verdict"):
         summarise([*rows, row(["a"] * 4, [False] * 4, [None, None, None, 1.0])], "count")
 
 
 def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monkeypatch):
-    """This process has two rows and another has five, so this one takes part in all five chunks."""
+    """This process has two rows and another process has five, so this process takes part in all five chunks."""
     processor = load_processor(tiny_model, "count")
     samples = load_samples(shapes, "count", processor=processor)
     engine = HFEngine(load_model(tiny_model, torch.float32), processor)

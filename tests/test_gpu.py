@@ -32,7 +32,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"])
 def test_attention_kernels_agree_with_float32(family):
-    """Compare bfloat16 with the variable-length kernel to float32 with SDPA.
+    """Compare the variable-length kernel in bfloat16 with SDPA in float32.
 
     Log-probabilities differ by less than 0.03 on average, and gradients point in the same direction.
     """
@@ -88,7 +88,7 @@ no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="v
 
 @pytest.fixture(scope="module")
 def engine(tiny_model, shapes, tmp_path_factory) -> dict:
-    """The results of tests/helpers/vllm_worker.py."""
+    """Run tests/helpers/vllm_worker.py and return its results."""
     out = tmp_path_factory.mktemp("vllm") / "results.json"
     process = run("tests/helpers/vllm_worker.py", tiny_model, shapes, str(out))
     assert process.returncode == 0, process.stderr[-3000:]
@@ -97,9 +97,9 @@ def engine(tiny_model, shapes, tmp_path_factory) -> dict:
 
 @no_vllm
 def test_sampler_and_trainer_agree_round_after_round(engine):
-    """Weights pushed after sleep level 2 are compared one by one (--check_sync); log-probabilities are compared, too.
+    """Compare each weight pushed after sleep level 2 (--check_sync), and the log-probabilities.
 
-    The first round uses vLLM's own vision tower, the later rounds use the trainer's features.
+    The first round uses vLLM's own vision tower, and the later rounds use the trainer's features.
     """
     assert [r["features"] for r in engine["rounds"]] == [False, True, True]
     for r in engine["rounds"]:
@@ -113,7 +113,7 @@ def test_sleep_gives_memory_back_and_seeds_repeat(engine):
     for r in engine["rounds"]:
         assert r["freed_gib"] > 5
         assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
-        assert r["distinct"] > 20, "completions must not share their random numbers"
+        assert r["distinct"] > 20, "completions must not share random numbers"
 
 
 @no_vllm
@@ -135,7 +135,7 @@ def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
 
 @no_vllm
 def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
-    """A random model learns to write vowels, with vLLM rollouts, a sync every step and a trained vision tower."""
+    """A randomly initialised model learns to write vowels with vLLM rollouts, a sync every step and a trained tower."""
     reward = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
     (tmp_path / "r.py").write_text(reward)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
@@ -152,7 +152,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
 @no_vllm
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
-    """After every sync, vLLM holds the base plus the adapter; a 4-bit base is dequantised."""
+    """After every sync, vLLM has the weights of base plus adapter; a 4-bit base is dequantised."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--lora_rank=8"]
     flags += [
         "--max_steps=4",
@@ -197,7 +197,7 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
     optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).optimizer
     moments = [state["exp_avg"]._local_tensor for state in optimizer.state.values()]
-    assert all(moment.is_pinned() for moment in moments), "a resumed run must keep them in host memory, too"
+    assert all(moment.is_pinned() for moment in moments), "a resumed run must also keep the moments in host memory"
     assert any(moment.any() for moment in moments)
 
 

@@ -17,7 +17,7 @@ from tests.helpers import models
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
-# Each group of a pack: text tokens, image grids in patches, completion lengths (1: only an end token).
+# For each group of a pack: number of text tokens, image grids in patches, completion lengths (1 is only an end token).
 SHAPES = {
     "one image": [(5, [(4, 4)], [4, 1, 7]), (3, [(2, 6)], [2, 2])],
     "several images": [(4, [(4, 4), (2, 2), (4, 8)], [3, 5]), (6, [(2, 2), (4, 4)], [1, 4, 2])],
@@ -39,7 +39,7 @@ def groups_for(model, family, shape):
 
 @pytest.mark.parametrize(("family", "shape", "keep"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)])
 def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, monkeypatch):
-    """Logits are computed for three tokens at a time; with checkpointed layers their derivatives are recomputed."""
+    """Logits are computed for three tokens at a time. If layers are checkpointed, the derivatives are recomputed."""
     monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
     plain = build(family)
     packed = copy.deepcopy(plain)

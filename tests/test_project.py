@@ -1,4 +1,4 @@
-"""The layout of the project and its documents: imports point one way, and what the documents name exists."""
+"""The layout of the code, whose imports point one way, and the documents, which name only things that exist."""
 
 import ast
 import dataclasses
@@ -21,7 +21,7 @@ from training import checkpoint, report
 
 FRONT = ["grpo", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
 ROOMS = ["common", "inputs", "grading", "policy", "training", "evaluation", "service", "demo"]
-# Imports point down this list. Nothing imports what stands beside it on its floor, its own room apart.
+# The lowest floor comes first. A module imports only from lower floors and from its own room.
 FLOORS = [
     ["common"],
     ["config"],
@@ -47,12 +47,12 @@ CONFIGS = {
     "service": app.Config,
 }
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
-# docs/log.md tells of files and flags that are gone
+# docs/log.md is left out because it mentions files and flags that no longer exist
 DOCUMENTS = sorted([ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")])
 
 
 def imports(path: pathlib.Path) -> set[str]:
-    """The modules of the project that a file imports, anywhere in it, as `room.module` or `module`."""
+    """Return the project's modules that are imported anywhere in a file, as `room.module` or `module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -77,7 +77,9 @@ def test_imports_point_down(path):
     for name in imports(path):
         other = name.split(".")[0]
         if other != room:
-            assert floor_of[other] < floor_of[room], f"{path.relative_to(ROOT)} imports {name}, which is not below it"
+            assert floor_of[other] < floor_of[room], (
+                f"{path.relative_to(ROOT)} imports {name}, which is not on a lower floor"
+            )
             assert other not in COMMANDS, f"{path.relative_to(ROOT)} imports the command {name}"
 
 
@@ -86,26 +88,28 @@ def test_no_circle_within_a_room(room):
     arrows = {f"{room}.{path.stem}": imports(path) for path in (ROOT / room).glob("*.py")}
     while arrows:
         leaves = [name for name, targets in arrows.items() if not targets & arrows.keys() - {name}]
-        assert leaves, f"these import each other: {sorted(arrows)}"
+        assert leaves, f"circular imports among these modules: {sorted(arrows)}"
         for name in leaves:
             del arrows[name]
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_a_sign_on_its_door(room):
-    """Its docstring says in three to six lines what is in it, what it may import, where to start, and names no file
-    that is not there."""
+    """In three to six lines, the room's docstring says what the room contains, what it may import and where to start
+    reading. Every file that the docstring names exists."""
     text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
     assert 3 <= len([line for line in text.splitlines() if line]) <= 6
     assert "Imports" in text and "Start reading at `" in text
     for name in re.findall(r"`(\w+\.py)`", text):
-        assert (ROOT / room / name).is_file() or (ROOT / name).is_file(), f"{room}: no {name}"
+        assert (ROOT / room / name).is_file() or (ROOT / name).is_file(), (
+            f"the docstring of {room} names {name}, which does not exist"
+        )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_public_functions_say_what_they_are_for(path):
     tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "a file opens with what it is for"
+    assert ast.get_docstring(tree), "the file must open with a docstring that says what it is for"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main":
             assert ast.get_docstring(node), f"{node.name} has no docstring"
@@ -128,13 +132,13 @@ def test_every_flag_is_explained():
 
 @pytest.mark.parametrize("script", ["-m training.checkpoint", "merge_lora.py", "-m demo.tiny"])
 def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
-    """In a new interpreter, as other tests start only some of them."""
+    """Run each script in a new interpreter, because other tests start only some of the scripts."""
     command = [sys.executable, "-X", "importtime", *script.split(), "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "usage: " in done.stdout
     said = done.stderr.splitlines()
-    assert all(line.startswith("import time:") for line in said), "something is said before anything is done"
+    assert all(line.startswith("import time:") for line in said), "stderr contains more than the import times"
     assert not {line.split()[-1] for line in said} & {"sklearn", "pandas", "scipy", "matplotlib"}
 
 
@@ -157,7 +161,7 @@ def test_the_readmes_map_is_the_tree():
 
 
 def known_flags() -> set[str]:
-    """Flags of the project's scripts and benches, and of the programs that the documents call."""
+    """Return the flags of the project's scripts and benchmarks, and of other programs that the documents run."""
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
@@ -180,14 +184,18 @@ def test_flags_that_are_named_exist(path):
 def test_links_files_and_commands_that_are_named_exist(path):
     text = path.read_text()
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
     for name in re.findall(r"`([\w/]+\.(?:py|sh|md|txt))`", text):
-        assert (ROOT / name).is_file() or list(ROOT.glob(f"*/{name}")), f"{path.name} names {name}"
+        assert (ROOT / name).is_file() or list(ROOT.glob(f"*/{name}")), (
+            f"{path.name} names {name}, which does not exist"
+        )
     for script in re.findall(r"(?:python|torchrun[^`\n]*?|pytest(?: --slow)?) ((?:\w+/)*\w+\.py)\b", text):
-        assert (ROOT / script).is_file(), f"{path.name} runs {script}"
+        assert (ROOT / script).is_file(), f"{path.name} runs {script}, which does not exist"
     for module in re.findall(r"python -m ((?!torch|pytest|venv|pip)[\w.]+)", text):
         file = ROOT / module.replace(".", "/")
-        assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), f"{path.name} runs {module}"
+        assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), (
+            f"{path.name} runs {module}, which does not exist"
+        )
 
 
 def test_requirements_are_pinned():
@@ -197,7 +205,7 @@ def test_requirements_are_pinned():
 
 
 def test_the_speeds_in_the_documents_are_those_of_the_results():
-    """The table's steps and the comparison, from the newest file that has them."""
+    """The documents' step times and comparison match the newest results file that contains them."""
     speed, readme = (ROOT / "docs" / "speed.md").read_text(), (ROOT / "README.md").read_text()
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "results").glob("speed-*.json"))]
     table = [r["workloads"] for r in results if len(r["workloads"]) == 4][-1]

@@ -49,8 +49,8 @@ def think(answer: str) -> str:
         ("3rd: 4", 4),
         ("７", 7),
         ("有12隻", 12),
-        ("<answer>none</answer> 4", None),  # only the answer block counts, even without a number
-        ("<answer>4", 4),  # not closed, so not a block
+        ("<answer>none</answer> 4", None),  # only the answer block counts, even if it contains no number
+        ("<answer>4", 4),  # an unclosed tag does not make an answer block
         ("10²", 10),
         ("count...12", 12),
         ("see No.5", 5),
@@ -59,7 +59,7 @@ def think(answer: str) -> str:
         ("", None),
         ("-3", 3),
         ("0", 0),
-        ("9" * 5000, int("9" * 18)),  # int() refuses 5,000 digits; any bound will do
+        ("9" * 5000, int("9" * 18)),  # int() refuses 5,000 digits, so the number is cut; any limit will do
     ],
 )
 def test_first_count(text, want):
@@ -99,7 +99,7 @@ def test_words(text, want):
         ("yes - not no", "yes", 0.0),
         ("right lung", "right upper lung", 0.8),
         ("the the the ct", "ct", 0.0),  # F1 over multisets: 2·1/5 = 0.4, below 0.5
-        ("yes", "yes it is", 0.5),  # a longer gold answer is compared by words: 2·1/4
+        ("yes", "yes it is", 0.5),  # a longer gold answer is scored by word overlap (F1): 2·1/4
         ("anything", "?!", 0.0),
     ],
 )
@@ -115,7 +115,7 @@ def test_gold_problems_are_named():
 
 
 def test_exact_match_is_stricter_than_a_full_reward():
-    assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words in another order
+    assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words in a different order
     assert not rewards.exact_match("vqa", think("right to left"), "left to right")
     assert rewards.exact_match("vqa", think("Left to right."), "left to right")
     assert rewards.exact_match("vqa", think("yes, clearly"), "yes")

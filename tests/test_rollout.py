@@ -1,6 +1,6 @@
-"""Compare HFEngine with plain transformers generation and with the packed forward of the trainer.
+"""Compare HFEngine with plain transformers generation and with the trainer's packed forward pass.
 
-Guards against log-probabilities from a different distribution than the one sampled from, left padding that leaks into
+Guards against: log-probabilities of a distribution other than the one sampled from, left padding that leaks into
 attention or positions, completions that depend on their batch, and stop tokens that are dropped or counted twice.
 """
 
@@ -98,8 +98,8 @@ def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts
 
 
 def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
-    """The feature cache uses image content as its key, because rows of two splits can share a name. Equal images are
-    encoded once."""
+    """The feature cache is keyed by image content, because rows of two splits can have the same name. Identical images
+    are encoded once."""
 
     def prompt(shade: int):
         return encode_prompt(Sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor)
@@ -114,7 +114,7 @@ def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
 
 
 def test_every_end_token_of_the_generation_config_counts(tiny_model):
-    """vLLM returns the generation config as a dict, transformers as an object."""
+    """vLLM returns the generation config as a dict; transformers returns it as an object."""
     tokenizer = load_processor(tiny_model, "count").tokenizer
     for config in (GenerationConfig(eos_token_id=[5, 7]), {"eos_token_id": [5, 7]}, {"eos_token_id": 5}):
         want = {5, 7} if not isinstance(config, dict) or isinstance(config["eos_token_id"], list) else {5}

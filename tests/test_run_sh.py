@@ -1,4 +1,4 @@
-"""run.sh: the recipes run offline, and mistakes get one line."""
+"""run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
 import json
 import os
@@ -17,7 +17,7 @@ HALVES = ["math text", "math image"]  # together they are "math mixed"
 
 
 def test_every_recipe_runs_offline_with_smoke(request):
-    """Two at a time, as a newcomer tries them; each prints the command it runs, whole."""
+    """Run the recipes as a newcomer would, two at a time. Each recipe prints the complete command that it runs."""
     if not (ROOT / ".venv" / "installed").is_file():
         pytest.skip("no .venv made by run.sh: the recipes would install one")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -34,7 +34,9 @@ def test_every_recipe_runs_offline_with_smoke(request):
             assert done.returncode == 0, done.stderr[-3000:]
             (command,) = re.findall(r"^\+ .*grpo\.py .*", done.stdout, re.MULTILINE)
             assert f"--task {recipe.split()[0]}" in command
-            assert f"--seed={len(recipe)}" in command, "flags that follow replace the recipe's"
+            assert f"--seed={len(recipe)}" in command, (
+                "flags given after the recipe name must override the recipe's own"
+            )
             rows = read_jsonl(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
             assert [row["step"] for row in rows] == [1, 2]
     command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
@@ -65,8 +67,8 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
 
 @pytest.fixture
 def sh(tmp_path):
-    """run.sh in a folder of its own; one stub is Python, pip, torchrun and nvidia-smi, says its arguments and installs
-    nothing."""
+    """Return a function that runs run.sh in a temporary folder. Python, pip, torchrun and nvidia-smi are replaced by a
+    stub that prints its arguments and installs nothing."""
     for name in ("run.sh", "requirements.txt", "requirements-gpu.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
@@ -116,7 +118,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
     ],
 )
 def test_a_machine_that_does_not_know_its_place_is_told(sh, environment, message):
-    """In one line and before anything is set up: it would train alone, as would every other."""
+    """The error is one line and comes before any set-up. Without the error, each machine would train alone."""
     done = sh("vqa", **environment)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
@@ -133,11 +135,11 @@ def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
     done = sh("vqa", MASTER_ADDR="vqa-master-0", MASTER_PORT="tcp://10.0.0.1:80", RANK="0", WORLD_SIZE="1", N_GPUS="02")
     assert done.returncode == 0, done.stderr
     assert "+ .venv/bin/torchrun --standalone --nproc_per_node 2 --max_restarts 0 grpo.py" in done.stdout
-    assert "as rank" not in done.stdout, "the evaluation would wait for the other machines"
+    assert "as rank" not in done.stdout, "with a rank, the evaluation would wait for the other machines"
 
 
 def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
-    """One without a GPU, too; they would all install into the folder that they share, at once."""
+    """Without a prior set-up, all machines would install into their shared folder at once, GPU or not."""
     command = "before NNODES=2, on one machine: {}./run.sh setup\n"
     for gpu, setting in (("0", ""), ("1", "GPU=1 ")):
         done = sh("vqa", HAS_GPU=gpu, **TWO)
@@ -145,7 +147,9 @@ def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
         assert not done.stdout
     done = sh("setup")
     assert done.returncode == 0 and "--requirement requirements.txt" in done.stdout
-    assert sh("vqa", HAS_GPU="1", **TWO).stderr.endswith(command.format("GPU=1 ")), "without vLLM"
+    assert sh("vqa", HAS_GPU="1", **TWO).stderr.endswith(command.format("GPU=1 ")), (
+        "a GPU machine needs a set-up that includes vLLM"
+    )
     done = sh("setup", GPU="1")
     assert done.returncode == 0 and "--requirement requirements-gpu.txt" in done.stdout
     for gpu in "01":
@@ -153,7 +157,9 @@ def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
         assert done.returncode == 0, done.stderr
         assert "--nnodes 2 --nproc_per_node 1 --max_restarts 0 --rdzv_backend c10d" in done.stdout
         assert "--rdzv_endpoint 10.0.0.1:29400 --rdzv_id grpo --rdzv_conf is_host=0 grpo.py" in done.stdout
-        assert "pip" not in done.stdout + sh("setup", HAS_GPU=gpu).stdout, "what serves a GPU serves without one"
+        assert "pip" not in done.stdout + sh("setup", HAS_GPU=gpu).stdout, (
+            "a set-up for GPUs also serves a machine without one"
+        )
     with (tmp_path / "requirements.txt").open("a") as file:
         file.write("more==1\n")
-    assert sh("vqa", **TWO).returncode == 2, "of other requirements"
+    assert sh("vqa", **TWO).returncode == 2, "changed requirements must need a new set-up"

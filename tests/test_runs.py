@@ -1,7 +1,7 @@
-"""Whole runs, started as a user starts them: their output files, how they end, and their error messages.
+"""Whole runs, started as a user would start them: their output files, how they end, and their error messages.
 
 Guards against: a final model that scores differently from the trained one, a run that depends on the number of
-processes, a resumed run that differs from an undisturbed one, and tracebacks for user mistakes.
+processes, a resumed run that differs from an uninterrupted one, and tracebacks for user mistakes.
 """
 
 import json
@@ -45,7 +45,7 @@ def test_a_run_leaves_what_the_documents_say(run):
     assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 2, 4]
     for row in rows[1:]:
         missing = {name for name, value in row.items() if value is None}
-        assert missing == {"mfu", "sampling/logp_difference_text"}, "no GPU, and every row has an image"
+        assert missing == {"mfu", "sampling/logp_difference_text"}, "there is no GPU, and every row has an image"
         assert all(math.isfinite(value) for value in row.values() if value is not None)
         assert row["sampling/logp_difference_image"] == pytest.approx(row["sampling/logp_difference_mean"])
         assert row["sampling/logp_difference_mean"] < 1e-5
@@ -90,7 +90,7 @@ def test_same_seed_same_run(run, tiny_model, shapes, tmp_path):
 
 
 def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
-    """A run resumed after two of four steps equals an undisturbed one bit for bit."""
+    """A run resumed after two of its four steps is bit-for-bit identical to an uninterrupted run."""
     cfg = config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2, beta=0.01)
     subprocess.run(["cp", "-r", run / "checkpoint-2", tmp_path], check=True)
     (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
@@ -160,7 +160,7 @@ def test_variants_run(name, tiny_model, shapes, tmp_path):
 
 
 def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, tmp_path):
-    """The sampler and the trainer use the same arithmetic here, so both values of `old_logp` give the same run."""
+    """The sampler and the trainer compute in the same way here, so both values of `old_logp` give the same run."""
     losses = []
     for old in ("policy", "sampler"):
         output = tmp_path / old
@@ -170,7 +170,7 @@ def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, t
 
 
 def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, tmp_path, monkeypatch):
-    """Every second prompt of the stream gets equal rewards, so each step must draw twice the number of prompts."""
+    """Every second group has equal rewards, so each step must draw twice as many prompts as it trains on."""
     calls = []
 
     def reward(completion, answer, **_):
@@ -221,7 +221,7 @@ def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
 
 
 def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
-    """Without verdicts in step 3, the run stops and saves step 2. The resumed run equals an undisturbed one."""
+    """Without verdicts in step 3, the run stops and saves step 2. Resuming gives the result of an uninterrupted run."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
     flags = dict(max_steps=4, seed=3, reward=(f"{tmp_path}/r.py:fine",))
     grpo.main(config(tiny_model, shapes, tmp_path / "undisturbed", **flags))
@@ -254,12 +254,12 @@ def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
 
 
 def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tiny_model, shapes, tmp_path):
-    """With a constant such as 1/3 in the reward, subtracting the penalty again would leave a rounding error."""
+    """With a constant reward such as 1/3, adding the penalty and subtracting it again would leave a rounding error."""
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
-    assert row["groups_drawn"] == 8, "all groups have equal rewards, so all rounds are drawn"
+    assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds are drawn"
     assert row["rewards/overlong"] < 0
 
 
@@ -280,7 +280,7 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
 def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes, tmp_path):
     """In most steps, one process has no image: a step has four prompts, and only one row in six has images.
 
-    The vision tower is trained, so the run would hang if that process did not join its collectives.
+    The vision tower is trained, so the run would hang if that process did not join the tower's collectives.
     """
     rows = [{"prompt": f"How much is {i}?", "answer": str(i)} for i in range(10)]
     image = f"{shapes}/images/00000.png"
@@ -302,7 +302,7 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
 
 @pytest.mark.parametrize("where", ["forward", "backward", "reference"])
 def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model, shapes, tmp_path, where, capsys):
-    """A decoder layer raises the error in the second micro-batch, while the gradient is being accumulated."""
+    """A decoder layer runs out of memory in the second micro-batch, while the gradient is being accumulated."""
     flags = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loader = "load_reference" if where == "reference" else "load_policy"
@@ -393,7 +393,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
     deadline = time.time() + 120
     while len(read_jsonl(tmp_path / "metrics.jsonl")) < 3 and time.time() < deadline and process.poll() is None:
         time.sleep(0.2)
-    # like a terminal, send the signal to the launcher and all of its processes
+    # send the signal to the launcher and all of its processes, as a terminal does
     subprocess.run(["pkill", f"-{signal.SIGINT.value}", "-g", str(process.pid)], check=True)
     _, err = process.communicate(timeout=60)
     checkpoints = list(tmp_path.glob("checkpoint-*"))
@@ -411,7 +411,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
 
 
 def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
-    """Each mistake ends a real process with exit status 2 and one line; nothing is written."""
+    """Each mistake ends a real process with exit status 2 and a one-line error message; nothing is written."""
     rows = tmp_path / "bad.jsonl"
     rows.write_text(json.dumps({"prompt": "<image>?", "answer": "1", "images": ["gone.png"]}) + "\n")
     output = tmp_path / "out"

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 let jobs = []; // all jobs, in the order in which they were queued
-let shownId = null; // id of the shown job; the URL's hash has it, too
+let shownId = null; // id of the shown job; also in the URL's hash
 let job = null; // the latest state of the shown job
 let source = null; // the event stream of the shown job
 let metrics = []; // metrics of the shown job, one row per step
@@ -55,7 +55,7 @@ function formatDuration(seconds) {
 // --- pictures
 
 function upload(file) {
-  const request = new XMLHttpRequest(); // because fetch does not report the progress of an upload
+  const request = new XMLHttpRequest(); // fetch does not report the progress of an upload
   const form = new FormData();
   form.append("file", file);
   const say = (text, className = "soft") => Object.assign($("uploading"), { textContent: `${file.name} ${text}`, className });
@@ -188,7 +188,7 @@ $("train").onsubmit = async (event) => {
   };
   const button = $("train").querySelector("button");
   const headers = { "Content-Type": "application/json" };
-  button.disabled = true; // a second press would start a second job
+  button.disabled = true; // pressing it twice would start a second job
   try {
     $("trouble").textContent = "";
     location.hash = (await fetchJson("/train", { method: "POST", headers, body: JSON.stringify(body) })).job_id;
@@ -330,10 +330,10 @@ function paintJob() {
 }
 
 function noteText() {
-  if (stopping(job)) return "Stopping. It saves what it has learned first.";
-  if (job.status === "queued") return "It starts automatically when the jobs before it have finished.";
+  if (stopping(job)) return "Stopping. The job saves what it has learned first.";
+  if (job.status === "queued") return "This job starts automatically when the jobs before it have finished.";
   if (job.status === "training") return job.current_step ? "" : "Getting ready: the model is being loaded.";
-  return job.status === "cancelled" ? "Resume continues from what it has saved." : "";
+  return job.status === "cancelled" ? "Resume continues from what the job has saved." : "";
 }
 
 function timeText() {
@@ -379,7 +379,7 @@ $("predict").onsubmit = async (event) => {
 
 // --- sampled answers and the log
 
-// Hides the heading and the column of the completions page that this page's users do not need.
+// Hides the heading and one column of the completions page, which users of this page do not need.
 const SAMPLES_STYLE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; }
   article:first-of-type { border: 0; } figure { flex-basis: 9em; } th { font-size: 0; padding: 4px 9px; }
   th::after { font-size: 14px; content: "answer"; } th:first-child::after { content: "points"; }</style>`;
@@ -441,7 +441,7 @@ function drawCurve(svg, label, points, colour, range) {
   const ys = raw.map((p) => p[1]);
   let [low, high] = range ?? (ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1]);
   if (!(high > low)) [low, high] = [low - 0.5, high + 0.5];
-  const width = svg.clientWidth || 400; // drawn in pixels, so that the text has the size of the page's text
+  const width = svg.clientWidth || 400; // drawn in pixels, so that the text has the same size as on the page
   const x = (value) => 52 + ((width - 66) * (value - left)) / (right - left);
   const y = (value) => 165 - (150 * (value - low)) / (high - low);
   const line = (vertices, style) =>

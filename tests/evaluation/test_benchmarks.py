@@ -1,4 +1,4 @@
-"""Benchmark scores against tables computed by hand, and evaluate.py as a user calls it."""
+"""Benchmark scores, compared with tables computed by hand, and evaluate.py run as a user would run it."""
 
 import json
 import os
@@ -37,7 +37,7 @@ GPQA = {f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)} | {"Correct An
 
 
 def judged(name: str, rows: list[dict], server=None) -> list[dict]:
-    """Return the predictions of `rows`, each of which holds its `response` or `responses`."""
+    """Return predictions for `rows`, each of which contains its `response` or `responses`."""
     benchmark = BENCHMARKS[name]
     outputs = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
     samples = [Sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
@@ -102,7 +102,7 @@ def test_aime():
     assert right("aime24", row, *responses) == [True, True, True, False, False, False, False]
     rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
     scores = summarise_benchmark("aime24", rows, "rule")
-    assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # Pass@1[8]
+    assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # pass@1, averaged over eight responses
     assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert scores["pass@8"] == 1.0
     assert scores["completions_per_row"] == 8
@@ -191,7 +191,7 @@ def test_gpqa_is_shuffled_once_for_each_problem():
     assert gpqa_choices(dict(reversed(list(GPQA.items()))))["ABCD".index(letter)] == "right"
     others = [GPQA | {"Question": f"Which {i}?"} for i in range(400)]
     counts = [sum(gpqa_gold(row) == gold for row in others) for gold in "ABCD"]
-    assert min(counts) > 70  # about a quarter each
+    assert min(counts) > 70  # each letter is correct for about a quarter of the questions
     wrong = "ABCD"[("ABCD".index(letter) + 1) % 4]
     responses = [letter, f"({letter})", f"The answer is {letter}.", f"\\boxed{{{letter}}}", wrong, "", "right"]
     assert right("gpqa_diamond", GPQA, *responses) == [True] * 4 + [False] * 3
@@ -234,7 +234,7 @@ def mme(category: str, image: str, *answers: tuple[str, str]) -> list[dict]:
 MME = [
     *mme("existence", "1.png", ("Yes", "Yes, there is."), ("No", "No.")),  # both correct
     *mme("existence", "2.png", ("Yes", "YES"), ("No", "yes")),  # one correct
-    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # "maybe" reads as "other", which is wrong; one correct
+    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # "maybe" is parsed as "other", which is wrong; one correct
     *mme("code_reasoning", "9.png", ("Yes", "<think>n</think><answer>yes</answer>"), ("No", "no")),  # both correct
     *mme("text_translation", "3.png", ("Yes", "no"), ("No", "")),  # none correct
 ]
@@ -363,7 +363,7 @@ def test_an_extractor_is_asked_once_for_all_runs(server, tmp_path, monkeypatch):
         scores = json.loads((tmp_path / f"out{run}" / "scores.json").read_text())
         assert scores["scoring"] == "extractor judge"
         assert scores["score"] == pytest.approx(1 / 3)
-        assert len(server.requests) == 3  # one test request and two responses: an empty response is not sent
+        assert len(server.requests) == 3  # one test request and two responses; empty responses are not sent
     evaluate.main(Config(**flags, output=str(tmp_path / "rule")))
     assert json.loads((tmp_path / "rule" / "scores.json").read_text())["scoring"] == "rule-scored"
 
@@ -401,7 +401,7 @@ def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
     rows = [
         common | dict(question_type="multi-choice", answer="A", response="A"),
         common | dict(question_type="free-form", answer="the longest side", response="hypotenuse"),
-        common | dict(question="", question_type="free-form", answer="12", response="13"),  # question in the image
+        common | dict(question="", question_type="free-form", answer="12", response="13"),  # question in the image only
     ]
     saved = write_jsonl(tmp_path / "p.jsonl", rows)
     flags = dict(predictions=saved, benchmark="mathverse", judge_cache=str(tmp_path / "c.sqlite"))
@@ -527,7 +527,7 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
     assert other.prompt == sample.prompt
     assert other.answer == sample.answer
     assert len(other.images) == len(sample.images) == bool(image_column)
-    assert json.dumps(other.fields)  # the images were dropped
+    assert json.dumps(other.fields)  # would fail if the fields still contained images
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -577,12 +577,12 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     assert "what changed" in (tmp_path / "o" / "completions.html").read_text()
     assert not list((tmp_path / "o").rglob("predictions.part*"))
     rows = [json.loads(line) for line in (tmp_path / "o" / "predictions.jsonl").read_text().splitlines()]
-    for row in rows:  # the first question about each image is answered correctly
+    for row in rows:  # only the first question about each image gets a correct answer
         row["responses"] = [row["answer"] if row["answer"] == "Yes" else "who knows"] * 2
     saved = write_jsonl(tmp_path / "better.jsonl", rows)
     evaluate.main(Config(predictions=saved, benchmark="mme", output=f"{tmp_path}/better", baseline=f"{tmp_path}/o"))
     better = json.loads((tmp_path / "better" / "scores.json").read_text())
-    assert better["score"] == 2 * 50.0  # half of the questions and no complete image, in two categories
+    assert better["score"] == 2 * 50.0  # two categories: 50 for half of the questions, 0 for complete images
     assert better["paired"]["difference"] == pytest.approx(100.0 - scores["score"])
     page = (tmp_path / "better" / "completions.html").read_text()
     assert "Wrong before, right after: 6" in page
@@ -591,13 +591,13 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     tiny.save(Qwen2_5_VLForConditionalGeneration(narrow), tokenizer, tmp_path / "narrow")
-    with pytest.raises(UserError, match="has another shape"):
+    with pytest.raises(UserError, match="has a different shape"):
         evaluate.main(Config(**flags, output=f"{tmp_path}/no", baseline=f"{tmp_path}/narrow"))
 
 
 def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
-    """After a kill the same command samples only the remaining rows and writes the same predictions. Two processes
-    write the same predictions, too."""
+    """After a kill, the same command samples only the remaining rows and writes the predictions of an uninterrupted
+    run. A run on two processes writes the same predictions."""
     settings = flags_of(tiny_model, mme_folder)
     flags = [f"--{name}={value}" for name, value in settings.items()]
     evaluate.main(Config(**settings, output=f"{tmp_path}/whole"))
@@ -625,7 +625,8 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
 
 
 def test_unequal_numbers_of_responses_and_rows():
-    """k stops at the smallest number of responses; repeated rows pair only when both sides have equally many."""
+    """The largest k of pass@k is the smallest number of responses to a row. Repeated rows are paired only if both sides
+    have the same number of them."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
     scores = summarise_benchmark("aime24", rows, "rule")
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]

@@ -53,7 +53,7 @@ def test_math_vectors(case):
         ("\\boxed{3} or \\boxed{4}", "3", False),
         ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{\\sqrt{2}}{2}", True),
         ("\\boxed{\\boxed{7}}", "7", True),
-        ("3} \\boxed{4", "4", False),  # would be two answers once boxed
+        ("3} \\boxed{4", "4", False),  # becomes two answers when wrapped in \boxed{}
         ("3, 4", "3", False),
         ("3 or 4", "4", False),
         ("x = 3, x = 4", "3", False),
@@ -144,7 +144,7 @@ def test_last_boxed():
 
 
 def test_math_verify_runs_in_many_threads_at_once():
-    """math-verify's own time limit needs the main thread; in other threads it would silently score answers as wrong."""
+    """math-verify's time limit works only in the main thread; elsewhere it would silently score answers as wrong."""
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: rewards.same_answer(f"\\frac{{{2 * i}}}{{2}}", str(i)), range(100)))
     assert all(got)
@@ -196,12 +196,12 @@ def test_workers_outlive_whatever_a_call_does(workers):
             workers(name, 0.5)
         start = time.perf_counter()
         assert workers("echo", x=name) == name
-        assert time.perf_counter() - start < 1, "the next call starts at once"
+        assert time.perf_counter() - start < 1, "the next call must start at once"
     assert workers("number") == 0.5
     with pytest.raises(CallLost, match="took longer"):
         workers("child", 0.5, x="98765")
     assert "98765" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    os.kill(workers("parent"), 9)  # the worker process itself; the next call is retried
+    os.kill(workers("parent"), 9)  # kill the worker process itself; the next call is retried
     assert workers("echo", x=1) == 1
     with pytest.raises(CallLost, match="worker process died"):
         workers("end")
@@ -209,7 +209,7 @@ def test_workers_outlive_whatever_a_call_does(workers):
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Even if that process is killed while a call runs."""
+    """Workers end even if the process that started them is killed during a call."""
     (tmp_path / "t.py").write_text(TROUBLE)
     name = f"{tmp_path}/t.py"
     script = (
@@ -413,15 +413,15 @@ FUNCTIONS = {
 @pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_text_makes_a_reward_fail_or_wait(name, texts):
-    """Each text is tried as a completion, as the answer block of a well-formed one, and as the gold answer. The reward
-    must be in range and must not take long."""
+    """Use each text as a completion, as the answer block of a well-formed completion, and as the gold answer. The
+    reward must be in range, and computing it must not take long."""
     slow = []
     for text in TEXTS[texts]:
         inside = think(text.replace("<", "‹"))
         for completion, gold in ((text, "3"), (inside, "3"), (inside, "yes"), (think("3"), text)):
             value, seconds = timed(name, completion, gold)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-            if seconds > 4:  # two seconds when idle; other tests run at the same time
+            if seconds > 4:  # it takes two seconds on an idle machine, but other tests run at the same time
                 slow.append((completion, gold))
     for completion, gold in slow:  # measure again, in case the machine was busy
         assert timed(name, completion, gold)[1] < 4, (completion[:80], gold[:80])
@@ -433,8 +433,9 @@ def timed(name, completion, gold):
 
 
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
-    """A call needs 0.6 s of CPU time, has a limit of 1 s and shares its core with two busy processes. It takes longer
-    than the limit but is not killed. A call that sleeps, or needs more CPU time than its limit, is killed as usual."""
+    """A call needs 0.6 s of CPU time, has a limit of 1 s and shares its core with two busy processes. The call
+    takes longer than the limit but is not killed. A call that sleeps, or needs more CPU time than its limit, is killed
+    as usual."""
     (tmp_path / "r.py").write_text(
         "import time\n"
         "def work(seconds):\n"

@@ -31,7 +31,7 @@ def think(answer: str) -> str:
     return f"<think>t</think><answer>{answer}</answer>"
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_verdict_over_http(server):
@@ -80,7 +80,7 @@ def test_a_hostile_answer_stays_delimited_in_the_request(server, hostile):
     assert hostile not in system["content"]
     mark = re.search(r"two marks (\w{16}):", user["content"])[1]
     before, inside, after = re.split(rf"<candidate-{mark}>\n|\n</candidate-{mark}>", user["content"])
-    assert inside == hostile, "exactly the candidate is between the marks"
+    assert inside == hostile, "only the candidate must be between the marks"
     assert mark not in hostile
     assert "42" in before
     assert after.strip() == 'Is the candidate answer correct? Reply "Correct" or "Incorrect".'
@@ -110,10 +110,10 @@ def test_a_slow_verifier_gives_no_verdict_within_its_time(server):
     start = time.perf_counter()
     assert rewards.math_reward(think("x y"), "z", "q", verifier) is None
     assert time.perf_counter() - start < 5
-    assert len(server.requests) == 2, "one retry"
+    assert len(server.requests) == 2, "the request must be retried once"
     assert "APITimeoutError" in verifier.last_error
     server.seconds = 0
-    assert rewards.math_reward(think("x y"), "z", "q", verifier) == 1, "a failed request is not remembered"
+    assert rewards.math_reward(think("x y"), "z", "q", verifier) == 1, "a failed request must not be cached"
 
 
 def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
@@ -126,7 +126,7 @@ def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
     assert "InternalServerError" in verifier.last_error
     server.status = 401
     assert verifier("q", "a", "d") is None
-    assert len(server.requests) == 7, "a refusal is not retried"
+    assert len(server.requests) == 7, "a refused request must not be retried"
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_a_refusing_verifier_is_given_up_for_the_round(server):
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: verifier("q", "a", str(i)), range(200)))
     assert got == [None] * 200
-    assert time.perf_counter() - start < 10, "the client gave up after a few failures instead of trying 200 connections"
+    assert time.perf_counter() - start < 10, "the client must give up after a few failures and not try 200 connections"
     assert "APIConnectionError" in verifier.last_error
-    assert verifier.failures < 40, "most requests were not tried"
+    assert verifier.failures < 40, "most requests must be skipped"
     verifier.url, verifier.client.base_url = server.url, f"{server.url}/v1"
     assert verifier("q", "a", "0") is None
     verifier.reset_failures()
@@ -191,7 +191,7 @@ def test_the_environment_names_the_verifier(server, monkeypatch):
     monkeypatch.delenv("REWARD_MODEL_URL", raising=False)
     assert make_verifier(VerifierFlags()) is None
     monkeypatch.setenv("REWARD_MODEL_URL", server.url)
-    assert make_verifier(VerifierFlags(**QUICK)).model == "judge", "the only model of the server"
+    assert make_verifier(VerifierFlags(**QUICK)).model == "judge", "the default is the server's only model"
     monkeypatch.setenv("REWARD_MODEL_PATH", "/models/judge")
     assert make_verifier(VerifierFlags(**QUICK)).model == "/models/judge"
     monkeypatch.setenv("REWARD_MODEL_NAME", "the judge")
@@ -239,7 +239,7 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
 
 
 def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(server, tiny_model, tmp_path, monkeypatch):
-    """The tiny model never writes a well-formed answer, so the test replaces its texts. Everything else is real."""
+    """The tiny model never writes a well-formed answer, so the test replaces the texts. Everything else is real."""
     collect = rollout.HFEngine._collect
 
     def well_formed(self, *args):

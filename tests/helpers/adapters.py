@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, and the logits of a plain forward to compare with."""
+"""Adapters as PEFT saves them, and the logits of a plain forward pass for comparison."""
 
 import json
 import pathlib
@@ -51,7 +51,7 @@ def save_random_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn
 
 
 def copy_adapter(source: pathlib.Path, folder: pathlib.Path, settings: dict, change=lambda key, tensor: (key, tensor)):
-    """Copy the adapter at `source` to `folder` with other `settings` and with `change` applied to each tensor."""
+    """Copy the adapter at `source` to `folder`, updating its config with `settings` and its tensors with `change`."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))

@@ -1,8 +1,8 @@
-"""Save the gradients of one update, on one or several processes, for several ways of cutting the same batch.
+"""Save the gradients of one update, on one or several processes, for several ways of splitting the same batch.
 
     torchrun --nproc_per_node 2 tests/helpers/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
 
-tests/policy/test_sharding.py runs it and compares the gradients.
+tests/policy/test_sharding.py runs this script and compares the gradients.
 """
 
 import pathlib
@@ -27,14 +27,14 @@ from policy.sharding import apply_fsdp
 from tests.helpers.models import fixed_groups
 from training.metrics import Clock
 
-VARIANTS = {  # name: (flags, order of the groups, of which each process takes every n-th)
+VARIANTS = {  # name: (flags, order of the groups); each of n processes takes every n-th group
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
     "many micro-batches": ({"micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "groups split across micro-batches": ({"micro_batch_tokens": 34}, [0, 1, 2, 3, 4, 5]),
     "dapo with KL": ({"loss_type": "dapo", "beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "gspo": ({"loss_type": "gspo", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
-    # Images are at even indices only, so with two processes one of them has only text.
+    # Only groups with even indices have images, so with two processes, one process has only text.
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
     "fewer groups than processes": ({}, [0]),
@@ -72,7 +72,7 @@ class KeepGradients:
 
 
 def count_gathers(policy) -> dict[str, int]:
-    """Count how often each FSDP unit is gathered from now on; the counts are updated in place."""
+    """Return how often each FSDP unit is gathered from now on; the counts are updated in place."""
     units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
     counts = dict.fromkeys(units, 0)
     for name, unit in units.items():
@@ -89,7 +89,7 @@ def count_gathers(policy) -> dict[str, int]:
 def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
     """Return the gradients and stats of one update, and the number of micro-batches.
 
-    With `interleave` only every second prompt has images. With `evened_out` the first process starts with all groups.
+    With `interleave`, only every second prompt has images. With `evened_out`, the first process starts with all groups.
     """
     cfg = Config(
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
@@ -125,7 +125,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         record_logprobs(policy, local_groups, "old_logp", 1.0, run.budget)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
     stats = update(run, local_groups)
-    assert set(gathers.values()) <= {2}, "each of the two passes gathers once"
+    assert set(gathers.values()) <= {2}, "each of the two passes must gather once"
     tokens = sum(len(rollout.ids) for group in local_groups for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
     stats["share"] = distributed.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
@@ -134,7 +134,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
 
 def main(model: str, out: str, only: str = "") -> None:
     distributed.start()
-    torch.set_num_threads(1)  # as under torchrun: more threads sum in another order, which differs by 1e-6
+    torch.set_num_threads(1)  # as under torchrun; more threads would change the summation order, and results by 1e-6
     processor = load_processor(model, "count")
     results = {}
     for name in only.split("|") if only else VARIANTS:

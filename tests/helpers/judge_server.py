@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on loopback that plays the verifier model in tests."""
+"""An OpenAI-compatible server on loopback that stands in for the verifier model in tests."""
 
 import asyncio
 import socket

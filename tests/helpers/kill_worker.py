@@ -1,9 +1,9 @@
-"""Kill a run with kill -9 at random moments and resume it until it is complete; print the phases it was killed in.
+"""Kill a run with kill -9 at random moments and resume it until it is complete; count the kills in each phase.
 
     python tests/helpers/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED
 
-Each attempt runs in new processes, joined by gloo if there are several. They are forked from this process, which has
-already imported everything: an attempt then starts in one second and not in eight.
+Each attempt runs in new processes, connected by gloo if there are several. The processes are forked from this one,
+which has already imported everything, so an attempt starts in one second instead of eight.
 """
 
 import json
@@ -34,7 +34,7 @@ def set_phase(phase: str) -> None:
 
 
 def record_phases() -> None:
-    """Record the phase that rank 0 is in: the timed phases of a step, and saving in the background."""
+    """Record the current phase of rank 0: a timed phase of a step, or saving in the background."""
     call, save, finish = metrics.Clock.__call__, checkpoint.Checkpoints.save, checkpoint.Checkpoints._finish
 
     def recorded_call(self, phase):
@@ -55,7 +55,7 @@ def record_phases() -> None:
 
 
 def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None:
-    """Run grpo.py as process `rank`; called in a forked process."""
+    """Run grpo.py with rank `rank`; called in a forked process."""
     torch.set_num_threads(1)
     if processes > 1:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
@@ -137,7 +137,7 @@ def main() -> None:
         phase = attempt(killed, PROCESSES, random.uniform(0.1, 0.3 * duration), **resume_flags(killed))
         if phase is not None:
             killed_in[phase] += 1
-        else:  # the run finished: resume from the last checkpoint but one to continue killing
+        else:  # the run finished: resume from the second-to-last checkpoint, so that there is a run to kill
             newest = max(pathlib.Path(killed).glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
             os.rename(newest, f"{FOLDER}/set-aside-{time.monotonic()}")
     attempt(killed, PROCESSES, None, **resume_flags(killed))

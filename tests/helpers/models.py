@@ -103,7 +103,7 @@ FAMILIES = {f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, aria, qwen2_
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:
-    """Return a tiny float32 model of `family`, with every parameter random."""
+    """Return a tiny float32 model of `family` with random values for every parameter."""
     torch.manual_seed(seed)
     model = FAMILIES[family]().float()
     for parameter in model.parameters():  # norms and biases too: a weight of 1 or a bias of 0 could hide a mistake

@@ -22,14 +22,14 @@ def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def tensors(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, object]:
-    """Return the parameters, moments and step counts of a checkpoint by name."""
+    """Return the parameters, moments and step counts of a checkpoint, keyed by name."""
     dcp_to_torch_save(folder, scratch)
     leaves, _ = tree_flatten_with_path(torch.load(scratch, weights_only=False))
     return {keystr(path): leaf for path, leaf in leaves}
 
 
 def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float:
-    """Return the largest absolute difference of any parameter or moment of two checkpoints."""
+    """Return the largest absolute difference between the parameters and moments of two checkpoints."""
     one, two = tensors(a, scratch / "a.pt"), tensors(b, scratch / "b.pt")
     assert one.keys() == two.keys()
     assert any("exp_avg_sq" in name for name in one)

@@ -1,4 +1,4 @@
-"""Run the project's scripts as a user does: in one process, in several, and on several simulated machines."""
+"""Run the project's scripts as a user would: in one process, in several, and on several simulated machines."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -16,10 +16,10 @@ VECTORS = ROOT / "tests" / "vectors"
 
 
 def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run a script of the project in `processes` processes, as a launcher does, or in a single one (0).
+    """Run a project script in `processes` processes, as a launcher would, or without a launcher (0).
 
-    The return code is the first non-zero status. The processes are forked from one that has imported everything, which
-    saves three seconds per start.
+    The return code is the first non-zero status. The processes are forked from a process that has already
+    imported everything, which saves three seconds per start.
     """
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["grpo", "evaluate", "merge_lora"])
@@ -45,8 +45,8 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
 def _first_status(started: list, timeout: float = 300) -> int:
     """Wait until all processes have ended and return the first non-zero status, or 0.
 
-    After a process has failed, the other processes have 30 seconds to end. Raises TimeoutError when processes are still
-    running after `timeout` seconds although none has failed.
+    After a process has failed, the other processes have 30 seconds to end. Raises TimeoutError if no process has
+    failed but some are still running after `timeout` seconds.
     """
     running, status, deadline = {process.sentinel: process for process in started}, 0, time.monotonic() + timeout
     while running and time.monotonic() < deadline:
@@ -61,7 +61,7 @@ def _first_status(started: list, timeout: float = 300) -> int:
 
 
 def _as_script(args: list[str], out: str, err: str, environment: dict[str, str]) -> None:
-    """Turn this forked process into one that was started with the command line `args`."""
+    """Make this forked process behave as if it had been started with the command line `args`."""
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     os.environ.clear()

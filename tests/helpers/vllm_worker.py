@@ -2,7 +2,8 @@
 
     python tests/helpers/vllm_worker.py MODEL DATA OUT.json
 
-tests/test_gpu.py runs it in a separate process, because a process can hold only one vLLM engine with sleep mode.
+tests/test_gpu.py runs this script in a separate process, because a process can have only one vLLM engine with
+sleep mode.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def main(model: str, data: str, out: str) -> None:
     results: dict = {"rounds": []}
     decode = processor.tokenizer.decode
     for number in range(3):
-        with torch.no_grad():  # stands in for an update: every round has another policy
+        with torch.no_grad():  # stands in for an update, so that each round has a different policy
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1 * number)

@@ -1,4 +1,4 @@
-"""Every data set format, and the error messages for rows that break its rules.
+"""Every data set format, and the error messages for invalid rows.
 
 Parquet files and saved data sets are written with `datasets`, as in practice. Conversations and the OSF's JSON are
 written by hand.
@@ -82,7 +82,7 @@ def test_easyr1_parquet_with_paths_and_with_bytes(folder):
     path = parquet(folder / "b.parquet", rows, prompt=text, answer=text, images=datasets.List(BYTES))
     samples = load_samples(path, "math")
     assert [s.prompt for s in samples] == ["<image><image>a", "b", "<image>c"]
-    assert isinstance(samples[0].images[1], Cell), "images of a table stay on disk"
+    assert isinstance(samples[0].images[1], Cell), "a table's images must stay on disk"
     assert decode_image(samples[0].images[1]).getpixel((0, 0)) == (0, 128, 0)
     assert decode_image(samples[2].images[0]).getpixel((0, 0)) == (0, 0, 255)
 
@@ -122,7 +122,7 @@ def test_the_rows_own_system_prompt_takes_the_tasks_place(folder, tiny_model):
         ('["\\\\frac{1}{2}"]', "\\frac{1}{2}"),
         ("['3', '4']", "3"),
         ("[7]", "7"),
-        ("[1, 2]", "[1, 2]"),  # an interval
+        ("[1, 2]", "[1, 2]"),  # an interval, not a list
         ("[0, \\infty)", "[0, \\infty)"),
         ("[broken", "[broken"),
         ("5", "5"),
@@ -368,7 +368,7 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
     assert sizes == [6, 2]
     order = [row_at(index, sizes, 0) for index in range(8)]
     assert sorted(order) == list(range(8))
-    assert order != sorted(order), "shuffled together"
+    assert order != sorted(order), "the rows of all data sets must be shuffled together"
     with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
         source_sizes(samples, (1.0, 2.0, 3.0))
     with pytest.raises(UserError, match="has an empty entry"):
@@ -387,7 +387,7 @@ def test_weights_set_each_data_sets_share_and_leave_no_row_out():
         epoch_rows = drawn[100 * epoch : 100 * (epoch + 1)]
         assert sum(row >= 90 for row in epoch_rows) == 50
     assert {row for row in drawn if row >= 90} == set(range(90, 100))
-    assert set(drawn[:200]) >= set(range(90)), "at fifty rows per epoch, ninety rows are all drawn within two epochs"
+    assert set(drawn[:200]) >= set(range(90)), "at fifty rows per epoch, two epochs must draw all ninety rows"
     assert drawn == [row_at(index, sizes, 7, weights) for index in range(400)]
     assert drawn != [row_at(index, sizes, 8, weights) for index in range(400)]
 
@@ -466,11 +466,11 @@ def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, 
     done = run_script(
         "grpo.py", f"--model={weightless}", f"--data={path}", f"--output={tmp_path}/out", "--skip_bad_rows"
     )
-    assert "cannot load a model" in done.stderr, "without that row, loading the model is the first thing to fail"
+    assert "cannot load a model" in done.stderr, "without that row, loading the model must be the first failure"
 
 
 def test_ten_gigabytes_of_zeros_are_refused_unread(tmp_path):
-    """A real ZIP bomb: 10 MB that unpack to 10 GB, written as one deflated block repeated many times."""
+    """A real ZIP bomb of 10 MB that unpacks to 10 GB, written as one deflated block repeated many times."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = packer.compress(bytes(2**26)) + packer.flush(zlib.Z_FULL_FLUSH)
     repeats = 10 * 2**30 // 2**26
@@ -501,7 +501,7 @@ def test_a_zip_with_one_huge_file_or_two_data_sets_is_refused(tmp_path):
 
 
 def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
-    """The ZIP directory gives 100 bytes but the stream holds 100 MB. Reading stops after 100 bytes."""
+    """The ZIP directory gives a size of 100 bytes, but the stream contains 100 MB. Reading stops after 100 bytes."""
     with zipfile.ZipFile(tmp_path / "liar.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("main.csv", "images_path,question,answer\nzeros.png,How many?,3\n")
         archive.writestr("images/zeros.png", bytes(100 * 2**20))
@@ -533,7 +533,7 @@ def test_convert_writes_vqa_rad_as_easyr1(folder):
     assert rows == [{"prompt": "<image>red?", "answer": "yes", "images": ["images/0.png"]}]
     rows = converted(folder / "elsewhere" / "out.jsonl", source, f"--image_dir={folder}/images")
     assert rows[0]["images"] == [str(folder / "images" / "0.png")], (
-        "images outside the output's folder get absolute paths"
+        "images outside the output folder must get absolute paths"
     )
 
 
@@ -561,7 +561,7 @@ def test_convert_round_trips_every_format(folder):
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
     (folder / "t.json").write_text(json.dumps([OSF | {"phrase_type": "test_freeform"}]))
     data.convert(data.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images"))
-    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted row no longer belongs to a test split"
+    assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted row must no longer belong to a test split"
 
 
 def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):

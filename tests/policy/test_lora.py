@@ -1,7 +1,7 @@
-"""LoRA adapters: training, continuing, the reference, weight sync and 4-bit bases; also moments in host memory.
+"""LoRA adapters: training, continuing, the reference, weight sync, 4-bit bases, and optimizer moments in host memory.
 
-Guards against: gradients that differ from those of the plain forward, a reference other than the adapter that the run
-started from, weights that drift through repeated merging, and saved adapters that PEFT cannot load.
+Guards against: gradients that differ from those of a plain forward pass, a reference other than the adapter that the
+run started from, weights that drift through repeated merging, and saved adapters that PEFT cannot load.
 """
 
 import copy
@@ -38,12 +38,12 @@ CPU = torch.device("cpu")
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give B random values, as if trained; a new adapter's B is zero."""
+    """Fill every LoRA B matrix with random values, as if trained; a new adapter's B is zero."""
     g = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
             values = 0.1 * torch.randn(parameter.shape, generator=g)
-            distributed.full_tensor(parameter.data).copy_(values)  # in place, because there is a single process
+            distributed.full_tensor(parameter.data).copy_(values)  # works in place, because there is only one process
 
 
 def peft_logits(base: str, adapter: pathlib.Path, prompt) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
 
 
 def test_slots_in_host_memory_are_cut_from_few_chunks(monkeypatch):
-    """Chunks have power-of-two sizes, since PyTorch rounds page-locked memory up; each slot lies within one chunk."""
+    """Chunk sizes are powers of two, because PyTorch rounds page-locked memory up; each slot lies within one chunk."""
     monkeypatch.setattr(optimizer, "PINNED_CHUNK_BYTES", 4 * 4096)
     sizes = [5000, *[271] * 60, 0, 7]
     slots = list(pinned_slots(sizes, pinned=False))
@@ -208,7 +208,7 @@ def test_slots_in_host_memory_are_cut_from_few_chunks(monkeypatch):
         slot.fill_(i)
     assert all((slot == i).all() for i, slot in enumerate(slots)), "slots overlap"
     chunks = {slot.untyped_storage().data_ptr(): slot.untyped_storage().nbytes() // 4 for slot in slots if len(slot)}
-    assert sorted(chunks.values()) == [2048, 4096, 4096, 4096, 8192], "the last chunk is as small as possible"
+    assert sorted(chunks.values()) == [2048, 4096, 4096, 4096, 8192], "the last chunk must be as small as possible"
 
 
 def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
@@ -235,7 +235,8 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
 
 
 def test_an_sft_adapter_is_continued_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
-    """Two processes give the same run as one, and so does a resumed run. The result is an adapter for the same base."""
+    """A run on two processes and a resumed run both give the same adapter as a run on one process. The result is an
+    adapter for the same base."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()] + ["--learning_rate=1e-3", "--beta=0.01"]
     for processes in (0, 2):
@@ -291,7 +292,8 @@ def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_pat
 
 
 def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, tmp_path):
-    """PEFT loads the result, whose settings use the current names: the saved regex of older names matches nothing."""
+    """PEFT can load the result, because its settings use the current names. The regex in the original settings uses
+    older names and would match nothing."""
     ranks = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
     alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
     save_random_adapter(
@@ -414,7 +416,7 @@ def test_an_adapter_with_nothing_to_train_is_reported(tiny_model, sft, shapes, t
     warning = "--train_vision has no effect: the adapter does not adapt a vision tower\n"
     for adapter, expected in ((vision_adapter, ""), (str(sft), warning)):
         policy = load_policy(tiny_model, PolicyFlags(adapter=adapter, train_vision=True), CPU)
-        capsys.readouterr()  # discard the loading bar
+        capsys.readouterr()  # discard the loading progress bar
         check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
         assert capsys.readouterr().err == expected
 

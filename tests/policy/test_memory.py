@@ -42,7 +42,7 @@ def checkpointed(policy) -> list[bool]:
 @pytest.mark.parametrize(
     ("num_checkpointed", "tokens", "want", "want_tokens"),
     [
-        (0, 50_000, [False] * 4, memory.MAX_MICRO_BATCH_TOKENS),  # more memory than is useful
+        (0, 50_000, [False] * 4, memory.MAX_MICRO_BATCH_TOKENS),  # more free memory than is useful
         (0, 9_000, [False] * 4, 9_000),
         (1, 9_000, [False, False, False, True], 9_000),
         (2, 9_000, [False, True] * 2, 9_000),
@@ -54,7 +54,9 @@ def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, num_checkpoi
     set_free_memory(monkeypatch, policy, num_checkpointed, tokens)
     assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
     assert checkpointed(policy) == want
-    assert policy.model.is_gradient_checkpointing == (num_checkpointed > 0), "this decides if derivatives are kept"
+    assert policy.model.is_gradient_checkpointing == (num_checkpointed > 0), (
+        "this attribute decides whether derivatives are kept"
+    )
 
 
 def test_a_large_requested_micro_batch_is_checkpointed(policy, monkeypatch):
@@ -66,7 +68,7 @@ def test_a_large_requested_micro_batch_is_checkpointed(policy, monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "flag", "want", "want_reference"),
     [
-        (9_000, "auto", False, True),  # micro-batches fill the memory, but passes without gradients need little
+        (9_000, "auto", False, True),  # micro-batches fill the memory, but passes without gradients need little memory
         (50_000, "auto", True, True),
         (50_000, "layer", False, False),
         (9_000, "update", True, True),
@@ -121,18 +123,18 @@ def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch
 @pytest.mark.parametrize(
     ("world_size", "local_world_size", "fraction", "want"),
     [
-        (1, 1, 9.0, "full"),  # for one process "full" is a whole copy
+        (1, 1, 9.0, "full"),  # with one process, "full" means a whole copy
         (4, 4, 0.3, "none"),
         (4, 4, 0.4, "full"),
         (16, 8, 0.3, "none"),
-        (16, 8, 5.0, "hybrid"),  # fits into two thirds of eight GPUs
+        (16, 8, 5.0, "hybrid"),  # fits into two thirds of the memory of eight GPUs
         (16, 8, 6.0, "full"),
     ],
 )
 def test_weights_are_sharded_where_they_take_much_of_a_gpu(
     policy, monkeypatch, world_size, local_world_size, fraction, want
 ):
-    """`fraction`: memory of weights, gradients and optimizer, as a fraction of one GPU."""
+    """`fraction` is the memory of weights, gradients and optimizer, as a fraction of one GPU's memory."""
     state = sum(memory.state_bytes(policy, PolicyFlags(), True))
     assert state > 18 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / fraction)
@@ -189,7 +191,8 @@ def test_a_row_that_cannot_fit_reports_the_missing_memory(policy, monkeypatch):
     "flags", [{}, {"train_vision": True}, {"lora_rank": 4}, {"load_in_4bit": True, "lora_rank": 4}]
 )
 def test_no_full_layer_stays_alive_after_sharding(flags, tiny_model, monkeypatch):
-    """FSDP moves a layer to the device and takes its shard. If full layers stayed alive, they would fill the device."""
+    """FSDP moves a full layer to the device and keeps only the local shard. Full layers that stay alive would fill the
+    device."""
     device, flags = distributed.start(), PolicyFlags(**flags)
     policy = load_policy(tiny_model, flags, device)
     ignored = "model" if flags.load_in_4bit else ".visual."

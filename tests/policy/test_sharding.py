@@ -1,7 +1,7 @@
-"""The gradient of an update is the same to 1e-6 on 1, 2 and 4 processes, and in one micro-batch or many.
+"""An update's gradient is the same to within 1e-6 on 1, 2 and 4 processes, and with one micro-batch or many.
 
-Guards against: normalisation by the contents of one process or micro-batch, gradients that are averaged instead of
-summed, processes that disagree on the number of collectives (a hang), and a vision tower that only some processes run.
+Guards against: normalisation per process or per micro-batch, gradients that are averaged instead of summed,
+processes that disagree on the number of collectives (a hang), and a vision tower that only some processes run.
 """
 
 import os
@@ -38,8 +38,8 @@ def results(tiny_model, tmp_path_factory) -> dict[int, dict]:
 def difference(a: dict, b: dict) -> float:
     """Return the largest relative difference of any parameter's gradient: the difference's norm over the gradient's.
 
-    For small gradients, the denominator is a thousandth of the norm of all gradients. Those of key biases, for example,
-    are zero except for rounding.
+    For small gradients, the denominator is a thousandth of the norm of all gradients. The gradients of key
+    biases, for example, are zero except for rounding.
     """
     assert a.keys() == b.keys()
     names = [name for name in a if not name.startswith("stats/") and name != "batches"]
@@ -80,7 +80,7 @@ def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, p
 
 @pytest.fixture(scope="module")
 def on_machines(tiny_model, tmp_path_factory) -> dict:
-    """Gradients from two torchruns of two processes each, as on two machines."""
+    """Return the gradients of two torchrun launches with two processes each, as on two machines."""
     out = tmp_path_factory.mktemp("machines") / "gradients.pt"
     run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES))
     return torch.load(out)
@@ -96,7 +96,8 @@ def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
             assert results[1][variant]["stats/share"] == 1
-            # The fraction of completion tokens. The plan also counts prompts, which are longer than completions here.
+            # This is the fraction of completion tokens. The plan also counts prompt tokens, and prompts are longer than
+            # completions here.
             assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
@@ -122,7 +123,7 @@ def test_the_variants_differ_in_their_micro_batches(results):
     counts = {name: results[1][name]["batches"] for name in VARIANTS}
     assert counts["one micro-batch"] == 1
     assert counts["many micro-batches"] > 2
-    assert counts["groups split across micro-batches"] > 5, "five of the six groups are trained, so some must be split"
+    assert counts["groups split across micro-batches"] > 5, "only five groups are trained, so some must be split"
 
 
 def test_the_vision_tower_is_trained_only_when_asked(results):
@@ -150,8 +151,8 @@ def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[s
     return ["grpo.py", *(f"--{name}={value}" for name, value in values.items())]
 
 
-# Hybrid sharding sums in another order. AdamW can amplify this, because it divides by gradients that may be as small as
-# the rounding error.
+# Hybrid sharding adds in a different order. AdamW can amplify the difference, because it divides by gradients that may
+# be as small as the rounding error.
 @pytest.mark.parametrize(
     ("sharding", "tolerance"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)]
 )
@@ -170,7 +171,7 @@ def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_mode
 
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
-    """Its torchrun and its process are killed and started again. The run resumes from the newest checkpoint."""
+    """One machine's torchrun and process are killed and restarted. The run resumes from the newest checkpoint."""
     command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
     port = free_port()
     machines = [on_machine(i, port, *command, processes=1, start_new_session=True) for i in range(2)]
@@ -192,7 +193,7 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
 
 
 def test_machines_that_do_not_share_the_folder_are_reported(tmp_path, monkeypatch):
-    """The process on the other machine does not find the file that this one has written."""
+    """The process on the other machine does not find the file that this process has written."""
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "local_world_size", lambda: 1)
     monkeypatch.setattr(distributed, "barrier", lambda: None)

@@ -148,7 +148,7 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     service.call("DELETE", f"/jobs/{job_id}")  # must not send a second signal, which would skip the checkpoint
     job = service.wait(job_id, lambda job: job["status"] in TRAINED)
     assert job["status"] == "cancelled"
-    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "the checkpoint is kept"
+    assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "the checkpoint must be kept"
     service.call("GET", f"/jobs/{job_id}/download", 409)
     cancelled_at_step = job["current_step"]
     assert service.call("POST", f"/jobs/{job_id}/resume", 200).json()["status"] == "queued"
@@ -169,7 +169,7 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     assert json.loads(result.read("trainer_state.json"))["global_step"] == 12
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
     question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
-    with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and none blocks other requests
+    with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and none of them blocks other requests
         answers = [pool.submit(service.call, "POST", f"/jobs/{job_id}/predict", **question) for _ in range(45)]
         start = time.monotonic()
         service.call("GET", "/files", 200)
@@ -184,7 +184,7 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     assert "images were deleted" in detail
     with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "10"}) as stream:
         rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
-    assert [row["step"] for event in rows for row in event] == [11, 12], "steps that the browser has are not sent again"
+    assert [row["step"] for event in rows for row in event] == [11, 12], "only new steps must be sent"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_only_allowed_models(shared, name, archive):
 
 
 def hostile(rng: random.Random) -> tuple[str, bytes]:
-    """Return the name and content of a ZIP with path traversal in its members or in its own name."""
+    """Return the name and content of a ZIP with path traversal in its member names or in its own name."""
     names = ["../x", "/etc/x", "a/../../x", "..\\x", "C:\\x", "images/../../x", "main.csv/../../x", "\0x", "x" * 300]
     csv = "images_path,question,answer\n" + f"{rng.choice(names)},How many?,A photo of 1 cat\n"
     with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
@@ -291,7 +291,7 @@ def test_bad_rows_are_listed(shared):
         "cats.zip/main.csv row 3: there is no image 'no.png' in the ZIP or in its folder images/",
         "cats.zip/main.csv row 4: the answer 'none' contains no whole number",
     ]
-    assert str(shared.folder) not in json.dumps(file), "paths of the service are not revealed"
+    assert str(shared.folder) not in json.dumps(file), "the paths of the service must not be revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
     assert picture.content.startswith(b"\x89PNG")
 
@@ -337,7 +337,7 @@ def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
 
 
 def test_finished_jobs_cost_little(tmp_path):
-    """`GET /jobs` reads the metrics of a job only when they have changed."""
+    """`GET /jobs` reads a job's metrics only if the metrics file has changed."""
     store = Store(str(tmp_path))
     store.add_file("f", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
     job = store.add_job("j", "f", "m", {}, 4)
@@ -374,7 +374,7 @@ def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
         service.call("GET", "/jobs", 200, headers={"Authorization": f"Bearer {token}"})
         visitor = requests.Session()
         assert visitor.get(f"{service.url}/?token={token}", timeout=10).status_code == 200
-        assert visitor.get(f"{service.url}/jobs", timeout=10).status_code == 200  # with the cookie
+        assert visitor.get(f"{service.url}/jobs", timeout=10).status_code == 200  # authorised by the cookie
         visitor.cookies.clear()
         form = visitor.get(f"{service.url}/?token=wrong", headers={"Accept": "text/html"}, timeout=10)
         assert (form.status_code, "that one was wrong" in form.text) == (401, True)
@@ -394,7 +394,7 @@ def test_a_token_of_any_letters_opens_the_page():
 
 
 def test_no_other_site_may_ask(shared):
-    """Refuse requests from other sites' pages and from host names that another site points at this machine."""
+    """Refuse requests from other sites' pages, and requests to a host name that another site points at this machine."""
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://[bad"})
@@ -468,7 +468,7 @@ def browser():
         chromium.close()
 
 
-LONG = "x" * 58 + ".zip"  # 62 characters without a line-break opportunity
+LONG = "x" * 58 + ".zip"  # 62 characters in which no line break is possible
 
 
 def drop(page, name: str, content: bytes) -> None:
@@ -497,7 +497,7 @@ def refusals(page) -> list[str]:
 
 
 def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
-    """Drop a ZIP, start, watch, cancel, resume, download and ask, as a user does. No request leaves the machine."""
+    """Drop a ZIP, start, watch, cancel, resume, download and ask, as a user would. No request leaves the machine."""
     shots = pathlib.Path(os.environ.get("SCREENSHOTS", tmp_path))
     page = browser.new_page(viewport={"width": 900, "height": 1400})
     requested: list[str] = []
@@ -520,7 +520,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     page.click("text=Start training")
     assert refusals(page) == ["this field is required", "enter a number", "enter a number"]
     page.fill("[name=job_name]", "n" * 200)
-    page.fill("[name=seed]", "43")  # the expert settings were opened again to show the error
+    page.fill("[name=seed]", "43")  # the page has reopened the expert settings to show the error
     page.fill("[name=num_epochs]", "1")
     for name, value in {"num_generations": "4", "r": "4", "lora_alpha": "8", "learning_rate": "0.001"}.items():
         page.fill(f"[name={name}]", value)
@@ -566,7 +566,7 @@ def fake_job(name: str, status: str, step: int = 0, **more) -> dict:
 
 
 def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
-    """Replace the service's responses about jobs with the given ones. Their event streams end at once."""
+    """Replace the service's responses about jobs with `jobs` and `rows`. The event streams end at once."""
     for job in jobs:
         lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
         headers = {"Content-Type": "text/event-stream"}
@@ -577,7 +577,7 @@ def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
 
 
 def test_the_page_shows_a_long_job_at_once(shared, browser):
-    """20,000 steps appear within two seconds. Repeated steps replace earlier ones, and zero has no minus sign."""
+    """20,000 steps appear within two seconds. A repeated step replaces the earlier one, and zero has no minus sign."""
     page = browser.new_page()
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
     fake_responses(page, [fake_job("a", "completed", 20_000)], [*rows, *rows[10_000:]])
@@ -597,7 +597,7 @@ def test_the_page_tells_how_jobs_stand(shared, browser):
     fake_responses(page, [*jobs, fake_job("d", "queued")], [])
     page.goto(shared.url)
     page.wait_for_selector("#note:has-text('saves what it has learned')")
-    assert page.url.endswith("#b"), "without a job in the URL, the training job is shown"
+    assert page.url.endswith("#b"), "without a job in the URL, the page must show the training job"
     assert page.is_disabled("#cancel")
     assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
         "2nd in line",
@@ -607,7 +607,7 @@ def test_the_page_tells_how_jobs_stand(shared, browser):
     ]
     page.click("text=job d")
     page.wait_for_selector("#facts:has-text('2nd in line')")
-    page.goto(f"{shared.url}/#a")  # as from a link or the browser's back button
+    page.goto(f"{shared.url}/#a")  # as when the user follows a link or goes back in the browser
     page.wait_for_selector("#status:has-text('completed')")
     page.wait_for_selector("#lost:empty", state="attached")
     page.unroute("**/jobs")

@@ -1,4 +1,4 @@
-"""Load balancing: the work is split evenly, and nothing is lost."""
+"""Load balancing: the work is split evenly, and no completion is lost."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_processes_that_take_turns_at_being_slow_wait_too():
 
 
 def apply(costs_by_rank, transfers):
-    """Return the loads of all ranks after `transfers`."""
+    """Return the loads of all ranks after applying `transfers`."""
     by_rank = [{group.group_index: group for group in costs} for costs in costs_by_rank]
     for transfer in transfers:
         group = by_rank[transfer.source].pop(transfer.group_index)

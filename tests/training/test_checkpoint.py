@@ -1,6 +1,6 @@
-"""Saving and resuming under kill -9 at random moments, damaged checkpoints, full disks, signals and dead processes.
+"""Saving and resuming: kill -9 at random moments, damaged checkpoints, full disks, signals and dead processes.
 
-Guards against: a resumed run that differs in a single bit, loading a damaged checkpoint, and a save that destroys an
+Guards against: a resumed run that differs by a single bit, loading a damaged checkpoint, and a save that destroys an
 earlier checkpoint.
 """
 
@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
     ("processes", "kills"), [(1, 8), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
 )
 def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
-    """A run killed at random moments ends with the parameters, moments and metrics of an undisturbed run."""
+    """A run killed at random moments ends with the parameters, moments and metrics of an uninterrupted run."""
     arguments = [tiny_model, shapes, str(tmp_path), str(processes), str(kills), "7"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tests/helpers/kill_worker.py", *arguments]
@@ -70,7 +70,7 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     expected, resumed = (weights(tmp_path / name / "final") for name in ("two", "other"))
     assert max((expected[name] - resumed[name]).abs().max().item() for name in expected) < 1e-6
     assert difference(tmp_path / "two" / "checkpoint-4", tmp_path / "other" / "checkpoint-4", tmp_path) < 1e-6, (
-        "moments"
+        "the moments differ"
     )
 
 
@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
 
 
 def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp_path, monkeypatch, capsys):
-    """As above, but the disk fills up only after its free space has been checked."""
+    """The disk fills up only after its free space has been checked."""
     monkeypatch.setattr(Checkpoints, "_check_disk_space", lambda *_: None)
 
     def full(path):
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
-    """A signal during the micro-batches of a long step aborts the step; the resumed run repeats it."""
+    """A signal during the micro-batches of a long step aborts that step; the resumed run repeats it."""
     sizes = dict(prompts_per_step=12, num_generations=16 if processes else 8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
@@ -199,7 +199,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     assert process.returncode != 0, "the run ended before the signal"
     assert "stopped after step 1; checkpoint-1 is complete: continue with --resume" in stderr, stderr[-2000:]
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-1") is None
-    if not processes:  # the resumed run equals an undisturbed one
+    if not processes:  # the resumed run is identical to an uninterrupted one
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         flags = sizes | dict(learning_rate=1e-6, max_steps=2, report_every=10)
@@ -211,7 +211,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
 
 
 def start_run(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
-    """Start a run on two processes and wait for its second checkpoint; return torchrun and the pid of one process."""
+    """Start a run on two processes and wait for its second checkpoint; return torchrun and the pid of one worker."""
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "grpo.py", *flags]
     command += [f"--output={folder}", "--save_every=1", *(f"--{name}={value}" for name, value in SMALL.items())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -227,7 +227,7 @@ def start_run(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ())
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
-    """A dead process ends the job within 30 seconds, a hanging one after `--hang_timeout` and torchrun's 30 seconds."""
+    """A dead process ends the job within 30 seconds, a hung one within `--hang_timeout` plus torchrun's 30 seconds."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
     process, child = start_run(tmp_path / "run", *flags)
     os.kill(child, how)

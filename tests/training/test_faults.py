@@ -1,7 +1,7 @@
-"""Faults of a run in one process: resuming, signals, full disks, failing rewards and missing images.
+"""Faults in a single-process run: resuming, signals, full disks, failing rewards and missing images.
 
 Guards against: losing a step when a run ends, misleading advice, mixing two runs in one folder, and losing a checkpoint
-because of one with the same or a later step.
+because of another one for the same or a later step.
 """
 
 import json
@@ -36,7 +36,7 @@ from training.run_log import RunLog
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread, so that equal runs are equal to the last bit even on a busy machine."""
+    """Use one thread, so that identical runs give bit-identical results even on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
-    """A run with the checkpoints of steps 2 and 4."""
+    """A finished run with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     grpo.main(config(tiny_model, shapes, folder, max_steps=4, save_every=2))
     return folder
@@ -76,10 +76,10 @@ def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tin
 
 
 def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
-    """A restart by torchrun replaces only a run of its own launch.
+    """After a restart by torchrun, a run is replaced only if it belongs to the same launch.
 
-    A checkpoint from elsewhere is not continued in a folder that contains a run. Without a checkpoint, the message does
-    not advise --resume.
+    A checkpoint from elsewhere cannot be resumed in a folder that contains a run. If there is no checkpoint, the error
+    message does not advise --resume.
     """
     shutil.copytree(saved, tmp_path / "run")
     monkeypatch.setattr(distributed, "restarted", lambda: True)
@@ -92,7 +92,9 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     (tmp_path / "run" / "config.json").write_text('{"launch": ["dead", "survivor"]}')
     checkpoints = Checkpoints(str(tmp_path / "run"))
     newest = tmp_path / "run" / "checkpoint-4"
-    assert checkpoints.find(str(saved / "checkpoint-2")) == newest, "a restart always resumes from the newest"
+    assert checkpoints.find(str(saved / "checkpoint-2")) == newest, (
+        "a restart must always resume from the newest checkpoint"
+    )
     assert checkpoints.replaces
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
@@ -104,9 +106,10 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
 
 
 def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
-    """`--resume auto` suits a command that a scheduler restarts.
+    """`--resume auto` is for commands that a scheduler may restart.
 
-    It resumes from the newest checkpoint, starts a new run if there is none yet, and never replaces a final model.
+    The run resumes from the newest checkpoint, or starts anew if there is no checkpoint yet. A final model is never
+    replaced.
     """
     cfg = config(tiny_model, shapes, tmp_path / "run", max_steps=1, resume="auto")
     (tmp_path / "run").mkdir()
@@ -121,8 +124,8 @@ def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes, tmp_path, capsys):
-    """Changing the objective or the rows is an error; other changes are printed. Settings may be missing from old
-    checkpoints."""
+    """Changing the objective or the rows is an error; other changes are printed. Old checkpoints may lack
+    some settings."""
     shutil.copytree(saved, tmp_path / "run")
     flags = dict(resume="newest", max_steps=4)
     for name, value in dict(loss_type="dapo", train_vision=True, num_iterations=2, prompts_per_update=2).items():
@@ -154,7 +157,8 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model,
 
 
 def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """A signal during the first step's gradient, after an evaluation, does not change the resumed run."""
+    """A signal that arrives after an evaluation, while the first step computes its gradient, does not change the result
+    of the resumed run."""
     flags = dict(max_steps=2, eval_data=shapes, micro_batch_tokens=60)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loss = grpo.batch_loss
@@ -175,9 +179,9 @@ def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_pa
 
 
 def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shapes, tmp_path, monkeypatch):
-    """When an evaluation fails, the step before it is saved with its metrics. A signal postpones the evaluation.
+    """If an evaluation fails, the preceding step and its metrics are saved. A signal postpones the evaluation.
 
-    After resuming, the scores equal those of an undisturbed run.
+    After resuming, the scores are identical to those of an uninterrupted run.
     """
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1, keep_best=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
@@ -224,7 +228,7 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 ):
     """A failed save is retried after the next step, not only at the next regular checkpoint.
 
-    On a full disk torch raises a CheckpointException, which is not a subclass of Exception.
+    On a full disk, torch raises a CheckpointException, which is not a subclass of Exception.
     """
     torch_save, failures = checkpoint.dcp.async_save, []
 
@@ -327,7 +331,7 @@ print("saved", received)
 
 
 def test_who_is_left_alone_ends_and_who_is_not_saves():
-    """SIGTERM during a long rollout: the process exits if a peer has died, and saves if it is a pre-emption."""
+    """On SIGTERM during a long rollout, the process exits if a peer has died, and saves if the job is pre-empted."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     environment = os.environ | {"GROUP_RANK": "0"}
@@ -341,7 +345,8 @@ def test_who_is_left_alone_ends_and_who_is_not_saves():
 
 
 def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, shapes, tmp_path, monkeypatch):
-    """Skipped updates are counted across a checkpoint: two before it, the third after it. Their norms are not kept."""
+    """Skipped updates are counted across a checkpoint: two come before the checkpoint and the third after it. The
+    gradient norms of skipped updates are not kept."""
     loss, bad = grpo.batch_loss, True
     monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")) if bad else loss(*a))
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, save_every=2))
@@ -371,7 +376,8 @@ def test_rows_are_named_by_whatever_is_not_a_number():
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The oldest heartbeat comes first: it is probably that of the dead process. Without the store there is no text."""
+    """The oldest heartbeat comes first, because it is probably from the dead process. If the store is unavailable, the
+    text is empty."""
 
     class Store(dict):
         def check(self, keys):
@@ -390,10 +396,10 @@ def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
 
 
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
-    """torchrun sends SIGTERM to the trainer's whole process group; reward workers ignore it.
+    """torchrun sends SIGTERM to the trainer's whole process group; reward workers ignore the signal.
 
-    A killed worker is replaced and its call is retried. When the replacement dies, too, there is no verdict: the answer
-    is not scored as wrong.
+    A killed worker is replaced and its call is retried. If the replacement also dies, there is no verdict, and the
+    answer is not scored as wrong.
     """
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
     pool = WorkerPool(1, [f"{tmp_path}/r.py:fine"])
@@ -423,8 +429,8 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
     """AdamW's moments are initialised at the start, so that a checkpoint can be saved and loaded at any time.
 
-    An aborted step leaves gradients, with which PyTorch would not save moments; without gradients it would take a dummy
-    step. The vision tower has no gradients before the first image.
+    Without that, PyTorch would save no moments if an aborted step had left gradients, and would take a dummy step if
+    there were no gradients. The vision tower has no gradients before the first image.
     """
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
     state = run.optimizer.state_dict()["state"]

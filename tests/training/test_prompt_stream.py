@@ -1,4 +1,4 @@
-"""Prefetched prompts equal those encoded on demand."""
+"""Prefetched prompts are identical to prompts encoded on demand."""
 
 import shutil
 
@@ -31,7 +31,7 @@ def test_prepared_or_not_the_prompts_are_the_same(stream):
     assert same(stream.get(positions), want)
     stream.prefetch(positions)
     assert same(stream.get(positions), want)
-    stream.prefetch([1, 2])  # a run that retries a step needs other positions than were prefetched
+    stream.prefetch([1, 2])  # a retried step needs positions that were not prefetched
     assert same(stream.get(positions), want)
 
 
@@ -45,7 +45,7 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
 
 
 def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
-    """With two engines of two processes each, every process samples different prompts of its engine."""
+    """Two engines of two processes each get three prompts each, and no two processes sample the same prompt."""
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
     assigned = []
     for rank in range(4):
