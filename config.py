@@ -7,7 +7,7 @@
     PolicyFlags      optimizer, precision, adapter, memory and sharding
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
-    Config           all of these, and task, model, batch, sampling and loss: the flags of grpo.py
+    Config           all of these, plus task, model, batch, sampling and loss: the flags of grpo.py
 
 The docstring of a field is its `--help` text.
 """
@@ -22,7 +22,7 @@ from common.errors import require
 
 @dataclass(frozen=True)
 class Columns:
-    """The user's names for the prompt, answer and image columns; None stands for the usual names."""
+    """The user's names for the prompt, answer and image columns; None stands for the default names."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -37,15 +37,15 @@ class DataFlags:
     """Rows: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name; append @split to choose one of several
     splits. Data sets separated by commas are mixed."""
     image_dir: str | None = None
-    """Folder that relative image paths start from; by default the folder of the data file."""
+    """Folder to which relative image paths refer; by default, the folder of the data file."""
     prompt_column: str | None = None
-    """Column of the prompt; by default "prompt", "problem" or "question"."""
+    """Name of the prompt column; by default, "prompt", "problem" or "question"."""
     answer_column: str | None = None
-    """Column of the gold answer; by default "answer" or "ground_truth"."""
+    """Name of the answer column, with the gold answers; by default, "answer" or "ground_truth"."""
     image_column: str | None = None
-    """Column of the images; by default "images" or "image"."""
+    """Name of the image column; by default, "images" or "image"."""
     skip_bad_rows: bool = False
-    """Skip unusable and duplicate rows instead of stopping. They are listed either way."""
+    """Skip unusable and duplicate rows instead of stopping. Such rows are listed in either case."""
     template: str | None = None
     """Jinja file that replaces the task's prompt template; it must contain {{ content }}."""
     min_pixels: int = 56 * 56
@@ -55,7 +55,7 @@ class DataFlags:
     max_side: int = 0
     """Maximum length of an image's longer side in pixels; 0: no limit besides `max_pixels`."""
     max_prompt_length: int = 2048
-    """Maximum prompt length in tokens, images expanded. A row with a longer prompt is unusable."""
+    """Maximum prompt length in tokens, with images expanded. A row with a longer prompt is unusable."""
 
     def check_data(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -70,15 +70,15 @@ class VerifierFlags:
     """The flags of the verifier model, which training and evaluation share."""
 
     verifier_url: str | None = None
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1, that judges the math answers which the rule
-    does not accept. The default is the environment variable REWARD_MODEL_URL; without either there is no verifier."""
+    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1, that judges math answers that the rule does
+    not accept. The default is the environment variable REWARD_MODEL_URL; if neither is set, there is no verifier."""
     verifier_model: str | None = None
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
     REWARD_MODEL_PATH, else the only model that the server lists."""
     verifier_timeout: float = 60.0
     """Time limit of one request in seconds."""
     verifier_retries: int = 3
-    """Maximum number of retries of a failed request, each after a longer pause."""
+    """Maximum number of retries of a failed request, each after a longer pause than the one before."""
     verifier_concurrency: int = 64
     """Maximum number of simultaneous requests per process."""
 
@@ -93,8 +93,8 @@ class RewardFlags(VerifierFlags):
     """The reward flags that training and evaluation share."""
 
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A further reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. May be
-    repeated. The task's own reward has weight 1 unless it is named here."""
+    """A further reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
+    flag may be repeated. The task's own reward has weight 1 unless it is named here."""
     reward_timeout: float = 10.0
     """Time limit of a user's reward function for one completion, in seconds."""
 
@@ -120,34 +120,34 @@ class PolicyFlags:
     max_grad_norm: float = 1.0
     """Maximum gradient norm over all parameters; larger gradients are scaled down to it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the computation; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    """Data type used for computation; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
     train_vision: bool = False
     """Train the vision tower, which is frozen by default."""
     micro_batch_tokens: int = 0
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory. The
-    gradient does not depend on it."""
+    gradient does not depend on this number."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Layers whose activations are recomputed in the backward pass: none, every second (selective), or all (full, a
-    third more compute); auto: as few as the GPU's memory allows."""
+    """Layers whose activations are recomputed in the backward pass: none, every second layer (selective), or all layers
+    (full, a third more compute); auto: as few as the GPU's memory allows."""
     compile: bool = True
     """On a GPU, fuse the small operations of each layer with torch.compile, which takes a minute at the start."""
     lora_rank: int = 0
-    """Rank of a LoRA adapter to train on the frozen model; 0: train the model itself."""
+    """Rank of a LoRA adapter to train on top of the frozen model; 0: train the model itself."""
     lora_alpha: float = 0.0
     """α of the LoRA adapter, whose scale is α / rank; 0: twice the rank."""
     adapter: str | None = None
-    """Folder of an adapter in PEFT layout to continue training, with its own rank and α. The adapter at the start of
-    the run is the KL reference."""
+    """Folder of an adapter in PEFT layout to continue training, with its own rank and α. The adapter as loaded at the
+    start of the run is the KL reference."""
     load_in_4bit: bool = False
-    """Keep the frozen model under an adapter in 4 bits (bitsandbytes nf4 with double quantisation)."""
+    """Keep the frozen model in 4 bits and train an adapter on top (bitsandbytes nf4 with double quantisation)."""
     sharding: Literal["auto", "none", "hybrid", "full"] = "auto"
     """How weights, gradients and optimizer state are sharded. none: every process holds a full copy; full: one copy
-    over all processes; hybrid: one copy per machine. auto: none if a copy takes less than a third of the GPU; else, on
-    several machines, hybrid if a shard takes less than two thirds; else full."""
+    over all processes; hybrid: one copy per machine. auto: none if a full copy takes less than a third of the GPU's
+    memory; else, on several machines, hybrid if a shard takes less than two thirds; else full."""
     gather: Literal["auto", "layer", "update"] = "auto"
     """When sharded weights are gathered. layer: each time a layer runs; update: once for all micro-batches of an
-    update, which needs memory for a full copy in `dtype`. auto: update if the memory suffices, else layer. A reference
-    model in host memory is always gathered by layer."""
+    update, which needs memory for a full copy in `dtype`. auto: update if there is enough memory, else layer. A
+    reference model in host memory is always gathered layer by layer."""
     offload_optimizer: bool = False
     """Keep the moments of AdamW in host memory between updates."""
     offload_reference: bool = False
@@ -185,13 +185,13 @@ class EngineFlags:
     hf."""
     vllm_memory: float = 0.25
     """Fraction of the GPU's memory (or of `gpu_memory`) for vLLM's weights and KV cache while it samples. The trainer
-    uses it the rest of the time."""
+    uses that memory the rest of the time."""
     gpu_memory: float = 0.0
-    """Memory of each GPU that the run may use, sampler included, in GiB; 0: all of it."""
+    """Memory that the run, including the sampler, may use on each GPU, in GiB; 0: all of it."""
     vllm_sequences: int = 256
     """Maximum number of sequences that vLLM decodes at the same time on each GPU."""
     tensor_parallel: int = 1
-    """Number of GPUs that share one vLLM engine, for models that do not fit on one GPU beside the trainer."""
+    """Number of GPUs that share one vLLM engine, for models that do not fit on one GPU alongside the trainer."""
     check_sync: bool = False
     """Compare every weight in vLLM with the trainer's after each sync."""
 
@@ -207,7 +207,7 @@ class EngineFlags:
 
 @dataclass(kw_only=True)
 class RunFlags:
-    """The flags of what a training run writes, and when."""
+    """The flags that control what a training run writes, and when."""
 
     output: str = "runs/grpo"
     """Folder for metrics, curves, completions, checkpoints and the final model."""
@@ -217,21 +217,21 @@ class RunFlags:
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`; auto: the same, or
     a fresh start if there is none yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` takes. The policy is scored on them before training, every `eval_every`
+    """Held-out rows, in any form that `data` accepts. The policy is scored on them before training, every `eval_every`
     steps, and at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
-    """Number of steps between checkpoints; 0: only one when the run ends, for whatever reason."""
+    """Number of steps between checkpoints; 0: save only when the run ends, for whatever reason."""
     keep_last: int = 2
-    """Number of newest checkpoints to keep; 0: all."""
+    """Number of most recent checkpoints to keep; 0: all."""
     keep_best: bool = False
     """Also save a checkpoint when an evaluation on `eval_data` gives the best reward so far, and keep the best one."""
     max_skipped: int = 3
     """An update with a non-finite loss or gradient is skipped. The run stops after a step that ends with this many
     skipped updates in a row."""
     hang_timeout: float = 30.0
-    """Maximum time that a process waits for the other processes, in minutes; then the run ends with an error."""
+    """Maximum time that a process waits for the other processes, in minutes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html."""
 
@@ -259,14 +259,14 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model with GRPO."""
 
     task: Literal["count", "math", "vqa"] = "count"
-    """Task, which sets the prompt template and the reward."""
+    """Task, which determines the prompt template and the reward."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
     """Seed of the data order and of sampling."""
 
     data_weights: tuple[float, ...] = ()
-    """Relative weights for drawing prompts from several data sets; by default their numbers of rows."""
+    """Relative weights for drawing prompts from several data sets; by default, the data sets' row counts."""
     max_completion_length: int = 1024
     """Maximum completion length in tokens. A completion that reaches it without a stop token is truncated."""
     overlong_buffer: int = 0
@@ -284,7 +284,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     temperature: float = 1.0
     """Sampling temperature. The trained log-probabilities use the same temperature."""
     dynamic_sampling: bool = False
-    """Replace groups with equal rewards by sampling further prompts (DAPO, arXiv:2503.14476, eq. 11)."""
+    """Replace groups whose rewards are all equal by sampling further prompts (DAPO, arXiv:2503.14476, eq. 11)."""
     dynamic_sampling_rounds: int = 10
     """Maximum number of rounds of P prompts in one step of dynamic sampling."""
 
@@ -297,16 +297,16 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     clip_high: float | None = None
     """ε_high: ratios above 1 + ε_high are clipped. The default depends on the loss type."""
     beta: float = 0.0
-    """β: weight of the KL term to the initial model; 0: no KL term and no reference model."""
+    """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     old_logp: Literal["policy", "sampler"] = "policy"
     """Source of the log-probabilities under π_old: the trainer (policy; one more forward pass if a step has several
     updates) or the sampler."""
     importance_cap: float = 2.0
-    """Upper limit of the importance weight π_old / π_sampler, which corrects for the sampler's arithmetic; 0: no
-    importance weight."""
+    """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between sampler
+    and trainer; 0: no importance weight."""
     max_logp_difference: float = 0.1
-    """Maximum mean difference between the log-probabilities of sampler and trainer, in nats per token. Above it the run
-    stops; 0: no limit."""
+    """Maximum mean difference between the log-probabilities of sampler and trainer, in nats per token. The run stops if
+    the difference exceeds this limit; 0: no limit."""
 
     epochs: int = 1
     """Number of passes over the training rows."""

@@ -16,7 +16,7 @@ completion, C completion tokens of one micro-batch, K reward functions.
 from common import cli
 from config import Config
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds: --help and wrong flags are answered at once
+if __name__ == "__main__":  # before the slow import of torch, so that --help and wrong flags are answered at once
     ARGS = cli.parse(Config)
 
 import math
@@ -54,10 +54,10 @@ from training.run_log import RunLog, check_output_folder
 def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
     """Return the advantages (P, G) of `rewards` (P, G), relative to the mean of each row (DeepSeekMath, section 4.1.2).
 
-    A NaN reward marks an unscored completion. It counts in no mean, and its advantage is 0. `scale` selects the
-    divisor: the standard deviation of the row ("group" or True), the standard deviation of all rewards ("batch"), or 1
-    ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations divide by n − 1, as in TRL and verl. The
-    advantages of a row with equal rewards are exactly 0.
+    A NaN reward marks an unscored completion. It does not count towards any mean, and its advantage is 0. `scale`
+    selects the divisor: the standard deviation of the row ("group" or True), the standard deviation of all rewards
+    ("batch"), or 1 ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations divide by n − 1, as in TRL
+    and verl. The advantages of a row with equal rewards are exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     scored = ~rewards.isnan()
@@ -79,8 +79,8 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     1 / tokens, the mean over all tokens. "dr_grpo": 1 / (sequences · max_length), a constant. The weights are fixed
     before a batch is cut into micro-batches, so the gradient is a plain sum over them, however the batch is cut.
 
-    `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; the default is those of
-    `lengths`. Length 0 marks an unscored completion, which is not counted.
+    `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; by default, it is computed
+    from `lengths`. Length 0 marks an unscored completion, which is not counted.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
@@ -117,7 +117,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss and its options
     "cispo": stop_gradient(clip(r)) · A · log π_θ   CISPO eq. 4, arXiv:2506.13585
 
     KL is the k3 estimate of DeepSeekMath eq. 4. `importance` is a constant weight on the objective of each token.
-    `row_of_token` numbers the completions 0, 1, …; only "gspo" uses it.
+    `row_of_token` holds the index (0, 1, …) of each token's completion; only "gspo" uses it.
     """
     counted = weights > 0  # blank micro-batches hold placeholder values: keep them finite
     log_ratio = torch.where(counted, logp - old_logp, 0.0)
@@ -207,10 +207,11 @@ def train_step(run: Run) -> dict[str, float]:
 
 
 def sample_round(run: Run) -> tuple[list[Group], Tensor]:
-    """Sample and score the next P prompts.
+    """Sample and score completions of the next P prompts.
 
     Returns this process's groups, and the rewards of all processes in prompt order, (P, G, 2 + K): the total, the total
-    before the overlong penalty, and the value of each reward function. Raises StepFailed when a user's reward fails.
+    before the overlong penalty, and the value of each reward function. Raises StepFailed if a user's reward function
+    fails.
     """
     cfg = run.cfg
     workload = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
@@ -247,9 +248,10 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     """Sample the groups to train on.
 
     Returns this process's groups, the rewards (P, G) of all groups to train on, and the rewards (groups, G, 2 + K) of
-    all groups sampled. With dynamic sampling, only groups whose rewards differ before the overlong penalty are kept,
-    and rounds are repeated until P groups are kept or the limit is reached; the step trains on what was kept. Groups
-    stay in data order on any number of processes. Raises StepFailed when too many completions are unscored.
+    all groups sampled. With dynamic sampling, only groups whose rewards before the overlong penalty differ are kept,
+    and rounds are repeated until P groups have been kept or the limit is reached; the step trains on the groups that
+    were kept. Groups stay in data order, whatever the number of processes. Raises StepFailed when too many completions
+    are unscored.
     """
     cfg = run.cfg
     groups, kept_rewards, drawn = [], [], []
@@ -272,13 +274,13 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
         kept_rewards += [rewards[i, :, 0] for i in kept]
         if len(kept_rewards) == cfg.prompts_per_step:
             break
-    if not kept_rewards:  # no round has anything to learn from: take a step with zero gradient
+    if not kept_rewards:  # no round produced anything to learn from: take a step with zero gradient
         groups, kept_rewards = sampled, list(rewards[..., 0])
     return groups, torch.stack(kept_rewards), torch.cat(drawn)
 
 
 def split_into_minibatches(run: Run, groups: list[Group]) -> list[list[Group]]:
-    """Return this process's groups for each update, after moving completions so that all processes have equal work."""
+    """Return this process's groups for each update, after moving completions to balance the work of all processes."""
     cfg, patch_cost = run.cfg, vision_cost_per_patch(run.policy)
     minibatches = []
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
@@ -295,7 +297,7 @@ def has_gradient(run: Run, rollout: Rollout) -> bool:
 def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
     """Return `groups` with only the completions that the loss depends on.
 
-    Token weights are set before, so dropping the rest saves work without changing the gradient.
+    Token weights are set before this, so dropping the other completions saves work without changing the gradient.
     """
     kept = [replace(group, rollouts=[r for r in group.rollouts if has_gradient(run, r)]) for group in groups]
     return [group for group in kept if group.rollouts]
@@ -345,13 +347,13 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
 
 
 def raise_if_interrupted(run: Run) -> None:
-    """Raise Interrupted on every process if any was asked to stop before the first update of this step."""
+    """Raise Interrupted on every process if any process was asked to stop before the first update of this step."""
     if "optimizer" not in run.clock.laps and distributed.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
 
 
 def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
-    """Accumulate the gradient of `groups` in micro-batches of `budget` tokens; return each one's sums over tokens."""
+    """Accumulate the gradient of `groups` in micro-batches of `budget` tokens; return each batch's sums over tokens."""
     sums = []
     run.micro_batch_logps.clear()
     with unsharded(run.policy):
@@ -367,7 +369,7 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Ten
 
 
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `grpo_loss` of one micro-batch, with the values stored on its completions."""
+    """Return `grpo_loss` of one micro-batch, computed from the values stored on its completions."""
     sampling_logp = batch.column("sampling_logp")
     if cfg.old_logp == "sampler":
         old_logp = sampling_logp
@@ -398,7 +400,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 
 def train(run: Run) -> None:
-    """Train to the last step, with evaluations, checkpoints and reports. A signal saves and exits with status 130."""
+    """Train to the last step, with evaluations, checkpoints and reports. After a signal, save and exit with 130."""
     cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.unscored:
         finish_step(run, {})
@@ -444,7 +446,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
     if run.skipped >= cfg.max_skipped:
         problem = f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); "
         problem += guards.NONFINITE_HINT
-        run.checkpoints.keep_last = 0  # keep all: the last good one may be an earlier one
+        run.checkpoints.keep_last = 0  # keep all: the last good checkpoint may be an earlier one
     elif run.unscored and not interrupted:
         try:
             metrics |= evaluate_policy(run)
@@ -487,7 +489,7 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 def set_up(cfg: Config) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
-    The data comes before the models, so that a bad row is found within seconds.
+    The data is checked before the models are loaded, so that a bad row is found within seconds.
     """
     device = distributed.start(cfg.hang_timeout)
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)

@@ -2,10 +2,10 @@
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-Merging keeps only a few gigabytes of the base in memory, whatever its size. The check at the end compares the logits of
-the base with its adapter to those of the merged model; it needs memory for one whole model. The adapter may be plain
-LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases. Other files that
-LLaMA-Factory and ms-swift leave beside an adapter are ignored. Tokenizer, processor, chat template and generation
+Merging keeps only a few gigabytes of the base in memory, whatever its size. A check at the end compares the logits of
+the base with its adapter to those of the merged model; the check needs memory for one full model. The adapter may be
+plain LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases. Other files that
+LLaMA-Factory and ms-swift leave next to an adapter are ignored. Tokenizer, processor, chat template and generation
 config are copied from the base.
 """
 
@@ -39,7 +39,7 @@ from data import encode_prompt, load_processor
 from policy.lora import POLICY, adapted_layers, load_peft, match_modules, modernise_config, read_adapter, resolve_module
 from policy.model import auto_class, load_config, load_model, saved_dtype
 
-SHARD_BYTES = 4e9  # a file is written once it holds more than this
+SHARD_BYTES = 4e9  # a weight file is written once its tensors exceed this size
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 AdapterTensors = dict[tuple[str, str], Tensor]  # (module, parameter): tensor, as returned by `match_modules`
@@ -56,7 +56,7 @@ class Config:
     output_path: str
     """Folder for the merged model; it must not exist yet."""
     cache_dir: str | None = None
-    """Cache folder for downloads from the hub; the hub's own default when left out."""
+    """Cache folder for downloads from the hub; by default, the hub's own cache folder."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the saved weights; auto: the dtype of the base."""
 
@@ -64,10 +64,10 @@ class Config:
 def merge_lora(
     base_model: str, lora_model: str, output_path: str, cache_dir: str | None = None, dtype: str = "auto"
 ) -> float:
-    """Write the merged model to `output_path` and return the largest difference of its logits from the adapted model's.
+    """Write the merged model to `output_path`; return its logits' largest difference from the adapted model's.
 
-    Raises UserError when the adapter was made for another base or when the output already exists. Raises RunStopped
-    when the logits differ by more than rounding.
+    Raises UserError if the adapter was made for a different base or if the output already exists. Raises RunStopped if
+    the logits differ by more than rounding error.
     """
     target = pathlib.Path(output_path)
     if target.exists():
@@ -106,7 +106,7 @@ def _merge(
     scratch: pathlib.Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write the merged model to `output`, and the adapter to `scratch` in a form that PEFT loads over this base."""
+    """Write the merged model to `output`, and the adapter to `scratch` in a form that PEFT loads on top of the base."""
     with torch.device("meta"):
         model = auto_class(settings).from_config(settings)
     adapter = match_modules(tensors, model, source)
@@ -119,7 +119,7 @@ def _merge(
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
     """Compare the logits of the base, of the base with its adapter and of the merged model in `folder`.
 
-    Return the largest difference between the last two. Raises RunStopped when they differ by more than rounding.
+    Return the largest difference between the last two. Raises RunStopped if they differ by more than rounding error.
     """
     largest, deviation = (merged - adapted).abs().max().item(), adapted.std().item()
     error, change = ((merged - other).square().mean().sqrt().item() for other in (adapted, base))
@@ -127,7 +127,7 @@ def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, fold
         f"largest difference of the logits: {largest:.2g} (RMS {error:.2g}); the adapter changes them by {change:.2g} "
         f"(RMS), and their standard deviation is {deviation:.2g}"
     )
-    rounding = tolerance * deviation / 2  # 12 random layers of the 7B's width in bfloat16 give 0.04 deviations
+    rounding = tolerance * deviation / 2  # 12 random bfloat16 layers as wide as the 7B model's give 0.04 deviations
     if not error <= min(tolerance * deviation, max(change / 2, rounding)):
         raise RunStopped(
             f"the merged model in {folder} does not reproduce the adapter's logits: the RMS error is {error:.2g}, and "
@@ -172,7 +172,7 @@ def _weight_files(base: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _write_adapter(config: Any, adapter: AdapterTensors, folder: pathlib.Path, dtype: torch.dtype) -> None:
-    """Write the adapter with current module names for PEFT to load.
+    """Write the adapter, with its module names updated, for PEFT to load.
 
     Tensors that replace a base weight or bias are written in the merged model's `dtype`.
     """
@@ -187,7 +187,7 @@ def _write_adapter(config: Any, adapter: AdapterTensors, folder: pathlib.Path, d
 
 
 class _Merger:
-    """Merge one weight at a time, with a model on the meta device and PEFT's layers in it.
+    """Merge one weight at a time, using a model on the meta device that contains PEFT's layers.
 
     Each PEFT layer is filled with its tensors, merged and emptied again, so that the model never holds all weights.
     """
@@ -204,7 +204,7 @@ class _Merger:
         self.merged: set[tuple[str, str]] = set()
 
     def __call__(self, module: str, param: str, weight: Tensor) -> Tensor:
-        """Return the adapted model's value of the base's `weight`, which is the parameter `param` of `module`."""
+        """Return the value that the base's `weight`, the parameter `param` of `module`, has in the adapted model."""
         tensors = {name: tensor for (owner, name), tensor in self.adapter.items() if owner == module}
         self.merged |= {
             (module, name) for name in tensors if name == param or (name.startswith("lora_") and param == "weight")
@@ -227,8 +227,8 @@ class _Merger:
 
 
 def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set `name` of PEFT's `layer` to `tensor`, for example "lora_A.weight", "lora_embedding_A" or
-    "lora_magnitude_vector"."""
+    """Set the tensor called `name`, for example "lora_A.weight", "lora_embedding_A" or "lora_magnitude_vector", of
+    PEFT's `layer` to `tensor`."""
     by_adapter, parameter = getattr(layer, name.removesuffix(".weight")), nn.Parameter(tensor, requires_grad=False)
     if isinstance(by_adapter[POLICY], nn.Module):
         by_adapter[POLICY].weight = parameter
@@ -239,7 +239,7 @@ def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
 def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtype: torch.dtype) -> bool:
     """Write the merged weights of `base`, a few gigabytes at a time.
 
-    Return whether the lm_head is now separate from an embedding that it shared in the base.
+    Return whether the lm_head, which shared the embedding's tensor in the base, is now separate.
     """
     shard: dict[str, Tensor] = {}
     written: list[list[str]] = []  # the keys in each file
@@ -283,7 +283,7 @@ def _read_tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(shard, framework="pt") as file:
                 keys = list(file.keys())
-            for key in keys:  # reopened for each tensor; otherwise all that was read would stay mapped
+            for key in keys:  # reopened for each tensor; otherwise everything read would stay mapped
                 with safe_open(shard, framework="pt") as file:
                     tensor = file.get_tensor(key)
                 yield key, tensor
@@ -320,7 +320,7 @@ def _three_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of the base, of the base with its adapter, and of the merged model.
 
-    The merged model is loaded after the other is freed, because memory may not hold both.
+    The merged model is loaded after the adapted model is freed, because memory may not hold both.
     """
     inputs = _example_inputs(base)
     with warnings.catch_warnings(action="ignore"):

@@ -1,7 +1,7 @@
 """Shared-prefix packing: pack a prompt and its G completions into one sequence, so that the prompt is computed once.
 
-GRPO samples G completions of every prompt. A plain trainer therefore runs every prompt, image tokens included, G times.
-Here one forward pass runs over
+GRPO samples G completions of every prompt. A plain trainer therefore runs every prompt, including its image tokens, G
+times. Here one forward pass runs over
 
     segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in all
     keys of the prompt:          prompt                                            causal
@@ -10,8 +10,8 @@ Here one forward pass runs over
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. Attention becomes one gather of keys and values and
-one variable-length attention call. The result equals that of a plain forward pass over one sequence at a time;
-tests/test_packing.py checks log-probabilities and gradients to 1e-5 in float32.
+one variable-length attention call. The result matches that of plain forward passes over one sequence at a time;
+tests/test_packing.py checks that log-probabilities and gradients agree to 1e-5 in float32.
 
 Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L completion tokens of one completion,
 H heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE, else 1).
@@ -60,7 +60,7 @@ class PackedBatch:
     targets: Tensor
     """(C,) token ids of the completion tokens."""
     row_of_token: Tensor
-    """(C,) index into `rollouts` of each completion token: 0, 0, ..., 1, ..."""
+    """(C,) for each completion token, the index of its completion in `rollouts`: 0, 0, ..., 1, ..."""
     rollouts: list[Rollout]
     """The completions, in packed order."""
     vision: dict[str, Tensor]
@@ -69,14 +69,14 @@ class PackedBatch:
     image_tokens: Tensor
     """Packed indices of the image tokens that `features` belong to."""
     flop: float = 0.0
-    """Floating-point operations of a forward and backward pass, for the metrics."""
+    """Number of floating-point operations in a forward and backward pass, for the metrics."""
     dummy_vision: bool = False
     """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
 
     def column(self, name: str) -> Tensor:
         """Return the attribute `name` of the completions as a (C,) tensor on the batch's device.
 
-        A value per completion is repeated for each of its tokens.
+        An attribute with one value per completion is repeated for each of the completion's tokens.
         """
         values = [getattr(rollout, name) for rollout in self.rollouts]
         values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
@@ -109,7 +109,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def pack(groups: Sequence[Group]) -> PackedBatch:
     """Pack `groups` into one sequence.
 
-    Raises ValueError for a completion without tokens. It has nothing to train on, and the caller decides what to do.
+    Raises ValueError for a completion without tokens. Such a completion has nothing to train on, and the caller must
+    decide what to do with it.
     """
     ids, positions, image_tokens = [], [], []
     kv_index, q_lens, k_lens = [], [], []
@@ -160,9 +161,9 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
     """Cut `groups` into micro-batches of at most `budget` tokens, in order, and pack each of them.
 
-    A group over the budget is split into several, each with the prompt and some of the completions. A prompt with a
-    single completion over the budget becomes a micro-batch of its own. The loss weights are fixed before the cut, so
-    the gradient does not depend on it.
+    A group that exceeds the budget is split into several groups, each with the prompt and some of the completions. If a
+    prompt with a single completion exceeds the budget, it becomes a micro-batch of its own. The loss weights are set
+    before the groups are split, so the gradient does not depend on how they are split.
     """
     batches: list[list[Group]] = []
     remaining = 0
@@ -209,8 +210,8 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """The attention function that transformers calls for the language model and the vision tower.
 
     `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E); returns (1, T, H, E). The language model passes
-    `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError
-    without either.
+    `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError if
+    neither is given.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
@@ -237,7 +238,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks it and needs no flag for GQA
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *max_lens, **options)
 

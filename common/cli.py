@@ -21,8 +21,8 @@ T = TypeVar("T")
 def parse(config: type[T]) -> T:
     """Parse the command line into `config`.
 
-    An unknown flag is an error that names the nearest known flag (exit status 2). Under torchrun every rank has the
-    same command line, so only rank 0 prints errors about it.
+    An unknown flag ends the script with exit status 2 and a message that names the nearest known flag. Under torchrun
+    every rank has the same command line, so only rank 0 prints errors about it.
     """
     arguments = sys.argv[1:]
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
@@ -33,7 +33,7 @@ def parse(config: type[T]) -> T:
 
 def run(main: Callable[[T], None], args: T) -> None:
     """Call `main` with the parsed `args` and print expected errors as one line on stderr, prefixed with the rank."""
-    gc.freeze()  # the collector need not scan imported modules at exit, which saves 0.7 s
+    gc.freeze()  # spares the garbage collector from scanning imported modules at exit, which saves 0.7 s
     rank = int(os.environ.get("RANK", 0))
     try:
         try:
@@ -47,7 +47,7 @@ def run(main: Callable[[T], None], args: T) -> None:
     except (UserError, RunStopped) as error:
         prefix = f"[rank {rank}] " if rank else ""
         print(f"{prefix}{'error: ' if isinstance(error, UserError) else ''}{error}", file=sys.stderr, flush=True)
-        # Not sys.exit: after an error on one rank, other ranks wait in a collective, and interpreter shutdown would
-        # wait for it too. Exiting at once lets torchrun end them.
+        # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
+        # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
         sys.stdout.flush()
         os._exit(2 if isinstance(error, UserError) else error.status)

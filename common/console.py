@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 def is_main() -> bool:
-    """Return whether this process prints and writes files: it is rank 0. Works before the process group exists."""
+    """Return whether this process is rank 0, which prints and writes files. Works before the process group exists."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -20,5 +20,5 @@ def warn(message: str) -> None:
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:
-    """Return a tqdm bar that appears after three seconds, on the main process and only on a terminal."""
+    """Return a tqdm progress bar that appears after three seconds, only on the main process and only on a terminal."""
     return tqdm(iterable, desc, delay=3, disable=None if is_main() else True, **options)

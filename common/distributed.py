@@ -29,7 +29,7 @@ _heartbeats: list[dist.Store] = []  # at most one store, in which every process 
 def run(main: Callable[[T], None], args: T) -> None:
     """Run `cli.run` for a script that joins the process group with `start`.
 
-    Errors caused by a dead process or a full GPU are printed in one line, too.
+    Errors caused by a dead process or a full GPU are also printed in one line.
     """
     cli.run(functools.partial(_explain_failures, main), args)
 
@@ -81,7 +81,7 @@ def start(timeout: float = 30.0) -> torch.device:
 def shutdown() -> None:
     """Leave the process group at the end of a script.
 
-    Otherwise gloo's threads may still run while the interpreter shuts down, which has aborted a process.
+    Otherwise gloo's threads may still be running while the interpreter shuts down, which has caused a process to abort.
     """
     if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators
         dist.destroy_process_group()
@@ -116,21 +116,22 @@ def memory_fraction(gib: float) -> float:
 
 
 def launcher_ids() -> list[str]:
-    """Return the ids of all torchruns of this run.
+    """Return the ids of all torchrun launchers of this run.
 
-    An id outlives a restart of the processes. After a machine has been replaced, the remaining machines keep theirs.
+    An id stays the same when the processes are restarted. When a machine is replaced, the other machines keep their
+    ids.
     """
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
 def heartbeat(activity: str) -> None:
-    """Record the current activity of this process and the time, for the error message if the process dies."""
+    """Record the current activity of this process and the time, for the error message shown if the process dies."""
     for store in _heartbeats:
         store.set(str(rank()), f"{time.time()} {activity}")
 
 
 def last_heartbeats() -> str:
-    """Return the last recorded activity of up to 16 other processes, the oldest first, for an error message.
+    """Return the last recorded activity of up to 16 other processes, oldest first, for an error message.
 
     The oldest heartbeat most likely belongs to the dead process. The text is empty when the store is unavailable.
     """
@@ -171,7 +172,8 @@ def local_world_size() -> int:
 def num_shards(sharding: str) -> int:
     """Return how many processes share one copy of the weights.
 
-    This is 1 for "none", the processes of one machine for "hybrid", and all processes for "full".
+    This is 1 for "none", the number of processes on one machine for "hybrid", and the total number of processes for
+    "full".
     """
     return {"none": 1, "hybrid": local_world_size(), "full": world_size()}[sharding]
 
@@ -203,7 +205,7 @@ def all_max(value: Tensor) -> Tensor:
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Sum each entry over the list (one dict per micro-batch) and over all processes; the result is on the CPU.
 
-    For names that end in `_max`, the maximum is taken in place of the sum.
+    For names that end in `_max`, the maximum is taken instead of the sum.
     """
     names = list(stats[0])
     stacked = torch.stack([torch.stack([entry[name].detach().float() for name in names]) for entry in stats])
@@ -212,7 +214,7 @@ def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of one that may be sharded. A collective: every process must call it."""
+    """Return `tensor` in full, gathered if it is sharded. This is a collective: every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.full_tensor() if tensor.device_mesh.size() > 1 else tensor.to_local()

@@ -1,4 +1,4 @@
-"""Shared by figures and HTML pages: saving a figure, the page style, thumbnails."""
+"""Helpers for figures and HTML pages: saving a figure, the page style, thumbnails."""
 
 import base64
 import io
@@ -8,7 +8,7 @@ import pathlib
 from PIL import Image
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
-THUMBNAIL = 256  # longest side of an image on a page, in pixels
+THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 
 
 def save_figure(figure, path: pathlib.Path) -> None:
@@ -37,7 +37,7 @@ tr.right { background: #e5f4e3; } tr.wrong { background: #fbeaea; } tr.near { ba
 
 
 def thumbnail(image: Image.Image) -> str:
-    """Return `image` as a PNG data URI, scaled down to at most `THUMBNAIL` pixels a side."""
+    """Return `image` as a PNG data URI, scaled down to at most `THUMBNAIL` pixels per side."""
     small = image.copy()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()

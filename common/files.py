@@ -8,7 +8,7 @@ import subprocess
 
 
 def git_commit() -> str | None:
-    """Return the commit of this checkout, with "-dirty" after uncommitted changes; None outside a git checkout."""
+    """Return this checkout's commit, plus "-dirty" if there are uncommitted changes; None outside a git checkout."""
     if not shutil.which("git"):
         return None
     root = pathlib.Path(__file__).parent.parent
@@ -30,11 +30,11 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
     """Return the name under which `path` is written until it is complete."""
-    return path.with_name(path.name + ".partial")  # not with_suffix: the name of a model may have dots
+    return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
 
 
 def flush(path: pathlib.Path) -> None:
-    """Flush a file or folder to disk and wait until it is there."""
+    """Flush a file or folder to disk and wait until it has been written."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -16,7 +16,7 @@ from PIL import Image
 if TYPE_CHECKING:  # the service reads rows too, and importing torch would slow down its start by seconds
     from torch import Tensor
 
-TAG = "<image>"  # marks an image in a prompt of a data set; replaced by the tokenizer's own placeholder
+TAG = "<image>"  # marks an image in a data set's prompt; replaced by the tokenizer's own placeholder
 
 
 Folder = pathlib.Path | zipfile.Path
@@ -50,7 +50,7 @@ class Sample:
     source_index: int = 0
     """Index of the data set that the row comes from, when several are mixed."""
     tokens: int = 0
-    """Prompt length in tokens, images expanded; 0 until the row has been checked with a processor."""
+    """Prompt length in tokens, with images expanded; 0 until the row has been checked with a processor."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Prompt:
     """A sample, encoded for the sampler and the trainer."""
 
     ids: Tensor
-    """(S,) token ids for the trainer, images expanded."""
+    """(S,) token ids for the trainer, with images expanded."""
     engine_ids: list[int]
     """The same token ids for the sampler, with one placeholder per image."""
     positions: Tensor
@@ -76,39 +76,39 @@ class Prompt:
     image_token: int = -1
     """The id that stands for an image in `ids`."""
     image_digest: bytes = b""
-    """A hash of the resized images, equal for equal images."""
+    """A hash of the resized images, the same for identical images."""
     expected_length: float = 0.0
     """Expected completion length in tokens. A sampler that cannot take all prompts at once starts with the longest."""
 
 
 @dataclass
 class Rollout:
-    """One completion, and everything the step computes for it."""
+    """One completion and everything that a step computes for it."""
 
     ids: Tensor
     """(L,) token ids, including the stop token when one was sampled."""
     sampling_logp: Tensor
-    """(L,) log-probability of each token under the distribution it was drawn from, with temperature and top-p."""
+    """(L,) log-probability of each token under the distribution it was drawn from, including temperature and top-p."""
     truncated: bool = False
-    """Whether it reached the length limit before a stop token."""
+    """Whether the completion reached the length limit before a stop token."""
     text: str = ""
     """The decoded tokens, without the stop token."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Each reward by name; NaN when it returned no verdict."""
+    """Rewards by name; NaN for a reward that returned no verdict."""
     reward: float = math.nan
     """Weighted sum of the rewards. NaN excludes the completion from its group."""
     raw_reward: float = math.nan
     """The weighted sum before the overlong penalty."""
     advantage: float = 0.0
-    """Advantage within its group."""
+    """Advantage of the completion within its group."""
     weight: float = 0.0
-    """Weight of each of its tokens in the loss, from `token_weights`."""
+    """Weight of each token in the loss, from `token_weights`."""
     old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy that sampled it, stored when the policy is updated in between."""
+    """(L,) log-probabilities under the policy that sampled the completion, stored if a step makes several updates."""
     ref_logp: Tensor | None = None
-    """(L,) log-probabilities under the reference model, when there is a KL term."""
+    """(L,) log-probabilities under the reference model, if there is a KL term."""
     has_image: bool = False
-    """Whether its prompt has an image."""
+    """Whether the prompt has an image."""
 
 
 @dataclass
@@ -120,9 +120,9 @@ class Group:
     group_index: int = 0
     """Index of the prompt within the step."""
     sample: Sample | None = None
-    """The row it comes from."""
+    """The row that the prompt comes from."""
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt and its completions in tokens; the prompt counts once."""
+        """Length of the prompt and its completions in tokens; the prompt is counted once."""
         return len(self.prompt.ids) + sum(len(rollout.ids) for rollout in self.rollouts)

@@ -15,7 +15,8 @@ PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error aft
 def defer_signals() -> list[int]:
     """Record Ctrl-C and SIGTERM in the returned list from now on, instead of stopping the process.
 
-    The caller checks the list where it can save and stop. A second signal of the same kind ends the process at once.
+    The caller checks the list at points where it can save and stop. A second signal of the same kind ends the process
+    at once.
     """
     received: list[int] = []
 
@@ -29,7 +30,7 @@ def defer_signals() -> list[int]:
     if "GROUP_RANK" in os.environ:  # set by torchrun
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        # Python runs signal handlers between bytecodes only; the wake-up socket works during a long call, too.
+        # Python runs signal handlers only between bytecodes; the wake-up socket also works during a long call.
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=_exit_after_peer_death, args=(reader, writer), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -41,7 +42,8 @@ def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> Non
     """Wait for a SIGTERM and the death of a peer, then exit. Runs in a thread and keeps `_writer` open.
 
     torchrun also sends SIGTERM when a peer has died, and kills the remaining processes 30 seconds later. Nothing can be
-    saved any more, so waiting for a rollout is useless. A process that notices on its own reports its error first.
+    saved any more, so waiting for a rollout to finish is useless. A process that notices the death by itself has time
+    to report its error first.
     """
     while signal.SIGTERM not in reader.recv(1):
         pass

@@ -1,4 +1,4 @@
-"""Micro-batches: cut groups into equally many on every process, count their FLOP, and record log-probabilities."""
+"""Micro-batches: build the same number on every process, count their FLOPs, and record log-probabilities."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     """Pack `groups` into micro-batches of at most `budget` tokens, and iterate over them on the policy's device.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
-    process with fewer adds blank ones, whose tokens have weight zero.
+    process with fewer micro-batches adds blank ones, whose tokens have weight zero.
     """
     batches = pack_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(batches)))))
@@ -35,8 +35,8 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     device = next(policy.parameters()).device
     for batch in batches:
         batch.flop = train_flop(policy, batch)
-    # Copies of the weights sum their gradients once, with the last micro-batch. With a trained vision tower they do so
-    # with every micro-batch, because the last one may not run the tower.
+    # Gradients are summed over the copies of the weights only once, with the last micro-batch. If the vision tower is
+    # trained, they are summed with every micro-batch instead, because the last one may not run the tower.
     reduce_always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
 
     def prepare(batch: PackedBatch) -> PackedBatch:
@@ -48,9 +48,10 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 
 
 def vision_cost_per_patch(policy: Policy) -> float:
-    """Return the cost of a patch in the vision tower relative to that of a token in the decoder stack.
+    """Return the cost of a patch in the vision tower relative to the cost of a token in the decoder stack.
 
-    The ratio is that of their parameter counts. It is 0 when the tower is frozen, because its features are cached.
+    This is the ratio of the parameter counts of the vision tower and the decoder layers. The result is 0 if the tower
+    is frozen, because its features are cached.
     """
     vision = vision_parameters(policy.model)
     if not any(parameter.requires_grad for parameter in vision):
@@ -59,10 +60,10 @@ def vision_cost_per_patch(policy: Policy) -> float:
 
 
 def train_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Return the floating-point operations of a forward and backward pass of the language model.
+    """Return the number of floating-point operations in a forward and backward pass of the language model.
 
-    Gradients of activations cost as much as the forward pass. Gradients of weights cost the same times the fraction of
-    weights that is trained.
+    Computing the gradients of the activations costs as much as the forward pass. Computing the gradients of the weights
+    costs the same, multiplied by the fraction of weights that are trained.
     """
     counts = {False: 0, True: 0}
     for parameter in language_model(policy.model).parameters():
@@ -71,9 +72,10 @@ def train_flop(policy: Policy, batch: PackedBatch) -> float:
 
 
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Return the floating-point operations of a forward pass of the language model.
+    """Return the number of floating-point operations in a forward pass of the language model.
 
-    There are two for each weight and token, and four for each attended pair of query and key and each hidden unit.
+    Each weight takes two operations per token. In each layer, each pair of a query and a key that it attends to takes
+    four operations per hidden unit.
     """
     model = language_model(policy.model)
     config = model.config
@@ -89,6 +91,6 @@ def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature:
     """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
     with unsharded(policy):
         results = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
-    for rollouts, logp in results:  # copied to the host only now, so that no micro-batch waits for the previous one
+    for rollouts, logp in results:  # copied to the host only here, so that no micro-batch waits for the previous one
         for rollout, rollout_logp in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
             setattr(rollout, name, rollout_logp)

@@ -1,8 +1,8 @@
 """The packed forward pass: prepare a transformers model for packed batches and compute token log-probabilities.
 
 `enable_packed_forward` changes a model in place so that its attention runs through `packing.shared_prefix_attention`.
-It also keeps the residual stream in float32. `token_logprobs` then runs the model on a packed batch. It applies the
-lm_head only to completion tokens, a few rows at a time.
+It also keeps the residual stream in float32. `token_logprobs` then runs the model on a packed batch and applies the
+lm_head to completion tokens only, a few rows at a time.
 
 Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V vocabulary.
 """
@@ -14,17 +14,17 @@ from torch.autograd.function import once_differentiable
 
 from packing import PackedBatch, shared_prefix_attention
 
-LOGIT_ROWS = 512  # completion tokens per lm_head call; bounds the (rows, V) float32 logits to 0.3 GB for V = 152k
+LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
 
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
-    `compiled`: torch.compile fuses the small operations around the matrix products of each decoder layer, and those of
-    the log-probabilities. Attention stays a separate call.
+    `compiled`: use torch.compile to fuse the small operations around the matrix products of each decoder layer, and
+    those that compute the log-probabilities. Attention remains a separate call.
 
-    The attention function is set in the configs after loading. `from_pretrained` would reject the vision tower's
-    attention name unless the flash-attn package is installed.
+    The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
+    tower's attention name unless the flash-attn package is installed.
     """
     # The Qwen vision towers attend to all windows in one call only if the attention's name contains "flash"; otherwise
     # they loop over the windows. The language model needs a name without "flash", because transformers' mask code would
@@ -48,10 +48,10 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
 
 
 def keep_residual_in_float32(decoder: nn.Module) -> None:
-    """Make a bfloat16 decoder stack add up its residual stream in float32; a float32 stack does not change.
+    """Make a bfloat16 decoder stack accumulate its residual stream in float32; a float32 stack is not affected.
 
     Rounding after each addition would lose precision, and the rounding would depend on how a compiler fuses the
-    additions: the same model gave different log-probabilities with and without gradients.
+    additions: without this function, the same model gave different log-probabilities with and without gradients.
     """
 
     def cast_to_weight_dtype(norm: nn.Module, _: object, out: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ def keep_residual_in_float32(decoder: nn.Module) -> None:
     def round_rotary(_: nn.Module, __: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Round cos and sin to the weights' dtype and mark their fixed dimensions as static.
 
-        Float32 would be exact, but samplers round too, and the same rounding on both sides causes no difference. With
-        dynamic sizes everywhere, the compiled rotation would consist mostly of integer divisions.
+        Float32 would be exact, but samplers round these values too, and rounding them in the same way here causes no
+        difference. If every dimension were dynamic, the compiled rotation would consist mostly of integer divisions.
         """
         cos_sin = tuple(x.to(decoder.norm.weight.dtype) for x in out)  # (1, T, E) each
         for x in cos_sin:
@@ -78,20 +78,21 @@ def keep_residual_in_float32(decoder: nn.Module) -> None:
 
 
 def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
-    """Return the image features that the language model needs, (image tokens, features).
+    """Return the image features that the language model needs, with shape (image tokens, features).
 
-    A row holds the features of the last layer. For models with deepstack features (Qwen3-VL), those of the inner layers
-    follow in the same row.
+    Each row holds the features of the tower's last layer. For models with deepstack features (Qwen3-VL), the features
+    of inner layers follow in the same row.
     """
     out = visual(pixel_values.to(visual.dtype), grid_thw=grid)
     return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
 
 
 def _restore_completion_ids(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Turn −1 − id back into id; a hook that runs before the embedding.
+    """Turn −1 − id back into id. This hook runs before the embedding.
 
-    A model may sample its own image placeholder. The sampler treats it like any other token, but the model's forward
-    would expect an image for it. Packed completions therefore hide their ids until the images are in place.
+    A model may sample the image placeholder token. The sampler treats it like any other token, but the model's forward
+    pass would expect an image for it. The ids of completion tokens are therefore stored as −1 − id until the images
+    have been inserted.
     """
     return (torch.where(args[0] < 0, -1 - args[0], args[0]),)
 
@@ -107,8 +108,8 @@ def language_model(model: nn.Module) -> nn.Module:
 def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every completion token and the entropy of its distribution, (C,) float32 each.
 
-    Both belong to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
-    lm_head runs only on completion tokens; see `_TokenLogprobs`.
+    Both refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The lm_head
+    runs only on completion tokens; see `_TokenLogprobs`.
     """
     inputs = {"input_ids": batch.input_ids, **batch.vision}
     forward = model.model
@@ -131,7 +132,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
 def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
     """Return the decoder's inputs, with the image features inserted among the token embeddings.
 
-    The model's own code would find the image tokens on the device, which makes the host wait.
+    The model's own code would search for the image tokens on the device, which would make the host wait.
     """
     embedded = language_model(model).embed_tokens(batch.input_ids)  # (1, T, D)
     last, *deepstack = batch.vision["features"].to(embedded.dtype).split(embedded.shape[-1], dim=-1)
@@ -146,8 +147,8 @@ def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits (rows, V): `hidden` (rows, D) times the lm_head's `weight` (V, D), summed and kept in float32.
 
-    bfloat16 has eight significant bits: it would be off by up to 0.06 for a logit between 16 and 32, a usual size in
-    trained models. On a GPU the result has no gradient, and no caller needs one.
+    bfloat16 has eight significant bits, so a logit between 16 and 32, which is typical of trained models, could be off
+    by up to 0.06. On a GPU, the result has no gradient; no caller needs a gradient.
     """
     if hidden.device.type == "cuda" and hidden.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -159,9 +160,9 @@ def _from_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the targets' log-probabilities, the entropies, and the derivatives of the log-probabilities.
 
-    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. Passes without gradients
-    compute them too: compiled separately, the log-probabilities could be rounded differently, and the initial ratio
-    would not be exactly 1.
+    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. Forward passes without
+    gradients compute the derivatives too: a separately compiled function could round the log-probabilities differently,
+    and the initial ratio would not be exactly 1.
     """
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
@@ -178,10 +179,10 @@ def _from_logits(
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities and entropies (C,) of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
-    The float32 logits exist for `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
+    The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
     one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
-    dtype. Without `keep`, for models short of memory, the backward pass recomputes the logits. This makes the lm_head a
-    quarter slower, and the gradient of its weight is added up over chunks of rows.
+    dtype. Without `keep`, which is meant for models that are short of memory, the backward pass recomputes the logits.
+    This makes the lm_head a quarter slower, and the gradient of its weight is accumulated over chunks of rows.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""LoRA adapters (arXiv:2106.09685): a few trained parameters beside a frozen base model.
+"""LoRA adapters (arXiv:2106.09685): a few trained parameters on top of a frozen base model.
 
     adapted weight = W + scaling B A        W (O, D) frozen, A (r, D) and B (O, r) trained
     scaling        = α / r, with rslora (arXiv:2312.03732) α / √r
 
-The sampler receives adapted weights, computed from the base again for every sync. Nothing is ever merged into the base,
-so rounding errors do not add up. The reference of the KL term is the same model with its adapter switched: to the
-adapter that training started from, or off for a new adapter. There is no second copy of the base.
+The sampler receives adapted weights, which are recomputed from the base for every sync. Nothing is ever merged into the
+base, so rounding errors do not accumulate. The reference of the KL term is the same model with a different adapter: the
+adapter that training started from, or none if training started with a new adapter. There is no second copy of the base.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ LANGUAGE_TARGETS = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|u
 VISION_TARGETS = (
     r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj|fc1|fc2|linear_fc1|linear_fc2)"
 )
-PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # initialise A and B only
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # change the base, too; PEFT can convert them
+PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # these also change the base; PEFT can convert them
 UNSUPPORTED = ("trainable_token_indices", "lora_bias", "target_parameters", "layer_replication", "use_qalora")
 UNSUPPORTED += ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config")
 UNSUPPORTED += ("monteclora_config",)
@@ -44,7 +44,7 @@ MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter
 
 
 def load_peft() -> ModuleType:
-    """Import and return PEFT. The import takes two seconds, so it waits until there is an adapter."""
+    """Import and return PEFT. The import takes two seconds, so it is deferred until it is needed."""
     import peft
 
     return peft
@@ -53,8 +53,8 @@ def load_peft() -> ModuleType:
 def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None:
     """Add a new adapter to every linear layer of the decoder stack and freeze the rest of `model`.
 
-    `vision`: adapt the linear layers of the vision tower, too. The adapter has no effect at first, because `B` is zero;
-    `A` is random and equal on every process. Raises UserError when `model` has no such layers.
+    `vision`: also adapt the linear layers of the vision tower. The adapter has no effect at first, because `B` is zero;
+    `A` is random but the same on every process. Raises UserError when `model` has no such layers.
     """
     targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
     if not any(re.fullmatch(targets, name) for name, _ in model.named_modules()):
@@ -72,7 +72,8 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
 def continue_adapter(model: nn.Module, source: str) -> None:
     """Load the adapter saved at `source` into `model` twice: once to continue training, once frozen as the reference.
 
-    Raises UserError when there is no adapter, when it was made for another base, or when it holds more than A and B.
+    Raises UserError if there is no adapter, if the adapter was made for a different base, or if it contains more than A
+    and B.
     """
     saved, tensors = read_adapter(source)
     if saved.use_dora or saved.modules_to_save or saved.bias != "none":
@@ -98,9 +99,10 @@ def continue_adapter(model: nn.Module, source: str) -> None:
 
 
 def modernise_config(config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module) -> "LoraConfig":
-    """Return a copy of `config` with the full name, rank and α of every adapted module, as `model` names them.
+    """Return a copy of `config` that lists every adapted module by its full name in `model`, with its rank and α.
 
-    The saved patterns refer to the older names in `tensors`. Loading the copy does not change the base.
+    The saved patterns refer to the module names in `tensors`, which may be from an older release. Loading an adapter
+    with this copy does not change the base.
     """
     matching_pattern, ranks, alphas = load_peft().utils.other.get_pattern_key, {}, {}
     modules = dict(model.named_modules())
@@ -123,7 +125,7 @@ def modernise_config(config: "LoraConfig", tensors: dict[str, Tensor], model: nn
 def _target_selection(config: "LoraConfig", targets: set[str], modules: list[str]) -> tuple:
     """Return the settings that make PEFT adapt exactly `targets` among `modules`.
 
-    Try the settings of `config` first, then the last components of the targets' names. Fall back to the full names.
+    Try the settings of `config` first, then the last components of the targets' names, and fall back to the full names.
     Returns (target_modules, exclude_modules, layers_to_transform, layers_pattern).
     """
     last_names = sorted({target.rpartition(".")[2] for target in targets})
@@ -140,7 +142,7 @@ def _target_selection(config: "LoraConfig", targets: set[str], modules: list[str
 def _inject(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
     """Add adapters called `names` to `model`. Only `POLICY` is active and trained."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two are intended
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are intended
         for name in names:
             load_peft().inject_adapter_in_model(copy.copy(config), model, name)
     for layer in adapted_layers(model).values():
@@ -152,7 +154,7 @@ def _inject(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's adapted layers by their names in `model`."""
+    """Return PEFT's adapted layers, keyed by their names in `model`."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -166,7 +168,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
         raise UserError(f"{source!r} has no adapter_config.json: give an adapter in PEFT layout")
     peft = load_peft()
     try:
-        with warnings.catch_warnings(action="ignore"):  # about settings of another PEFT release
+        with warnings.catch_warnings(action="ignore"):  # about settings of a different PEFT release
             config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
         tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
     except (
@@ -203,15 +205,15 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
 
 
 def _strip_prefix(key: str) -> str:
-    """Return the path of an adapter's tensor `key` in the model that it was made for, without PEFT's additions."""
+    """Return the path of an adapter's tensor `key` in the adapter's own base model, without PEFT's additions."""
     return key.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> dict[tuple[str, str], Tensor]:
-    """Return `tensors` by (module of `model`, parameter), such as "lora_A.weight".
+    """Return `tensors`, keyed by a module name in `model` and a parameter name such as "lora_A.weight".
 
-    Names of older transformers releases are translated. Raises UserError for the first tensor whose module `model`
-    lacks or whose shape does not fit.
+    Names from older transformers releases are translated. Raises UserError for the first tensor whose module does not
+    exist in `model` or whose shape does not fit.
     """
     modules, matched = dict(model.named_modules()), {}
     for key, tensor in tensors.items():
@@ -232,7 +234,7 @@ def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> 
 def resolve_module(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
     """Split `path` into the name of one of `modules` and a parameter name such as "weight" or "lora_A.weight".
 
-    The longest matching module name wins. Paths of older transformers releases are translated. Returns (None, path)
+    The longest matching module name wins. Paths from older transformers releases are translated. Returns (None, path)
     when no module matches.
     """
     for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
@@ -246,9 +248,9 @@ def resolve_module(path: str, modules: dict[str, nn.Module]) -> tuple[str | None
 
 
 def _expected_shape(module: nn.Module, param: str) -> tuple[int | None, ...] | None:
-    """Return the shape that `param` must have for `module`. A None in the shape stands for any size.
+    """Return the shape that `param` must have for `module`, or None if any shape is accepted.
 
-    Return None when any shape is accepted.
+    A None inside the shape stands for any size.
     """
     weight = getattr(module, "weight", None)
     shape = getattr(getattr(weight, "quant_state", None), "shape", getattr(weight, "shape", None))
@@ -271,7 +273,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
-    """Turn `model` into its own reference inside the context: with the adapter it started from, or with none.
+    """Inside the context, turn `model` into its own reference, with the adapter it started from or with no adapter.
 
     Does nothing if `switch` is false or the model has no adapter.
     """
@@ -292,7 +294,8 @@ def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the base, full tensor) of every parameter, with the adapter added, in the base's dtype.
 
-    A 4-bit weight is dequantised as in its forward. Gathering is collective: every process must iterate to the end.
+    A 4-bit weight is dequantised as in the forward pass. Gathering is collective: every process must iterate to the
+    end.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -308,25 +311,28 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def dequantised(parameter: Tensor) -> Tensor:
-    """Return a bitsandbytes 4-bit weight as the full matrix that its forward multiplies with."""
+    """Return a bitsandbytes 4-bit weight as the full matrix that the forward pass multiplies by."""
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the policy's adapter weights, frozen ones included, by the names that PEFT saves them under."""
+    """Return the policy's adapter weights, including frozen ones, keyed by the names under which PEFT saves them."""
     adapter = {name: parameter for name, parameter in model.named_parameters() if f".{POLICY}." in name}
     return {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": parameter for name, parameter in adapter.items()}
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the policy's full adapter tensors by PEFT's names, on the CPU. Collective: every process must call it."""
+    """Return the policy's full adapter tensors on the CPU, keyed by PEFT's names.
+
+    This is a collective: every process must call it.
+    """
     return {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
 
 
 def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:
-    """Write the adapter to `folder` in PEFT layout, as loaded by PEFT, vLLM and merge_lora.py on top of `base`."""
+    """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`."""
     config = copy.copy(model.peft_config[POLICY])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))

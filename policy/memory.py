@@ -1,4 +1,4 @@
-"""GPU memory: estimate what a model needs, choose sharding, checkpointing and micro-batch size, recover from overflows.
+"""GPU memory: estimate what a model needs, choose sharding, checkpointing and micro-batch size, handle overflows.
 
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile (docs/log.md).
 """
@@ -19,17 +19,17 @@ from policy.model import Policy, compute_dtype, vision_parameters
 from policy.sharding import reshard
 
 T = TypeVar("T")
-MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches do not use a GPU better
-TARGET_MICRO_BATCH_TOKENS = 8192  # below this, checkpointing more layers for larger micro-batches is faster
+MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
+TARGET_MICRO_BATCH_TOKENS = 8192  # below this, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
-MARGIN = 0.06  # fraction of the GPU's memory that its allocator cannot use
+MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
 def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tuple[int, int]:
-    """Return the bytes that a whole copy of the training state takes, as (weights and moments, gradients).
+    """Return the size in bytes of a full copy of the training state, as (weights and moments, gradients).
 
-    The weights include those of a separate reference model. Weights and moments in host memory do not count.
+    The weights include those of a separate reference model. Weights and moments in host memory are not counted.
     """
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
@@ -39,7 +39,7 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tup
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
-    """Return the bytes of this process's GPU that its allocator can use, at most `limit` GiB (0: no limit)."""
+    """Return how many bytes of this process's GPU the allocator can use, if limited to `limit` GiB (0: no limit)."""
     return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
 
 
@@ -48,8 +48,8 @@ def choose_sharding(
 ) -> str:
     """Return `flags.sharding`, with "auto" resolved to "none", "hybrid" or "full"; without a GPU "auto" is "full".
 
-    A whole copy on each process avoids gathering weights. Shards leave memory for larger micro-batches and for the
-    sampler. Raises UserError for "hybrid" over machines with different numbers of processes.
+    A full copy on each process avoids gathering weights. Shards leave more memory for larger micro-batches and for the
+    sampler. Raises UserError for "hybrid" if the machines run different numbers of processes.
     """
     equal_machines = len(set(distributed.all_gather(distributed.local_world_size()))) == 1
     if flags.sharding == "hybrid" and not equal_machines:
@@ -81,8 +81,8 @@ def check_gpu_memory(
 ) -> None:
     """Limit this process to `limit` GiB of its GPU (0: no limit); raise UserError when the training state does not fit.
 
-    Weights, gradients and optimizer must fit during an update. Weights and optimizer must fit beside the awake sampler,
-    which takes `sampler_fraction` of the memory.
+    Weights, gradients and optimizer state must fit during an update. While the sampler is awake and takes
+    `sampler_fraction` of the memory, weights and optimizer state must fit alongside it.
     """
     if device.type != "cuda":
         return
@@ -101,7 +101,7 @@ def check_gpu_memory(
 
 
 def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str) -> str:
-    """Return the flags that would make the training state smaller and are not in use yet."""
+    """Return the flags that would make the training state smaller and are not already in use."""
     adapter, separate_reference = flags.has_adapter, with_reference and not flags.has_adapter
     hints = {
         "--sharding full": distributed.num_shards(sharding) < distributed.world_size(),
@@ -119,8 +119,8 @@ def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str)
 def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
     """Checkpoint `num_checkpointed` decoder layers, evenly spaced.
 
-    A checkpointed layer keeps only its input and is recomputed in the backward pass. If there is one, the blocks of a
-    trained vision tower are checkpointed, too.
+    A checkpointed layer keeps only its input and is recomputed in the backward pass. If `num_checkpointed` is above 0,
+    the blocks of a trained vision tower are checkpointed, too.
     """
     if num_checkpointed == 0:
         return
@@ -133,14 +133,14 @@ def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
 def bytes_per_token(
     policy: Policy, num_checkpointed: int, compiled: bool, dtype: torch.dtype = torch.bfloat16
 ) -> float:
-    """Return the bytes of activations that one packed token keeps for the backward pass, summed over all layers.
+    """Return how many bytes of activations are kept for the backward pass per packed token, summed over all layers.
 
-    `num_checkpointed`: number of checkpointed decoder layers. The layers of a trained vision tower count too, because
-    the token may be part of an image.
+    `num_checkpointed`: number of checkpointed decoder layers. The layers of a trained vision tower are included,
+    because the token may be part of an image.
     """
     config, size = language_model(policy.model).config, dtype.itemsize
     layer_input = 4 * config.hidden_size  # the residual stream is float32
-    logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept without checkpointing only
+    logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept only without checkpointing
     full_layer = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     return layers + logits + _vision_bytes_per_token(policy, num_checkpointed, size)
@@ -166,11 +166,12 @@ def choose_micro_batch_size(
     limit: float = 0.0,
     sharding: str = "full",
 ) -> int:
-    """Set the checkpointing and whether weights stay gathered, and return the maximum number of tokens per micro-batch.
+    """Configure checkpointing and weight gathering, and return the maximum number of tokens per micro-batch.
 
-    This number is `flags.micro_batch_tokens` if set, else the fastest choice for the free memory. Every process chooses
-    the same. `longest`: maximum tokens of a prompt with one completion, which cannot be split. `limit`: GiB of the GPU
-    that the run may use (0: no limit). Raises UserError when not even one prompt with one completion fits.
+    This number is `flags.micro_batch_tokens` if that is set, else the fastest choice that fits into the free memory.
+    Every process makes the same choice. `longest`: maximum length in tokens of a prompt with one completion, which
+    cannot be split. `limit`: GiB of the GPU that the run may use (0: no limit). Raises UserError when not even one
+    prompt with one completion fits.
     """
     num_layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
@@ -186,7 +187,8 @@ def choose_micro_batch_size(
     free, gpu_size = torch.cuda.mem_get_info(device)
     total = limit * 2**30 or gpu_size
     free -= gpu_size - total
-    # Still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered layers.
+    # Memory still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered
+    # layers.
     state_size, logit_size = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28  # bytes per value
     available = (
         free - MARGIN * total - state_size * trained_params - logit_size * LOGIT_ROWS * vocab_size - 12 * layer_params
@@ -204,7 +206,7 @@ def choose_micro_batch_size(
             f"shorter ones (--max_prompt_length, --max_completion_length), {OOM_ACTIVATION_HINT}"
         )
     budget = budget or min(tokens, MAX_MICRO_BATCH_TOKENS)
-    # Without gradients a token keeps at most as much as with all layers checkpointed.
+    # Without gradients, a token takes at most as much memory as with all layers checkpointed.
     forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, compute_dtype(flags.dtype, device))
     free_bytes = (available - budget * token_bytes[num_checkpointed], available - budget * forward_token_bytes)
     keep_unsharded(policy, reference, flags, free_bytes)
@@ -217,7 +219,7 @@ def choose_micro_batch_size(
 
 
 def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
-    """Set `keep_unsharded` of `policy` and `reference`, to the same value on every process.
+    """Set `keep_unsharded` on `policy` and on `reference`, each to the same value on every process.
 
     `flags.gather` decides; with "auto", a model's layers stay gathered if its full weights fit into its `free_bytes`
     (policy first, then reference).
@@ -233,10 +235,10 @@ def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags,
 
 
 def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
-    """Return the budget and the result of `work(budget)`; when GPU memory overflows, retry once with half the budget.
+    """Run `work(budget)` and return (budget, result); if the GPU runs out of memory, retry once with half the budget.
 
-    Before the retry, all gradients are discarded. Raises RunStopped when the retry overflows, too, or when there are
-    other processes, which would wait in the middle of the same work.
+    Before the retry, all gradients are discarded. Raises RunStopped if the retry also runs out of memory, or if there
+    are other processes, which would be left waiting in the middle of the same work.
     """
     for attempt in range(2):
         try:

@@ -33,8 +33,8 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 class Policy(nn.Module):
     """A model with a single forward method: a packed batch in, token log-probabilities out.
 
-    FSDP2 gathers a parameter only around the forward of the module it was sharded with. Everything that uses the
-    embedding or the lm_head therefore runs inside this module's forward.
+    FSDP2 gathers a parameter only while the forward method of the module that it was sharded with runs. Everything that
+    uses the embedding or the lm_head therefore runs inside this module's forward method.
     """
 
     def __init__(self, model: transformers.PreTrainedModel):
@@ -45,8 +45,8 @@ class Policy(nn.Module):
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities (C,) and entropies (C,) of the completion tokens; see `token_logprobs`."""
-        # The vision tower runs before the decoder, as it does for real images: every process must gather the same
-        # shards in the same order.
+        # The vision tower runs before the decoder, as it does for real images, because every process must gather the
+        # same shards in the same order.
         zero = 0.0 * self._run_blank_image() if batch.dummy_vision else 0.0
         logp, entropy = token_logprobs(self.model, batch, temperature)
         return logp + zero, entropy
@@ -54,7 +54,7 @@ class Policy(nn.Module):
     def _run_blank_image(self) -> Tensor:
         """Return the sum of the vision tower's outputs for the smallest possible blank image.
 
-        A rank without images thereby joins the collectives of the ranks that have images.
+        This lets a rank without images take part in the collectives of the ranks that have images.
         """
         config = self.model.config.vision_config
         merge = config.spatial_merge_size
@@ -71,7 +71,7 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """Load the causal or image-text model saved at `name` on the CPU.
 
-    `four_bit_device`: load it on this device instead, with the linear layers of the decoder stack in 4 bits.
+    `four_bit_device`: load the model on this device instead, with the linear layers of the decoder stack in 4 bits.
     `to_shard`: only the main process reads the weights. The other processes get an empty model on the meta device,
     which `apply_fsdp` fills. Raises UserError when the model cannot be loaded.
     """
@@ -89,8 +89,8 @@ def load_model(
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError when it cannot be read. Also raises it when the weights were saved quantised: these can neither be
-    trained nor merged with an adapter.
+    Raises UserError if the configuration cannot be read, or if the weights were saved quantised, because quantised
+    weights can neither be trained nor merged with an adapter.
     """
     with _explain_load_errors(name):
         config = transformers.AutoConfig.from_pretrained(name)
@@ -103,7 +103,7 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
 
 @contextlib.contextmanager
 def _explain_load_errors(name: str) -> Iterator[None]:
-    """Turn the errors of a missing or damaged model into a UserError of one line."""
+    """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
@@ -122,7 +122,7 @@ def auto_class(config: transformers.PreTrainedConfig) -> type:
 def four_bit_config(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """Return the settings of QLoRA (arXiv:2305.14314): nf4 with double quantisation, computing in `dtype`.
 
-    The lm_head is not quantised, and neither is the vision tower, because the sampler uses its features.
+    The lm_head is not quantised. Nor is the vision tower, because the sampler uses the features that it computes.
     """
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -137,8 +137,8 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     """Load the model at `name` as a policy with float32 master weights.
 
     The vision tower is frozen unless `flags.train_vision` is set. With an adapter, only the adapter is trained and kept
-    in float32; the model is in the compute dtype or in 4 bits. `to_shard`: see `load_model`; every process loads the
-    whole of a 4-bit model.
+    in float32; the base model is in the compute dtype or in 4 bits. `to_shard`: see `load_model`; a 4-bit model is
+    always loaded in full by every process.
     """
     dtype = compute_dtype(flags.dtype, device) if flags.has_adapter else torch.float32
     if flags.load_in_4bit:
@@ -170,7 +170,7 @@ def check_trained(policy: Policy, flags: PolicyFlags) -> None:
 
 
 def vision_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters of the vision tower, its merger included; an empty list for a text model."""
+    """Return the parameters of the vision tower, including its merger; an empty list for a text model."""
     tower = getattr(model.model, "visual", None)
     return list(tower.parameters()) if tower is not None else []
 
@@ -181,11 +181,12 @@ def cache_image_features(
 ) -> None:
     """Set each prompt's `features` to the features of its images, if the vision tower is frozen; else do nothing.
 
-    The sampler, the reference and all updates of a step share these features. `feature_cache` keeps them in host
-    memory for later steps, by image digest, up to `FEATURE_CACHE_BYTES`.
+    The sampler, the reference and all updates of a step share these features. `feature_cache` keeps them in host memory
+    for later steps, keyed by image digest, up to `FEATURE_CACHE_BYTES`.
 
     `at_once`: maximum number of patches per call of the vision tower; 0 means 32,768 on a GPU and one prompt on a CPU.
-    One prompt per call makes the result independent of the other prompts to the last bit, also after a resume.
+    With one prompt per call, the result does not depend on the other prompts, down to the last bit, even after a
+    resume.
     """
     visual = getattr(policy.model.model, "visual", None)
     if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):

@@ -19,7 +19,7 @@ PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size
 class HostAdamW(torch.optim.AdamW):
     """AdamW with its moments in host memory, where `init_adam_state` puts them.
 
-    An update copies them to the GPU and back, one parameter at a time.
+    An update copies the moments to the GPU and back, one parameter at a time.
     """
 
     def step(self, closure: None = None) -> None:
@@ -54,10 +54,10 @@ def _local_tensor(tensor: Tensor) -> Tensor:
 
 
 def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
-    """Yield a float32 tensor of zeros in host memory, (size,), for each of `sizes`; page-locked if `pinned`.
+    """For each of `sizes`, yield a float32 tensor of zeros in host memory, of shape (size,), page-locked if `pinned`.
 
     The tensors are cut from chunks of `PINNED_CHUNK_BYTES`. PyTorch rounds each page-locked allocation up to a power of
-    two, so separate allocations would take 1.9 times the memory that the matrices of a 7B need.
+    two, so separate allocations would take 1.9 times the memory that the matrices of a 7B model need.
     """
     remaining, chunk = sum(sizes), torch.empty(0)
     for size in sizes:
@@ -74,7 +74,7 @@ def make_optimizer(
     """Return AdamW over the trained parameters, and its learning-rate schedule for a run of `updates` updates.
 
     Weight decay applies to matrices, not to norms and biases. The warm-up starts above zero, so that no update is
-    wasted; `flags.warmup` below 1 is a fraction of `updates`.
+    wasted. A value of `flags.warmup` below 1 is a fraction of `updates`.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
@@ -89,7 +89,7 @@ def make_optimizer(
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:
     """Create AdamW's state for all parameters before the first step, so that a checkpoint can be saved and loaded.
 
-    PyTorch would create it in a dummy step, which increments `step`.
+    PyTorch's own code would create the state in a dummy step, which increments `step`.
     """
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [_local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
@@ -105,7 +105,8 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
     """Return the learning rate of `update` (0, 1, …) as a fraction of its peak.
 
-    It rises linearly during the warm-up. Then it stays constant, or it falls to zero linearly or along a cosine.
+    The rate rises linearly during the warm-up. It then stays constant or falls to zero, either linearly or along a
+    cosine.
     """
     warmup_updates = warmup * updates if warmup < 1 else warmup
     if update < warmup_updates:

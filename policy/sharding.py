@@ -22,8 +22,9 @@ def load_reference(
 ) -> Policy:
     """Return the fixed reference of the KL term.
 
-    With an adapter, the reference is `policy` itself, whose adapter `lora.reference_weights` switches. Otherwise it is
-    the model at `name`, sharded and in the compute dtype. It uses the vision tower of `policy`, unless that is trained.
+    With an adapter, the reference is `policy` itself, and `lora.reference_weights` switches its adapter. Otherwise the
+    reference is the model at `name`, sharded and in the compute dtype; it shares the vision tower of `policy` unless
+    the tower is trained.
     """
     if has_adapter(policy.model):
         return policy
@@ -41,15 +42,15 @@ def apply_fsdp(
 ) -> Policy:
     """Shard `policy` over the processes, in place, as `PolicyFlags.sharding` describes.
 
-    Every decoder layer is a unit; the root holds the rest (embedding, lm_head). Master weights stay in float32, compute
-    runs in `dtype`, and gradients are averaged in float32. A frozen vision tower stays whole on every process, so that
-    a batch without images needs no collective for it. A 4-bit model stays whole, too.
+    Each decoder layer is an FSDP unit; the root unit holds the rest (embedding, lm_head). Master weights stay in
+    float32, compute runs in `dtype`, and gradients are averaged in float32. A frozen vision tower stays whole on every
+    process, so that a batch without images needs no collective for it. A 4-bit model stays whole, too.
 
     `offload`: keep the shards in host memory until their layer runs. If only the main process has loaded the weights
     (see `load_model`), the other processes receive their shards from it.
     """
-    # Hold no reference to any parameter here. FSDP moves each parameter to the device before it takes its shard; a
-    # stale reference would keep the full tensor there.
+    # Do not hold a reference to any parameter here. FSDP moves each parameter to the device before it takes its shard;
+    # a stale reference would keep the full tensor there.
     empty = any(tensor.is_meta for tensor in itertools.chain(policy.parameters(), policy.buffers()))
     empty = bool(distributed.all_max(torch.tensor(int(empty))))
     full_state = {
@@ -63,7 +64,7 @@ def apply_fsdp(
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
     # Adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's copy is cast,
-    # as the trained one is in its forward; otherwise the KL term would not start at zero.
+    # just as the policy's copy is in its forward pass; otherwise the KL term would not start at zero.
     exported = set(adapter_parameters(policy.model).values())
     for parameter in frozen:
         keep_dtype = parameter in exported or not parameter.is_floating_point()
@@ -82,7 +83,7 @@ def apply_fsdp(
     fully_shard(policy, ignored_params=frozen, **options)
     if empty:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
-    # Gather the next layer while this one computes. FSDP does this by default only in the backward pass.
+    # Gather the next layer while this one computes. By default, FSDP does this only in the backward pass.
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     return policy
@@ -92,7 +93,7 @@ def apply_fsdp(
 def _broadcast_and_shard(
     policy: Policy, full_state: dict[str, Tensor], device: torch.device, shard_device: torch.device
 ) -> None:
-    """Fill the sharded `policy` with the main process's `full_state`, one parameter or buffer after another.
+    """Fill the sharded `policy` with the main process's `full_state`, one parameter or buffer at a time.
 
     Empty shards are allocated on `shard_device`, other empty tensors on `device`.
     """
@@ -118,9 +119,9 @@ def _broadcast_and_shard(
 def unsharded(policy: Policy) -> Iterator[None]:
     """Keep layers gathered after their first use inside the context, if `policy.keep_unsharded` is set.
 
-    At the end every process keeps only its shards, also after an exception between micro-batches. (`memory.recover`
-    ends an interrupted pass.) This includes the embedding and the lm_head, which FSDP leaves gathered after a forward
-    pass without gradients.
+    On exit, every process frees the gathered weights and keeps only its shards, even after an exception between
+    micro-batches. (`memory.recover` ends an interrupted pass.) The embedding and the lm_head are freed too, although
+    FSDP leaves them gathered after a forward pass without gradients.
     """
     if policy.keep_unsharded:
         policy.set_reshard_after_forward(False)
@@ -148,10 +149,11 @@ def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same as `full_weights`, in the compute dtype; copy each weight before requesting the next one.
+    """Yield the same weights as `full_weights`, in the compute dtype. Copy each weight before requesting the next one.
 
     The shards of an FSDP unit (a layer, or the embedding and the lm_head) are gathered together, while the previous
-    unit is read. They are freed when the next unit is requested, so that at most two units are gathered at a time.
+    unit is being read. They are freed when the next unit is requested, so that at most two units are gathered at a
+    time.
     """
     if has_adapter(policy.model) or not isinstance(policy, FSDPModule):
         yield from adapted_weights(policy.model)

@@ -1,7 +1,7 @@
 """Balance training work: move completions between processes so that all of them finish an update together.
 
-Every process computes the same plan from the same costs. The plan decides where a completion is trained, not the
-result: gradients are sums over completions, whichever process computes them.
+Every process computes the same plan from the same costs. The plan decides which process trains on a completion but does
+not affect the result: gradients are sums over completions, regardless of which process computes them.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ MIN_GAIN = 0.02  # a transfer takes time too: it must save at least this fractio
 
 @dataclass(frozen=True)
 class GroupCost:
-    """The cost of a group, in tokens. The plan needs no more than this."""
+    """The cost of a group in tokens, which is all that the plan needs."""
 
     group_index: int
     prompt_cost: float
-    """Cost of the prompt, images included."""
+    """Cost of the prompt, including its images."""
     lengths: tuple[int, ...]
-    """Tokens of each completion to train on."""
+    """Number of tokens of each completion to train on."""
 
     @property
     def cost(self) -> float:
@@ -44,8 +44,8 @@ class Transfer:
 def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
     """Return the transfers that even out the load, given each rank's groups.
 
-    Greedy: move a group, or the last completions of one, from the busiest rank to the idlest, as long as this lowers
-    the higher of their two loads by more than `MIN_GAIN` of the mean load.
+    The plan is greedy: it moves a group, or the last completions of a group, from the busiest rank to the least busy
+    one as long as this lowers the higher of the two loads by more than `MIN_GAIN` of the mean load.
     """
     costs_by_rank = [list(costs) for costs in costs_by_rank]
     loads = [sum(group.cost for group in costs) for costs in costs_by_rank]
@@ -111,7 +111,7 @@ def rebalance(groups: list[Group], is_trained: Callable[[Rollout], bool], patch_
 
 
 def _without_images(group: Group) -> Group:
-    """Return `group` without what training does not need: its images, and their patches where features are cached."""
+    """Return `group` without what training does not need: its images, and their patches if features are cached."""
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
         prompt = replace(prompt, vision={"image_grid_thw": prompt.vision["image_grid_thw"]})

@@ -44,9 +44,9 @@ from policy.model import Policy, load_policy
 from policy.optimizer import make_optimizer
 from training.export import export
 
-# Settings that a resumed run must share: they decide the order of the prompts, the trained parameters, the objective
-# and the number of updates. Settings that are often changed during a run are not listed, such as the learning rate, β,
-# the temperature or the completion length.
+# Settings that must stay the same when a run is resumed: they determine the order of the prompts, the trained
+# parameters, the objective and the number of updates. Settings that are often changed during a run, such as the
+# learning rate, β, the temperature or the completion length, are not listed.
 MUST_MATCH = (
     "task",
     "data",
@@ -75,7 +75,7 @@ SUPERSEDED_SUFFIX = ".before-resume"
 
 @dataclass
 class Config:
-    """Write a checkpoint in Hugging Face layout, or as an adapter when one was trained."""
+    """Write a checkpoint in Hugging Face layout, or in PEFT layout if an adapter was trained."""
 
     checkpoint: str
     """Folder of the checkpoint."""
@@ -95,7 +95,7 @@ class Checkpoints:
         self.pending: tuple[Future[None], int] | None = None  # the running write and its step
         self.newest: int | None = None  # step of the newest complete checkpoint of this run
         self.save_failed = False  # whether the last requested checkpoint could not be written
-        self.replaces = False  # whether this run may replace the one in `output`; set by `find`
+        self.replaces = False  # whether this run may replace the run in `output`; set by `find`
 
     def save(
         self,
@@ -105,10 +105,11 @@ class Checkpoints:
         progress: dict[str, Any],
         last: bool = False,
     ) -> None:
-        """Write checkpoint-STEP in the background, or before returning if `last`. Does nothing if it already exists.
+        """Write checkpoint-STEP in the background, or before returning if `last`.
 
-        `progress` holds "step", "best" and everything else that `load_checkpoint` should return. All processes call
-        this together. An error is printed and sets `save_failed`; it does not prevent a later save.
+        Does nothing if the checkpoint already exists. `progress` holds "step", "best" and everything else that
+        `load_checkpoint` should return. All processes must call this together. An error is printed and sets
+        `save_failed`, but does not prevent later saves.
         """
         self.wait()
         error = None
@@ -127,7 +128,7 @@ class Checkpoints:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         progress: dict[str, Any],
     ) -> str | None:
-        """Start to write; return the first error of any process, on all of them."""
+        """Start to write the checkpoint; return the first error of any process, on all processes."""
         tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
         if error := self._check_disk_space(tensors):
             return error
@@ -150,7 +151,7 @@ class Checkpoints:
         return error
 
     def _attempt(self, write: Callable[[], None]) -> str | None:
-        """Call `write`; return the first error of any process, on all of them."""
+        """Call `write`; return the first error of any process, on all processes."""
         message = None
         try:
             write()
@@ -178,7 +179,7 @@ class Checkpoints:
     def export_final(self, policy: Policy, source: str) -> None:
         """Export the trained model to the folder `final`; see `training.export.export`.
 
-        Raises RunStopped when that fails. The message names the checkpoint that can be exported in its place.
+        Raises RunStopped if the export fails. The message names the checkpoint that can be exported instead.
         """
         try:
             export(policy, source, f"{self.folder}/final")
@@ -190,14 +191,14 @@ class Checkpoints:
             raise RunStopped(f"{error}; {hint}", error.status) from None
 
     def write_failed(self) -> bool:
-        """Return whether this process's background write has already failed. Does not wait for it."""
+        """Return whether this process's background write has already failed, without waiting for it to finish."""
         future = self.pending[0] if self.pending else None
         return future is not None and future.done() and future.exception() is not None
 
     def wait(self) -> str | None:
         """Wait until the pending checkpoint is on disk, on all processes.
 
-        An error of any process is printed, and returned on all of them.
+        An error of any process is printed, and is returned on all processes.
         """
         step = self.pending[1] if self.pending else None
         error = distributed.first_error(self.join_write())
@@ -210,7 +211,7 @@ class Checkpoints:
     def join_write(self) -> str | None:
         """Wait for the background write of this process and return its error.
 
-        In contrast to `wait`, this is not a collective: use it when the other processes may be anywhere in the program.
+        Unlike `wait`, this is not a collective: use it when the other processes may be anywhere in the program.
         """
         pending, self.pending = self.pending, None
         if pending is None:
@@ -240,7 +241,7 @@ class Checkpoints:
         )
 
     def _describe(self, error: BaseException) -> str:
-        """Return one line about the root cause of a failed write."""
+        """Return a one-line description of the root cause of a failed write."""
         causes = _causes(error)
         disk_full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
         if disk_full or "No space left" in str(error):
@@ -250,7 +251,7 @@ class Checkpoints:
     def _finish(self, write: Future, partial: pathlib.Path, step: int, best: dict[str, float] | None) -> None:
         """Wait for the files of all processes; rank 0 then writes the manifest and renames the folder.
 
-        Runs in the thread.
+        Runs in the writing thread.
         """
         write.result()
         dist.barrier(self.group)
@@ -270,7 +271,7 @@ class Checkpoints:
     def _prune(self, written: int, best: dict[str, float] | None) -> None:
         """Delete checkpoints up to step `written`, except the last `keep_last` and the best one.
 
-        Superseded checkpoints up to that step are deleted, too.
+        Superseded checkpoints up to that step are also deleted.
         """
         steps = {step: folder for step, folder in _checkpoints_by_step(self.folder).items() if step <= written}
         newest = sorted(steps)[-self.keep_last :] if self.keep_last else list(steps)
@@ -281,10 +282,11 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def prepare_output(self, step: int | None) -> None:
-        """Prepare `output` for a run that resumes after `step`, or for a new run (None), which deletes an earlier one.
+        """Prepare `output` for a run that resumes after `step`, or delete an earlier run if `step` is None (a new run).
 
         Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
-        checkpoint of that step or a later one. All processes call this together, after all other checks have passed.
+        checkpoint of that step or a later one. All processes must call this together, after all other checks have
+        passed.
         """
         steps = _checkpoints_by_step(self.folder)
         self.newest = step if step in steps else None
@@ -307,14 +309,15 @@ class Checkpoints:
         """Return the checkpoint to resume from, the same on every process, or None to start a new run.
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
-        restarted this launch, the newest one is taken in any case. A damaged newest checkpoint is reported and the
-        previous one is tried. Sets `replaces` when the run in `output` belongs to this launch, or when "auto" finds a
-        run without a checkpoint and without a final model. Raises UserError when there is no checkpoint or the
-        requested one is damaged.
+        restarted this launch, the newest checkpoint is used in any case. If the newest checkpoint is damaged, a message
+        says so and the previous checkpoint is tried. Sets `replaces` when the run in `output` belongs to this launch,
+        or when "auto" finds a run without a checkpoint and without a final model. Raises UserError if there is no
+        checkpoint or if the requested one is damaged.
         """
         result: tuple[bool, pathlib.Path | None, str] = (False, None, "")
         if console.is_main():
-            # A run killed while it replaced a checkpoint of the same step left only the old one: restore its name.
+            # A run that was killed while it replaced a checkpoint of the same step left only the old one: restore its
+            # name.
             for step, folder in _checkpoints_by_step(self.folder, ".old").items():
                 if step not in _checkpoints_by_step(self.folder):
                     folder.rename(folder.with_suffix(""))
@@ -364,7 +367,7 @@ class Checkpoints:
 def _causes(error: BaseException) -> list[BaseException]:
     """Return `error` and its chain of causes, the root cause last.
 
-    A CheckpointException lists one error per failed process; the first of them is followed.
+    A CheckpointException lists one error per failed process; only the first is followed.
     """
     chain = [error]
     while error := (
@@ -377,7 +380,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _create_folder(partial: pathlib.Path, state: dict[str, Any]) -> None:
-    """Create an empty folder with `state.json`, on the main process."""
+    """On the main process, create a folder that contains only `state.json`."""
     if console.is_main():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -399,7 +402,7 @@ def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[st
 
 
 def _checkpoints_by_step(folder: pathlib.Path, suffix: str = "") -> dict[int, pathlib.Path]:
-    """Return the folders `checkpoint-STEP` with this suffix in `folder`, by step."""
+    """Return the folders in `folder` that are named `checkpoint-STEP` plus `suffix`, keyed by step."""
     pattern = rf"checkpoint-(\d+){re.escape(suffix)}"
     matches = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("checkpoint-*")]
     return {int(match[1]): path for match, path in matches if match}
@@ -459,7 +462,7 @@ def _hash(path: pathlib.Path) -> str:
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators of Python, NumPy and torch.
 
-    Reward functions and libraries may use them. Sampling does not: its seeds follow from the run's seed and the
+    Reward functions and libraries may use them. Sampling does not: its seeds are derived from the run's seed and the
     position of the prompt.
     """
     kind, keys, *rest = np.random.get_state()
@@ -489,7 +492,7 @@ def load_checkpoint(
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate, weight decay and other changed settings are taken from the new command, and the changes are
-    printed. Raises UserError when a setting of `MUST_MATCH` differs from `config`.
+    printed. Raises UserError if a setting in `MUST_MATCH` differs from `config`.
     """
     saved = json.loads((folder / "state.json").read_text())
     new = json.loads(json.dumps(config))

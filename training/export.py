@@ -21,11 +21,11 @@ from policy.sharding import full_weights
 def export(policy: Policy, source: str, folder: str) -> None:
     """Write the trained policy to `folder`, which is replaced if it exists.
 
-    An adapter is written in PEFT layout, to be loaded over `source`. A fully trained model is written in Hugging Face
-    layout for `from_pretrained` and vLLM, in the dtype of `source` and with its tokenizer and processor.
+    An adapter is written in PEFT layout, to be loaded on top of `source`. A fully trained model is written in Hugging
+    Face layout for `from_pretrained` and vLLM, in the dtype of `source` and with its tokenizer and processor.
 
-    The folder is written under a temporary name and renamed. All processes call this together. Raises RunStopped when
-    writing fails.
+    The folder is written under a temporary name and then renamed. All processes must call this together. Raises
+    RunStopped if writing fails.
     """
     target = pathlib.Path(folder)
     partial = partial_path(target)

@@ -18,7 +18,7 @@ def describe_nonfinite(
 ) -> str | None:
     """Return a description of a non-finite loss or gradient norm, naming the rows at fault; None when both are finite.
 
-    `stats` and `grad_norm` are those of all processes; `groups` and `micro_batch_logps` are this process's.
+    `stats` and `grad_norm` cover all processes; `groups` and `micro_batch_logps` cover only this process.
     """
     if stats["loss"].isfinite() and grad_norm.isfinite():
         return None
@@ -39,7 +39,7 @@ def describe_nonfinite(
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return sums of |trainer_logp − sampling_logp| over the trained tokens, for all prompts and for those with images.
+    """Return sums of |trainer_logp − sampling_logp| over the trained tokens, for all prompts and for image prompts.
 
     `trainer_logp` (C,) holds the trainer's log-probabilities of the batch's tokens.
     """
@@ -53,7 +53,8 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
 def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
     """Return an error message if sampler and trainer differ by more than `limit` nats per token on average, else None.
 
-    Only the first update of a step is checked, since later ones have a different policy. A limit of 0 allows anything.
+    Only the first update of a step is checked, since the policy has changed in later updates. A limit of 0 allows any
+    difference.
     """
     mean = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
     if is_first_update and limit and mean > limit:
@@ -67,7 +68,7 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 def is_spike(norms: list[float], factor: float = 5.0, min_history: int = 10) -> bool:
     """Return whether the last gradient norm is more than `factor` times the median of the earlier ones.
 
-    Without at least `min_history` earlier norms the answer is False.
+    The result is False if there are fewer than `min_history` earlier norms.
     """
     earlier = norms[:-1]
     return len(earlier) >= min_history and norms[-1] > factor * statistics.median(earlier)

@@ -29,13 +29,13 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()  # PyTorch's own count would include what a sleeping vLLM has freed
+            free, total = torch.cuda.mem_get_info()  # PyTorch's own count would include memory freed by a sleeping vLLM
             self.memory = max(self.memory, total - free)
         self.laps.setdefault(phase, []).append(time.perf_counter() - started)
 
 
 def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
-    """Return the total seconds of all rounds, and the mean fraction of it that a rank waits for the slowest one.
+    """Return the total seconds of all rounds, and the mean fraction of them that a rank waits for the slowest rank.
 
     `laps` holds each rank's seconds in each round. A round lasts until the slowest rank is done.
     """
@@ -110,7 +110,7 @@ def step_metrics(
 def _ratio(updates: list[dict[str, torch.Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
     """Return the ratio of two sums over `updates`, or NaN if the denominator is 0.
 
-    With `minus`, the sums under the names with that prefix are subtracted from both.
+    If `minus` is given, the sums whose names have that prefix are subtracted from both.
     """
     top, bottom = (
         sum(u[name] - (u[minus + name] if minus else 0) for u in updates).item() for name in (numerator, denominator)
@@ -119,6 +119,6 @@ def _ratio(updates: list[dict[str, torch.Tensor]], numerator: str, denominator: 
 
 
 def peak_flops() -> float:
-    """Return this GPU's peak dense bfloat16 FLOP/s, or NaN for a model that is not listed."""
+    """Return this GPU's peak dense bfloat16 FLOP/s, or NaN for a GPU that is not listed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), math.nan)

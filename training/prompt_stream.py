@@ -1,6 +1,6 @@
-"""The order of the training rows, and their prompts, encoded in the background while the previous step trains.
+"""The order of the training rows, and the encoding of their prompts in the background while the previous step trains.
 
-The order is an endless stream of rows that depends on the seed alone. A run can therefore resume from any position in
+The order is an endless stream of rows that depends only on the seed. A run can therefore resume from any position in
 the stream, on any number of processes.
 """
 
@@ -34,11 +34,11 @@ class PromptStream:
     def assign_prompts(
         self, first: int, count: int, generations: int, max_length: int, tensor_parallel: int = 1
     ) -> tuple[list[int], list[int]]:
-        """Return which of the `count` prompts from position `first` on this process samples, and their positions.
+        """Return this process's share of the `count` prompts from position `first` on, as indices and positions.
 
-        The prompts are balanced by expected tokens between engines, each shared by `tensor_parallel` ranks. The
-        expected completion length of a row is its mean when it was last drawn. For a new row it is the mean over all
-        rows drawn so far, or `max_length` if there are none.
+        The engines, each shared by `tensor_parallel` ranks, get prompts with nearly equal numbers of expected tokens.
+        The expected completion length of a row is its mean length when the row was last drawn. For a row that has not
+        been drawn yet, it is the mean over all rows drawn so far, or `max_length` if no row has been drawn.
         """
         rows = [self.row(position) for position in range(first, first + count)]
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
@@ -65,9 +65,9 @@ class PromptStream:
         self.prefetched = list(positions), self.thread.submit(encode_prompts, self.rows(positions), self.processor)
 
     def get(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at `positions`, prefetched or encoded now. Call it on every process.
+        """Return the prompts at `positions`, encoding them now unless they were prefetched. Call it on every process.
 
-        Raises StepFailed on every process if any of them cannot read a row any more; the message names the row.
+        Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
         if self.prefetched is None or self.prefetched[0] != list(positions):
             self.prefetch(positions)
@@ -89,7 +89,7 @@ def row_at(position: int, sizes: Sequence[int], seed: int, weights: tuple[float,
 
     An epoch has as many positions as there are rows. Without `weights`, each epoch visits every row once, in a new
     order. With `weights`, each data set gets its fraction of the positions in every epoch and fills them from an
-    endless shuffled stream of its own, so that every row is visited in time.
+    endless shuffled stream of its own, so that every row is eventually visited.
     """
     epoch, index = divmod(position, sum(sizes))
     return int(_epoch_order(tuple(sizes), seed, epoch, weights)[index])
@@ -110,7 +110,7 @@ def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[f
 
 
 def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
-    """Return the number of rows of each data set. Raises UserError unless there is one weight per data set, or none."""
+    """Return the number of rows of each data set. Raises UserError if weights are given, but not one per data set."""
     sources = [sample.source_index for sample in samples]
     sizes = [sources.count(source) for source in range(max(sources) + 1)]
     if weights and len(weights) != len(sizes):
@@ -119,5 +119,5 @@ def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]
 
 
 def prompt_seed(seed: int, position: int) -> int:
-    """Return the sampling seed of the prompt at `position` of the stream. It alone determines the completions."""
+    """Return the sampling seed of the prompt at `position` of the stream. The completions depend on it alone."""
     return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])

@@ -4,7 +4,7 @@
     python -m training.report --run runs/demo --before runs/demo/before --after runs/demo/after  # and compare
 
 The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
-`completions.jsonl` (sampled groups). `curves.png` and `completions.html` are made from them during the run.
+`completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
 """
 
 import html

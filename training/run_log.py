@@ -2,7 +2,8 @@
 
 `RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
 `completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
-written are kept in memory and written later. `check_output_folder` refuses an output folder before the run starts.
+written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
+starts.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from common.files import git_commit, read_jsonl
 from common.records import TAG, Group
 from training.report import draw_curves, write_page
 
-GROUPS_PER_REPORT = 3  # groups that are logged of a reported step
+GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 
 
 class RunLog:
@@ -36,7 +37,7 @@ class RunLog:
         """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
         self.waiting: dict[str, str] = {}  # for each file, lines that could not be written yet
-        self.failure_reported = False  # whether a failed write has been printed
+        self.failure_reported = False  # whether a failed write has been reported
         if not console.is_main():
             return
         launch = {
@@ -57,7 +58,7 @@ class RunLog:
             ) from None
 
     def _replace(self, name: str, text: str) -> None:
-        """Replace a file by writing a temporary one and renaming it, so that it is complete at any moment."""
+        """Replace a file by writing a temporary one and renaming it, so that it is complete at all times."""
         partial = self.folder / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.rename(self.folder / name)
@@ -83,8 +84,8 @@ class RunLog:
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`; every `every` steps, redraw the curves and the page.
 
-        After a resume, the evaluation of the checkpoint's step may still be due. Its scores are merged into the line
-        of that step.
+        After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
+        line of that step.
         """
         if not console.is_main() or not metrics:
             return
@@ -133,7 +134,7 @@ def _finite(value: float) -> float | None:
 def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
     """Raise UserError when `folder` cannot be written to, is not shared by all machines, or contains another run.
 
-    A run in the folder is accepted if this run replaces it (`overwrite`) or continues it (`resumed`).
+    An existing run in the folder is accepted if this run replaces it (`overwrite`) or continues it (`resumed`).
     """
     path = pathlib.Path(folder)
     existing = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
