@@ -3,13 +3,13 @@
     Columns          the user's column names (not flags)
     DataFlags        rows, columns, prompt template, image size and prompt length
     VerifierFlags    the verifier model that judges math answers
-    RewardFlags      further rewards; includes VerifierFlags
+    RewardFlags      additional rewards; includes VerifierFlags
     PolicyFlags      optimizer, precision, adapter, memory and sharding
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
-    Config           all of these, plus task, model, batch, sampling and loss: the flags of grpo.py
+    Config           the flags of grpo.py: all flags above, plus task, model, batch, sampling and loss
 
-The docstring of a field is its `--help` text.
+The docstring of each flag is its `--help` text.
 """
 
 from dataclasses import dataclass
@@ -34,20 +34,21 @@ class DataFlags:
     """The data flags that training and evaluation share."""
 
     data: str
-    """Rows: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name; append @split to choose one of several
-    splits. Data sets separated by commas are mixed."""
+    """Data set: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name. Append @split to choose one of several
+    splits. Separate several data sets with commas; their rows are mixed."""
     image_dir: str | None = None
-    """Folder to which relative image paths refer; by default, the folder of the data file."""
+    """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     prompt_column: str | None = None
     """Name of the prompt column; by default, "prompt", "problem" or "question"."""
     answer_column: str | None = None
-    """Name of the answer column, with the gold answers; by default, "answer" or "ground_truth"."""
+    """Name of the column with the gold answers; by default, "answer" or "ground_truth"."""
     image_column: str | None = None
     """Name of the image column; by default, "images" or "image"."""
     skip_bad_rows: bool = False
-    """Skip unusable and duplicate rows instead of stopping. Such rows are listed in either case."""
+    """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, such rows are
+    listed."""
     template: str | None = None
-    """Jinja file that replaces the task's prompt template; it must contain {{ content }}."""
+    """Jinja file that replaces the task's prompt template. The file must contain {{ content }}."""
     min_pixels: int = 56 * 56
     """Minimum image size in pixels, height times width; smaller images are enlarged."""
     max_pixels: int = 1280 * 28 * 28
@@ -55,7 +56,7 @@ class DataFlags:
     max_side: int = 0
     """Maximum length of an image's longer side in pixels; 0: no limit besides `max_pixels`."""
     max_prompt_length: int = 2048
-    """Maximum prompt length in tokens, with images expanded. A row with a longer prompt is unusable."""
+    """Maximum prompt length in tokens, including image tokens. A row with a longer prompt is unusable."""
 
     def check_data(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -70,15 +71,16 @@ class VerifierFlags:
     """The flags of the verifier model, which training and evaluation share."""
 
     verifier_url: str | None = None
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1, that judges math answers that the rule does
-    not accept. The default is the environment variable REWARD_MODEL_URL; if neither is set, there is no verifier."""
+    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Its model judges the math answers that the
+    rule does not accept. The default is the environment variable REWARD_MODEL_URL. If neither the flag nor the
+    variable is set, there is no verifier."""
     verifier_model: str | None = None
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
-    REWARD_MODEL_PATH, else the only model that the server lists."""
+    REWARD_MODEL_PATH or, if neither is set, the only model that the server lists."""
     verifier_timeout: float = 60.0
-    """Time limit of one request in seconds."""
+    """Time limit for one request in seconds."""
     verifier_retries: int = 3
-    """Maximum number of retries of a failed request, each after a longer pause than the one before."""
+    """Maximum number of retries of a failed request. The pause before each retry is longer than the previous pause."""
     verifier_concurrency: int = 64
     """Maximum number of simultaneous requests per process."""
 
@@ -93,10 +95,10 @@ class RewardFlags(VerifierFlags):
     """The reward flags that training and evaluation share."""
 
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A further reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
-    flag may be repeated. The task's own reward has weight 1 unless it is named here."""
+    """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
+    flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
     reward_timeout: float = 10.0
-    """Time limit of a user's reward function for one completion, in seconds."""
+    """Time limit in seconds for a user-defined reward function to score one completion."""
 
     def check_rewards(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -112,44 +114,45 @@ class PolicyFlags:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up: constant, or decay to zero at the last update."""
+    """Learning-rate schedule after the warm-up: constant, or a linear or cosine decay to zero at the last update."""
     warmup: float = 0.0
     """Number of linear warm-up updates; a value below 1 is a fraction of all updates."""
     weight_decay: float = 0.0
     """Decoupled weight decay, applied to matrices only."""
     max_grad_norm: float = 1.0
-    """Maximum gradient norm over all parameters; larger gradients are scaled down to it."""
+    """Maximum norm of the gradient of all parameters. A gradient with a larger norm is scaled down to this norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type used for computation; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
+    """Data type for computation; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
     train_vision: bool = False
     """Train the vision tower, which is frozen by default."""
     micro_batch_tokens: int = 0
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory. The
     gradient does not depend on this number."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Layers whose activations are recomputed in the backward pass: none, every second layer (selective), or all layers
-    (full, a third more compute); auto: as few as the GPU's memory allows."""
+    """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
+    full: all layers, which takes a third more compute; auto: as few layers as the GPU's memory allows."""
     compile: bool = True
-    """On a GPU, fuse the small operations of each layer with torch.compile, which takes a minute at the start."""
+    """On a GPU, fuse the small operations of each layer with torch.compile. Compilation takes a minute at the start."""
     lora_rank: int = 0
     """Rank of a LoRA adapter to train on top of the frozen model; 0: train the model itself."""
     lora_alpha: float = 0.0
-    """α of the LoRA adapter, whose scale is α / rank; 0: twice the rank."""
+    """α of the LoRA adapter, which is scaled by α / rank; 0: twice the rank."""
     adapter: str | None = None
-    """Folder of an adapter in PEFT layout to continue training, with its own rank and α. The adapter as loaded at the
-    start of the run is the KL reference."""
+    """Folder of an adapter in PEFT layout. Training continues this adapter, with its own rank and α. The KL reference
+    uses the adapter as it was at the start of the run."""
     load_in_4bit: bool = False
-    """Keep the frozen model in 4 bits and train an adapter on top (bitsandbytes nf4 with double quantisation)."""
+    """Keep the frozen model in 4 bits (bitsandbytes nf4 with double quantisation) and train an adapter on top."""
     sharding: Literal["auto", "none", "hybrid", "full"] = "auto"
-    """How weights, gradients and optimizer state are sharded. none: every process holds a full copy; full: one copy
-    over all processes; hybrid: one copy per machine. auto: none if a full copy takes less than a third of the GPU's
-    memory; else, on several machines, hybrid if a shard takes less than two thirds; else full."""
+    """How weights, gradients and optimizer state are sharded. none: every process holds a full copy; full: all
+    processes share one copy; hybrid: the processes of each machine share one copy. auto: none if a full copy takes less
+    than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
+    thirds of the memory; otherwise full."""
     gather: Literal["auto", "layer", "update"] = "auto"
     """When sharded weights are gathered. layer: each time a layer runs; update: once for all micro-batches of an
-    update, which needs memory for a full copy in `dtype`. auto: update if there is enough memory, else layer. A
-    reference model in host memory is always gathered layer by layer."""
+    update, which needs memory for a full copy in `dtype`. auto: update if there is enough memory, otherwise layer.
+    A reference model in host memory is always gathered layer by layer."""
     offload_optimizer: bool = False
-    """Keep the moments of AdamW in host memory between updates."""
+    """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
     """Keep the reference model in host memory and move its layers to the GPU one at a time."""
 
@@ -181,19 +184,19 @@ class EngineFlags:
     """The flags of the sampler."""
 
     engine: Literal["auto", "hf", "vllm"] = "auto"
-    """The sampler: vllm, or hf (transformers with a KV cache); auto: vllm if it is installed and there is a GPU, else
-    hf."""
+    """The sampler: vllm, or hf (transformers with a KV cache). auto: vllm if it is installed and there is a GPU,
+    otherwise hf."""
     vllm_memory: float = 0.25
-    """Fraction of the GPU's memory (or of `gpu_memory`) for vLLM's weights and KV cache while it samples. The trainer
-    uses that memory the rest of the time."""
+    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
+    At other times, the trainer uses this memory."""
     gpu_memory: float = 0.0
-    """Memory that the run, including the sampler, may use on each GPU, in GiB; 0: all of it."""
+    """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256
     """Maximum number of sequences that vLLM decodes at the same time on each GPU."""
     tensor_parallel: int = 1
-    """Number of GPUs that share one vLLM engine, for models that do not fit on one GPU alongside the trainer."""
+    """Number of GPUs per vLLM engine; above 1 for a model that does not fit on one GPU alongside the trainer."""
     check_sync: bool = False
-    """Compare every weight in vLLM with the trainer's after each sync."""
+    """After each sync, check that every weight in vLLM matches the trainer's weight."""
 
     def check_engine(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -214,24 +217,25 @@ class RunFlags:
     overwrite: bool = False
     """Replace an existing run in `output`."""
     resume: str | None = None
-    """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`; auto: the same, or
-    a fresh start if there is none yet."""
+    """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
+    a fresh start if `output` has no complete checkpoint yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` accepts. The policy is scored on them before training, every `eval_every`
-    steps, and at the end."""
+    """Held-out rows, in any form that `data` accepts. The policy is scored on these rows before training, every
+    `eval_every` steps, and at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
-    """Number of steps between checkpoints; 0: save only when the run ends, for whatever reason."""
+    """Number of steps between checkpoints; 0: save only when the run ends, whatever the reason."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
     keep_best: bool = False
-    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward so far, and keep the best one."""
+    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward so far, and keep the best
+    checkpoint."""
     max_skipped: int = 3
-    """An update with a non-finite loss or gradient is skipped. The run stops after a step that ends with this many
-    skipped updates in a row."""
+    """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
+    loss or gradient is not finite."""
     hang_timeout: float = 30.0
-    """Maximum time that a process waits for the other processes, in minutes. After that, the run ends with an error."""
+    """Maximum time in minutes that a process waits for the other processes. The run then ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html."""
 
@@ -259,16 +263,17 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model with GRPO."""
 
     task: Literal["count", "math", "vqa"] = "count"
-    """Task, which determines the prompt template and the reward."""
+    """The task, which determines the prompt template and the reward."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
-    """Seed of the data order and of sampling."""
+    """Seed for the data order and for sampling."""
 
     data_weights: tuple[float, ...] = ()
     """Relative weights for drawing prompts from several data sets; by default, the data sets' row counts."""
     max_completion_length: int = 1024
-    """Maximum completion length in tokens. A completion that reaches it without a stop token is truncated."""
+    """Maximum completion length in tokens. A completion that reaches this length without a stop token is
+    truncated."""
     overlong_buffer: int = 0
     """Number of tokens before `max_completion_length` over which the overlong penalty falls from 0 to -1; 0: no
     penalty."""
@@ -278,20 +283,20 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     prompts_per_update: int = 0
     """Number of prompts per optimizer update, over all processes; 0: all P in one update."""
     num_generations: int = 8
-    """G: number of completions per prompt. Advantages are relative to this group."""
+    """G: number of completions per prompt. These completions form a group. Advantages are relative to the group."""
     num_iterations: int = 1
-    """μ: number of passes over the completions of a step."""
+    """μ: number of passes over the completions of each step."""
     temperature: float = 1.0
-    """Sampling temperature. The trained log-probabilities use the same temperature."""
+    """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by sampling further prompts (DAPO, arXiv:2503.14476, eq. 11)."""
+    """Replace groups whose rewards are all equal with groups of new prompts (DAPO, arXiv:2503.14476, eq. 11)."""
     dynamic_sampling_rounds: int = 10
-    """Maximum number of rounds of P prompts in one step of dynamic sampling."""
+    """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
     """Loss function; see `grpo_loss` and `token_weights` in grpo.py."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divisor of the advantages: the standard deviation of the rewards in the group, in the batch, or none."""
+    """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
     clip_low: float | None = None
     """ε_low: ratios below 1 − ε_low are clipped. The default depends on the loss type."""
     clip_high: float | None = None
@@ -299,19 +304,19 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     old_logp: Literal["policy", "sampler"] = "policy"
-    """Source of the log-probabilities under π_old: the trainer (policy; one more forward pass if a step has several
-    updates) or the sampler."""
+    """Source of the log-probabilities under π_old: the trainer (policy) or the sampler. With policy, a step that has
+    several updates needs one more forward pass."""
     importance_cap: float = 2.0
-    """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between sampler
-    and trainer; 0: no importance weight."""
+    """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between the
+    sampler and the trainer; 0: no importance weight."""
     max_logp_difference: float = 0.1
-    """Maximum mean difference between the log-probabilities of sampler and trainer, in nats per token. The run stops if
-    the difference exceeds this limit; 0: no limit."""
+    """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
+    stops if the difference exceeds this limit; 0: no limit."""
 
     epochs: int = 1
     """Number of passes over the training rows."""
     max_steps: int = 0
-    """Number of steps, which overrides `epochs`; 0: as many as `epochs` requires."""
+    """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
 
     def __post_init__(self) -> None:
         self.check_run()

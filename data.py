@@ -8,8 +8,9 @@ decides the order in which the rows are used.
 The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
 The trainer gets the same prompt with each image expanded to its tokens.
 
-Every row is checked before a model is loaded. Bad rows are counted, the first few are listed, and the run stops. With
-`skip_bad_rows` they are listed and left out instead. `convert` writes any supported format as EasyR1 JSONL.
+Every row is checked before a model is loaded. If there are bad rows, they are counted, the first few are listed, and
+the run stops. With `skip_bad_rows`, bad rows are also listed, but they are left out and the run continues. `convert`
+writes a data set of any supported format as EasyR1 JSONL.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ class Processor:
 
     @property
     def limits(self) -> tuple[int, int, int, int]:
-        """The arguments of `fitted_size` after height and width."""
+        """The arguments that `fitted_size` takes after the height and width."""
         return self.min_pixels, self.max_pixels, self.factor, self.max_side
 
     @property
     def factor(self) -> int:
-        """Fitted sides are multiples of this many pixels: patch size times merge size, 28 for Qwen2.5-VL."""
+        """Patch size times merge size, 28 pixels for Qwen2.5-VL. The sides of a fitted image are multiples of this."""
         return self.image_processor.patch_size * self.image_processor.merge_size
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
-        """The tokenizer's special tokens. In a question, they would end the turn or stand for an image."""
+        """The tokenizer's special tokens. In a question, such a token would end the turn or stand for an image."""
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
     @property
@@ -86,8 +87,8 @@ def load_processor(
 ) -> Processor:
     """Load the tokenizer and image processor saved with `model`.
 
-    The prompt template is the Jinja file `template`, or the task's own when it is None. Raises UserError when `model`
-    does not exist, is incomplete or has no chat template, when `template` is invalid, or when `max_pixels` or
+    The prompt template is the Jinja file `template`, or the task's own template if `template` is None. Raises UserError
+    if `model` does not exist, is incomplete or has no chat template; if `template` is invalid; or if `max_pixels` or
     `max_side` is too small for one image token.
     """
     try:
@@ -144,7 +145,7 @@ def _template(text: str, path: str | None) -> jinja2.Template:
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
-    """Build a one-layer model of `config` on the meta device. It computes token positions and takes no memory."""
+    """Build a one-layer model from `config` on the meta device, to compute token positions without using memory."""
     for sub_config in (config, getattr(config, "text_config", None)):
         if hasattr(sub_config, "num_hidden_layers"):
             sub_config.num_hidden_layers = 1
@@ -172,8 +173,8 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     """Compute the token ids, fitted images, vision inputs and positions of `sample`.
 
-    Raises ValueError when the question contains a control token, or when the number of placeholders differs from
-    the number of images. Raises UserError, naming the row, when an image can no longer be read.
+    Raises ValueError if the question contains a control token, or if the number of image placeholders differs from the
+    number of images. Raises UserError, naming the row, if an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
     if not sample.images:
@@ -194,7 +195,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
-    """Call `encode_prompt` on each sample in threads. Image processing is most of the work, and it releases the GIL."""
+    """Call `encode_prompt` on each sample, in threads: most of the work is image processing, which releases the GIL."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
@@ -253,13 +254,14 @@ def load_samples(
 ) -> list[Sample]:
     """Check the image tags, images, answers and prompt lengths of `data`, and load the usable rows.
 
-    Images are checked but not kept in memory. With a `processor`, prompt lengths include the expanded image tokens, and
-    a prompt longer than `max_prompt_length` makes a row bad. Without a `task`, gold answers only need to be non-empty.
+    Images are checked but not kept in memory. Prompts are checked only if there is a `processor`. A row is bad if its
+    prompt, including the image tokens, is longer than `max_prompt_length`. Without a `task`, a gold answer only has to
+    be non-empty.
 
-    Duplicate rows are listed. `skip_bad_rows` leaves them out unless `keep_repeats` is set, as it is for test sets.
-    Raises UserError when a row is bad and `skip_bad_rows` is off, or when a data set has no usable row.
+    Duplicate rows are listed. `skip_bad_rows` also leaves out duplicate rows, unless `keep_repeats` is set, as it is
+    for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off, or if a data set has no usable row.
 
-    All processes must call this function together. Each one checks a shard of the rows.
+    All processes must call this function together. Each process checks a shard of the rows.
     """
     rows = list(read_rows(data, image_dir, columns))
     return validate_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
@@ -291,7 +293,7 @@ def validate_rows(
     skip_bad_rows: bool,
     keep_repeats: bool,
 ) -> list[Sample]:
-    """Check `rows`, which were read from `data`, and return the usable samples. Raises the errors of `load_samples`."""
+    """Check `rows`, which were read from `data`, and return the usable ones. Raises the errors of `load_samples`."""
     check = functools.partial(
         _check_row, task=task, processor=processor, max_prompt_length=max_prompt_length, image_sizes={}
     )
@@ -350,9 +352,17 @@ def _check_row(
     max_prompt_length: int | None,
     image_sizes: dict[str, tuple[int, int]],
 ) -> tuple[str | None, str, int]:
-    """Return (problem or None, key that duplicate rows share, prompt tokens).
+    """Return (problem, key, number of prompt tokens) of a row.
 
-    `image_sizes` caches the (height, width) of images that are already checked. This function adds to it.
+    The problem is the reason why the row cannot be used, or None. There are four sources of reasons:
+
+        row shape      inputs/rows.py, which yields the reason instead of a sample
+        gold answer    `rewards.gold_problem`
+        images         inputs/images.py, if an image is missing or unusable
+        prompt         `_checked_length`: control tokens, length, or images although the model is text-only
+
+    Duplicate rows have the same key. `image_sizes` caches the (height, width) of each checked image; this function adds
+    new entries.
     """
     if not isinstance(row, Sample):
         return row[1], "", 0
@@ -373,7 +383,7 @@ def _check_row(
 def _check_image(source: ImageSource, image_sizes: dict[str, tuple[int, int]]) -> str:
     """Check an image, store its (height, width) in `image_sizes` and return its key there.
 
-    Raises ValueError when the image does not exist or cannot be read.
+    Raises ValueError if the image does not exist or cannot be read.
     """
     try:
         content = read_source(source)
@@ -412,21 +422,22 @@ class Config:
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
     input_jsonl: str
-    """The data set, in any format that training reads: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
+    """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write. Images that are not files on disk are saved in a folder next to it."""
+    """The file to write. Images that are not files on disk are saved in a folder next to this file."""
     image_dir: str | None = None
-    """Folder that relative image paths start from. Default: the input's folder."""
+    """Folder that relative image paths are resolved against; by default, the folder of the input."""
     task: Literal["count", "math", "vqa"] | None = None
-    """Check that the gold answers suit this task. Default: only check that they are not empty."""
+    """Check that the gold answers suit this task; by default, only check that they are not empty."""
     prompt_column: str | None = None
-    """Name of the prompt column. Default: "prompt", "problem" or "question"."""
+    """Name of the prompt column; by default, "prompt", "problem" or "question"."""
     answer_column: str | None = None
-    """Name of the gold answer's column. Default: "answer" or "ground_truth"."""
+    """Name of the column with the gold answers; by default, "answer" or "ground_truth"."""
     image_column: str | None = None
-    """Name of the image column. Default: "images" or "image"."""
+    """Name of the image column; by default, "images" or "image"."""
     skip_bad_rows: bool = False
-    """Leave out bad rows and duplicates instead of stopping at bad rows. Both are listed either way."""
+    """Leave out bad and duplicate rows. Without this flag, bad rows stop the conversion. Either way, such rows are
+    listed."""
     overwrite: bool = False
     """Replace `output_jsonl` if it exists."""
 
@@ -434,8 +445,8 @@ class Config:
 def convert(cfg: Config) -> int:
     """Write a data set as EasyR1 JSONL and return the number of rows.
 
-    The output file appears only when it is complete. Raises UserError when it already exists and `overwrite` is off,
-    when it cannot be written, or when `load_samples` raises UserError.
+    The output file appears only when it is complete. Raises UserError if the file already exists and `overwrite` is
+    off, if it cannot be written, or if `load_samples` raises UserError.
     """
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:

@@ -16,7 +16,7 @@ The scores of a task are
     format_rate     fraction of completions in the task's format
     mean_length     mean completion length in tokens
     mean_characters mean completion length in characters
-    no_verdict      fraction of completions without a verdict from the verifier; all other scores leave them out
+    no_verdict      fraction of completions without a verdict from the verifier; all other scores exclude them
     truncated       fraction of completions cut off at max_tokens
     pass@k          probability that at least one of k completions is correct, unbiased (`pass_at_k`)
 
@@ -82,9 +82,10 @@ class Config(EngineFlags, RewardFlags, DataFlags):
     benchmark: Literal[tuple(BENCHMARKS)] | None = None
     """Named benchmark to score on instead of a task; its rows come from the hub unless `data` is given."""
     data: str = ""
-    """Rows to score on, in any format that training reads. For a benchmark: a file or folder with its columns."""
+    """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
+    benchmark."""
     task: Literal["count", "math", "vqa"] = "count"
-    """Prompt template and reward; ignored with a benchmark."""
+    """Task whose prompt template and reward are used; ignored with a benchmark."""
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""
     n: int = 1
@@ -123,7 +124,7 @@ class Config(EngineFlags, RewardFlags, DataFlags):
 
 
 def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
-    """Return the rows of a file of predictions and the output saved with each row.
+    """Return the rows of a file of predictions, and the output saved with each row.
 
     A response that is null or empty counts as wrong. Raises a UserError that names the first bad rows, unless
     `cfg.skip_bad_rows` is set.
@@ -156,7 +157,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
 
 def _pop_output(row: dict) -> dict:
     """Remove the saved output from `row` and return it: `responses`, plus `lengths`, `truncated` and `pictures` if
-    the row has them. Raises RowError."""
+    the row has them. Raises RowError if there are no valid responses."""
     if "responses" not in row and "response" not in row:
         raise RowError(f"neither 'response' nor 'responses' (columns: {', '.join(row)})")
     responses = row.pop("responses", None)
@@ -175,7 +176,7 @@ def _pop_output(row: dict) -> dict:
 
 
 def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
-    for name in ("exact", "rewards", "answers", "measures", "gold", "source"):  # left by an earlier scoring
+    for name in ("exact", "rewards", "answers", "measures", "gold", "source"):  # added by an earlier evaluation
         row.pop(name, None)
     if cfg.benchmark:
         check_columns(BENCHMARKS[cfg.benchmark], row)
@@ -199,7 +200,7 @@ def write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict
 
 
 class Judge:
-    """Judges and summarises responses by a benchmark or by the rewards of a task, as the flags select."""
+    """Judges and summarises responses with a benchmark or with a task's rewards, depending on the flags."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -225,7 +226,7 @@ class Judge:
 
 
 def load_rows(cfg: Config, processor: Processor) -> list[Sample]:
-    """Load the rows of the benchmark or the data set, at most `cfg.limit`."""
+    """Load the rows of the benchmark or the data set: at most `cfg.limit` rows, or all rows if the limit is 0."""
     if cfg.benchmark:
         return load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     return load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
@@ -237,7 +238,7 @@ def generate_responses(
     """Load the rows and sample responses to them.
 
     Returns the rows, the model's outputs, the baseline's outputs (None unless the baseline is a model) and the progress
-    files of both, which must be kept until all results are written.
+    files. The caller must keep the progress files until all results are written.
     """
     processor = make_processor(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
@@ -262,7 +263,7 @@ def generate_responses(
 
 
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
-    """Return everything that the responses depend on. An evaluation resumes only when all of it is unchanged."""
+    """Return everything that the responses depend on. An evaluation resumes only if nothing in it has changed."""
     names = (
         "n",
         "temperature",
@@ -286,7 +287,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
 
 
 def weights_mtime(name: str, model: str | None) -> dict[str, Any]:
-    """Return the path or hub name of a model and, for a folder, the times at which its weights were written."""
+    """Return the path or hub name of a model and, for a folder, the times at which its weight files were written."""
     mtimes = [path.stat().st_mtime for path in sorted(pathlib.Path(model or "/none").glob("*.safetensors"))]
     return {name: model, f"weights of the {name}": mtimes}
 
@@ -302,7 +303,7 @@ def _resumable(cfg: Config) -> Iterator[None]:
 def load_baseline(cfg: Config) -> Policy | None:
     """Load the model or adapter to compare with. Returns None for the folder of an earlier evaluation.
 
-    Raises UserError when the baseline's parameters differ in shape from the model's, because both use the same sampler.
+    Raises UserError when the baseline's parameters differ in shape from the model's, because one sampler serves both.
     """
     folder = pathlib.Path(cfg.baseline)
     if (folder / "predictions.jsonl").is_file():
@@ -366,7 +367,9 @@ def write_results(
     predictions: list[dict],
     baseline: tuple[dict, list[dict]] | None,
 ) -> None:
-    """Write every file of the evaluation and print the table. `baseline` holds the baseline's scores and predictions.
+    """Write every file of the evaluation and print a table of the scores.
+
+    `baseline` holds the baseline's scores and predictions.
 
     Raises UserError when the evaluation and its baseline have no row in common.
     """

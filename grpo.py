@@ -3,20 +3,20 @@
     python grpo.py --task count --model runs/tiny/count-0/model --data runs/tiny/count-0/train
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
 
-`train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300), with the paper's line numbers in the margin. It departs
-from the paper in three ways. The loss is normalised over the whole batch on all processes (`token_weights`). A group
-with equal rewards gets advantages of exactly zero. A truncated importance weight corrects for the small difference
-between the sampler's and the trainer's log-probabilities (Yao et al. 2025, "Your Efficient RL Framework Secretly
-Brings You Off-Policy RL Training"). The flags are in config.py.
+`train_step` implements Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers. It
+departs from the paper in three ways. The loss is normalised over the whole batch, across all processes
+(`token_weights`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
+corrects for the small difference between the sampler's and the trainer's log-probabilities (Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training"). The flags are defined in config.py.
 
-Shapes: P prompts per step over all processes, G completions per prompt, N completions on this process, L tokens of one
-completion, C completion tokens of one micro-batch, K reward functions.
+Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
+in one completion, C completion tokens in one micro-batch, K reward functions.
 """
 
 from common import cli
 from config import Config
 
-if __name__ == "__main__":  # before the slow import of torch, so that --help and wrong flags are answered at once
+if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
     ARGS = cli.parse(Config)
 
 import math
@@ -52,12 +52,12 @@ from training.run_log import RunLog, check_output_folder
 
 
 def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
-    """Return the advantages (P, G) of `rewards` (P, G), relative to the mean of each row (DeepSeekMath, section 4.1.2).
+    """Return the advantages (P, G) of `rewards` (P, G) relative to the mean of each row (DeepSeekMath, section 4.1.2).
 
-    A NaN reward marks an unscored completion. It does not count towards any mean, and its advantage is 0. `scale`
+    A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
     selects the divisor: the standard deviation of the row ("group" or True), the standard deviation of all rewards
-    ("batch"), or 1 ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations divide by n − 1, as in TRL
-    and verl. The advantages of a row with equal rewards are exactly 0.
+    ("batch"), or 1 ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
+    denominator, as in TRL and verl. If all rewards of a row are equal, its advantages are exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     scored = ~rewards.isnan()
@@ -73,14 +73,15 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
 
 
 def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tensor | None = None) -> Tensor:
-    """Return the loss weight (N,) of each token of completion i, given the completion `lengths` (N,).
+    """Return the per-token loss weight of each of the N completions, as (N,), given their `lengths` (N,).
 
-    "grpo" and "gspo": 1 / (sequences · L_i), the mean over sequences of the mean over tokens. "dapo" and "cispo":
-    1 / tokens, the mean over all tokens. "dr_grpo": 1 / (sequences · max_length), a constant. The weights are fixed
-    before a batch is cut into micro-batches, so the gradient is a plain sum over them, however the batch is cut.
+    L_i is the length of completion i. "grpo" and "gspo": 1 / (sequences · L_i), the mean over sequences of the mean
+    over tokens. "dapo" and "cispo": 1 / tokens, the mean over all tokens. "dr_grpo": 1 / (sequences · max_length), a
+    constant. The weights are fixed before a batch is cut into micro-batches. The gradient is therefore a plain sum over
+    the micro-batches, however the batch is cut.
 
-    `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; by default, it is computed
-    from `lengths`. Length 0 marks an unscored completion, which is not counted.
+    `totals` (2,) holds the number of sequences and the number of tokens in the batch, summed over all processes. By
+    default, it is computed from `lengths`. Length 0 marks an unscored completion, which is not counted.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
@@ -108,18 +109,19 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss and its options
     ref_logp: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensors are (C,).
+    """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensor arguments are (C,).
 
-    With ratio r = π_θ / π_old, advantage A and token weight w, the loss is Σ w · (−objective + β · KL). Objectives:
+    With ratio r = π_θ / π_old, advantage A and token weight w, the loss is Σ w · (−objective + β · KL).
+    `loss_type` selects the objective:
 
     "grpo", "dr_grpo", "dapo": min(r·A, clip(r)·A)   DeepSeekMath eq. 3; Dr. GRPO; DAPO eq. 8 (clip_high > clip_low)
     "gspo": the same, with r replaced by its geometric mean over the sequence   GSPO eq. 5 and 7, arXiv:2507.18071
     "cispo": stop_gradient(clip(r)) · A · log π_θ   CISPO eq. 4, arXiv:2506.13585
 
-    KL is the k3 estimate of DeepSeekMath eq. 4. `importance` is a constant weight on the objective of each token.
-    `row_of_token` holds the index (0, 1, …) of each token's completion; only "gspo" uses it.
+    KL is the k3 estimate of DeepSeekMath eq. 4. `importance` holds a constant weight for each token's objective.
+    `row_of_token` holds the index (0, 1, …) of each token's completion; only "gspo" uses this index.
     """
-    counted = weights > 0  # blank micro-batches hold placeholder values: keep them finite
+    counted = weights > 0  # blank micro-batches hold placeholder values, which must stay finite
     log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type == "gspo":
         rows = int(row_of_token[-1]) + 1
@@ -168,19 +170,19 @@ class Run:
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
-    budget: int = 0  # maximum tokens of a micro-batch
-    best: dict[str, float] | None = None  # step and score of the best evaluation
+    budget: int = 0  # maximum number of tokens in a micro-batch
+    best: dict[str, float] | None = None  # step and score of the best evaluation so far
     skipped: int = 0  # consecutive updates skipped so far
-    skip_reason: str = ""  # why the last of them was skipped
-    unscored: bool = False  # an evaluation is due
+    skip_reason: str = ""  # why the most recent of these updates was skipped
+    unscored: bool = False  # whether an evaluation is due
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
     norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
-    micro_batch_logps: guards.MicroBatchLogps = field(default_factory=list)  # of the current update
-    features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
+    micro_batch_logps: guards.MicroBatchLogps = field(default_factory=list)  # for the current update
+    features: dict[bytes, Tensor] = field(default_factory=dict)  # a frozen vision tower's features, by image digest
 
 
 def train_step(run: Run) -> dict[str, float]:
-    """Take one step of GRPO, Algorithm 1 of DeepSeekMath, and return its metrics (see docs/metrics.md)."""
+    """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
     cfg, run.clock = run.cfg, Clock()
     with run.clock("sync"):
         run.engine.wake_up()
@@ -209,9 +211,9 @@ def train_step(run: Run) -> dict[str, float]:
 def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     """Sample and score completions of the next P prompts.
 
-    Returns this process's groups, and the rewards of all processes in prompt order, (P, G, 2 + K): the total, the total
-    before the overlong penalty, and the value of each reward function. Raises StepFailed if a user's reward function
-    fails.
+    Returns this process's groups and the rewards (P, G, 2 + K) of all processes' groups in prompt order. The 2 + K
+    values of a completion are the total, the total before the overlong penalty, and the value of each reward function.
+    Raises StepFailed if a user-defined reward function fails.
     """
     cfg = run.cfg
     workload = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
@@ -236,7 +238,7 @@ def sample_round(run: Run) -> tuple[list[Group], Tensor]:
     gathered = distributed.all_gather((error, list(zip(group_indices, positions, lengths, rewards))))
     if error := next((error for error, _ in gathered if error), None):
         raise StepFailed(error)
-    in_order = sorted(row for _, rows in gathered for row in rows)  # by group index
+    in_order = sorted(row for _, rows in gathered for row in rows)  # sorted by group index
     for _, position, group_lengths, _ in in_order:
         run.stream.record_length(position, group_lengths)
     _, next_positions = run.stream.assign_prompts(run.position, *workload)
@@ -248,10 +250,10 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
     """Sample the groups to train on.
 
     Returns this process's groups, the rewards (P, G) of all groups to train on, and the rewards (groups, G, 2 + K) of
-    all groups sampled. With dynamic sampling, only groups whose rewards before the overlong penalty differ are kept,
-    and rounds are repeated until P groups have been kept or the limit is reached; the step trains on the groups that
-    were kept. Groups stay in data order, whatever the number of processes. Raises StepFailed when too many completions
-    are unscored.
+    all groups that were sampled. With dynamic sampling, a group is kept only if its rewards before the overlong penalty
+    are not all equal. Rounds are repeated until P groups have been kept or the maximum number of rounds is reached. The
+    step trains on the groups that were kept. Groups stay in data order, whatever the number of processes. Raises
+    StepFailed if too many completions are unscored.
     """
     cfg = run.cfg
     groups, kept_rewards, drawn = [], [], []
@@ -280,7 +282,7 @@ def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
 
 
 def split_into_minibatches(run: Run, groups: list[Group]) -> list[list[Group]]:
-    """Return this process's groups for each update, after moving completions to balance the work of all processes."""
+    """Return this process's groups for each update, after moving completions between processes to balance the work."""
     cfg, patch_cost = run.cfg, vision_cost_per_patch(run.policy)
     minibatches = []
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
@@ -290,21 +292,22 @@ def split_into_minibatches(run: Run, groups: list[Group]) -> list[list[Group]]:
 
 
 def has_gradient(run: Run, rollout: Rollout) -> bool:
-    """Return whether the loss depends on `rollout`: it is scored, and has a non-zero advantage or a KL term."""
+    """Return whether the loss depends on `rollout`: it must be scored and have a non-zero advantage or a KL term."""
     return not math.isnan(rollout.reward) and bool(rollout.advantage or run.cfg.beta)
 
 
 def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
     """Return `groups` with only the completions that the loss depends on.
 
-    Token weights are set before this, so dropping the other completions saves work without changing the gradient.
+    The token weights are computed from all completions, so dropping the others saves work without changing the
+    gradient.
     """
     kept = [replace(group, rollouts=[r for r in group.rollouts if has_gradient(run, r)]) for group in groups]
     return [group for group in kept if group.rollouts]
 
 
 def recompute_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
-    """Store the log-probabilities under `policy` in the attribute `name` of each completion."""
+    """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
     is_reference = name == "ref_logp"
     trained = with_gradient(run, groups)
     with run.clock("reference" if is_reference else name), reference_weights(policy.model, is_reference):
@@ -314,7 +317,7 @@ def recompute_logprobs(run: Run, policy: Policy, groups: list[Group], name: str)
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
-    """Take one optimizer step on `groups`; return sums over the tokens of all processes for the metrics."""
+    """Take one optimizer step on `groups`; return sums over all processes' tokens, from which metrics are computed."""
     cfg = run.cfg
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([0 if math.isnan(r.reward) else len(r.ids) for r in rollouts], dtype=torch.long)
@@ -347,13 +350,16 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
 
 
 def raise_if_interrupted(run: Run) -> None:
-    """Raise Interrupted on every process if any process was asked to stop before the first update of this step."""
+    """Before the first update of a step, raise Interrupted on every process if any process was asked to stop."""
     if "optimizer" not in run.clock.laps and distributed.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
 
 
 def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
-    """Accumulate the gradient of `groups` in micro-batches of `budget` tokens; return each batch's sums over tokens."""
+    """Accumulate the gradient of `groups` in micro-batches of at most `budget` tokens.
+
+    Returns the sums over the tokens of each micro-batch, from which metrics are computed.
+    """
     sums = []
     run.micro_batch_logps.clear()
     with unsharded(run.policy):
@@ -362,14 +368,14 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Ten
             logp, entropy = run.policy(batch, run.cfg.temperature)
             run.micro_batch_logps.append((batch.rollouts, logp.detach()))
             loss, stats = batch_loss(run.cfg, batch, logp)
-            # FSDP averages gradients over processes, but the token weights are already normalised over all of them.
+            # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
             (loss * distributed.world_size()).backward()
             sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
     return sums
 
 
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `grpo_loss` of one micro-batch, computed from the values stored on its completions."""
+    """Return `grpo_loss` of one micro-batch, computed from the values stored with its completions."""
     sampling_logp = batch.column("sampling_logp")
     if cfg.old_logp == "sampler":
         old_logp = sampling_logp
@@ -400,7 +406,10 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 
 def train(run: Run) -> None:
-    """Train to the last step, with evaluations, checkpoints and reports. After a signal, save and exit with 130."""
+    """Train to the last step, with evaluations, checkpoints and reports.
+
+    After a signal, save a checkpoint and exit with status 130.
+    """
     cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.unscored:
         finish_step(run, {})
@@ -413,20 +422,20 @@ def train(run: Run) -> None:
             finish_step(run, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
             bar.update()
-    save_checkpoint(run, last=True)  # before the export: a failing export must not lose the run
+    save_checkpoint(run, last=True)  # before the export, so that the run is not lost if the export fails
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
 
 
 def step_or_save(run: Run) -> dict[str, float]:
-    """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""
+    """Take a step and return its metrics. If the step fails before its first update, undo the step and save the run."""
     position, lengths = run.position, dict(run.stream.lengths)
     try:
         return train_step(run)
     except RunStopped:
-        run.checkpoints.join_write()  # let the checkpoint being written finish
+        run.checkpoints.join_write()  # let the thread finish writing its checkpoint
         raise
-    except (StepFailed, Interrupted) as error:  # raised on every process
+    except (StepFailed, Interrupted) as error:  # these are raised on every process
         run.position, run.stream.lengths = position, lengths
         save_checkpoint(run, last=True)
         if isinstance(error, Interrupted):
@@ -436,9 +445,9 @@ def step_or_save(run: Run) -> dict[str, float]:
 
 
 def finish_step(run: Run, metrics: dict[str, float]) -> None:
-    """After a step, run the evaluation that is due, log the metrics, and save a checkpoint or stop the run.
+    """Finish a step: evaluate the policy if due, log the metrics, and if necessary save a checkpoint or stop the run.
 
-    A run that is asked to stop saves first, and evaluates once it is resumed.
+    A run that is asked to stop saves a checkpoint first; the evaluation takes place when the run is resumed.
     """
     cfg, problem, save_best = run.cfg, None, False
     status = torch.tensor([len(run.interrupted), run.checkpoints.write_failed()])
@@ -446,7 +455,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
     if run.skipped >= cfg.max_skipped:
         problem = f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); "
         problem += guards.NONFINITE_HINT
-        run.checkpoints.keep_last = 0  # keep all: the last good checkpoint may be an earlier one
+        run.checkpoints.keep_last = 0  # keep all checkpoints, because the last good one may be older
     elif run.unscored and not interrupted:
         try:
             metrics |= evaluate_policy(run)
@@ -467,14 +476,14 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
 
 
 def save_checkpoint(run: Run, last: bool = False) -> None:
-    """Save a checkpoint in the background; with `last`, return only when it is on disk."""
+    """Save a checkpoint in the background; with `last`, wait until the checkpoint is on disk."""
     state = {name: getattr(run, name) for name in RUN_STATE} | {"lengths": run.stream.lengths}
     state["config"] = asdict(run.cfg) | run.stream.fingerprint
     run.checkpoints.save(run.policy, run.optimizer, run.scheduler, state, last)
 
 
 def end_run(run: Run) -> None:
-    """Raise RunStopped for a run that was asked to stop and has saved."""
+    """Raise RunStopped to end a run that was asked to stop and has saved a checkpoint."""
     run.log.refresh()
     status = 1 if run.checkpoints.save_failed else 130
     raise RunStopped(f"stopped after step {run.step}; {run.checkpoints.resume_hint()}", status)

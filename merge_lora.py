@@ -2,11 +2,11 @@
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-Merging keeps only a few gigabytes of the base in memory, whatever its size. A check at the end compares the logits of
-the base with its adapter to those of the merged model; the check needs memory for one full model. The adapter may be
-plain LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases. Other files that
-LLaMA-Factory and ms-swift leave next to an adapter are ignored. Tokenizer, processor, chat template and generation
-config are copied from the base.
+Merging keeps only a few gigabytes of the base in memory, whatever the base's size. At the end, the logits of the merged
+model are checked against those of the adapted model (the base with its adapter). The check needs memory for one full
+model. The adapter may be plain LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained
+biases. Other files that LLaMA-Factory and ms-swift leave next to an adapter are ignored. The tokenizer, processor, chat
+template and generation config are copied from the base.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from data import encode_prompt, load_processor
 from policy.lora import POLICY, adapted_layers, load_peft, match_modules, modernise_config, read_adapter, resolve_module
 from policy.model import auto_class, load_config, load_model, saved_dtype
 
-SHARD_BYTES = 4e9  # a weight file is written once its tensors exceed this size
+SHARD_BYTES = 4e9  # a weight file is written as soon as its tensors exceed this size
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 AdapterTensors = dict[tuple[str, str], Tensor]  # (module, parameter): tensor, as returned by `match_modules`
@@ -50,7 +50,7 @@ class Config:
     """Merge a LoRA adapter into its base model."""
 
     base_model: str
-    """The model the adapter was trained on: a folder in Hugging Face layout or a hub name."""
+    """The model that the adapter was trained on: a folder in Hugging Face layout or a hub name."""
     lora_model: str
     """The adapter in PEFT layout: a folder or a hub name."""
     output_path: str
@@ -64,7 +64,7 @@ class Config:
 def merge_lora(
     base_model: str, lora_model: str, output_path: str, cache_dir: str | None = None, dtype: str = "auto"
 ) -> float:
-    """Write the merged model to `output_path`; return its logits' largest difference from the adapted model's.
+    """Write the merged model to `output_path`; return the largest difference of its logits from the adapted model's.
 
     Raises UserError if the adapter was made for a different base or if the output already exists. Raises RunStopped if
     the logits differ by more than rounding error.
@@ -117,9 +117,10 @@ def _merge(
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
-    """Compare the logits of the base, of the base with its adapter and of the merged model in `folder`.
+    """Compare the logits of the `merged` model in `folder` with those of the `adapted` model (base with adapter).
 
-    Return the largest difference between the last two. Raises RunStopped if they differ by more than rounding error.
+    Returns the largest difference. Raises RunStopped if the difference is more than rounding error. The `base` model's
+    logits show how much the adapter changes.
     """
     largest, deviation = (merged - adapted).abs().max().item(), adapted.std().item()
     error, change = ((merged - other).square().mean().sqrt().item() for other in (adapted, base))
@@ -127,7 +128,8 @@ def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, fold
         f"largest difference of the logits: {largest:.2g} (RMS {error:.2g}); the adapter changes them by {change:.2g} "
         f"(RMS), and their standard deviation is {deviation:.2g}"
     )
-    rounding = tolerance * deviation / 2  # 12 random bfloat16 layers as wide as the 7B model's give 0.04 deviations
+    # 12 random bfloat16 layers of a 7B model's width give an error of 0.04 standard deviations.
+    rounding = tolerance * deviation / 2
     if not error <= min(tolerance * deviation, max(change / 2, rounding)):
         raise RunStopped(
             f"the merged model in {folder} does not reproduce the adapter's logits: the RMS error is {error:.2g}, and "
@@ -140,7 +142,7 @@ def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, fold
 
 
 def _folder(name: str, cache_dir: str | None) -> pathlib.Path:
-    """Return the folder of the model `name`; download it from the hub if `name` is not a folder."""
+    """Return the folder of the model `name`; if `name` is not a folder, download the model from the hub."""
     path = pathlib.Path(name)
     if not path.is_dir():
         try:
@@ -161,7 +163,7 @@ def _folder(name: str, cache_dir: str | None) -> pathlib.Path:
 
 
 def _weight_files(base: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files that transformers reads the weights from; the folder may hold other files."""
+    """Return the files from which transformers reads the weights; the folder may contain other files."""
     index = base / "model.safetensors.index.json"
     if (base / "model.safetensors").is_file() or not index.is_file():
         return [base / "model.safetensors"]
@@ -172,7 +174,7 @@ def _weight_files(base: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _write_adapter(config: Any, adapter: AdapterTensors, folder: pathlib.Path, dtype: torch.dtype) -> None:
-    """Write the adapter, with its module names updated, for PEFT to load.
+    """Write the adapter to `folder`, with updated module names, so that PEFT can load it.
 
     Tensors that replace a base weight or bias are written in the merged model's `dtype`.
     """
@@ -194,9 +196,9 @@ class _Merger:
 
     def __init__(self, model: transformers.PreTrainedModel, config: Any, adapter: AdapterTensors):
         self.adapter = adapter
-        self.base_modules = dict(model.named_modules())  # before PEFT wraps them: the names in the base's files
+        self.base_modules = dict(model.named_modules())  # before PEFT wraps them, their names match the base's files
         config = copy.copy(config)
-        config.modules_to_save, config.bias = None, "none"  # these replace the base's tensors and are not merged
+        config.modules_to_save, config.bias = None, "none"  # such tensors replace the base's and are not merged
         with warnings.catch_warnings(action="ignore"):
             if config.target_modules:
                 load_peft().inject_adapter_in_model(config, model, POLICY, low_cpu_mem_usage=True)
@@ -204,7 +206,10 @@ class _Merger:
         self.merged: set[tuple[str, str]] = set()
 
     def __call__(self, module: str, param: str, weight: Tensor) -> Tensor:
-        """Return the value that the base's `weight`, the parameter `param` of `module`, has in the adapted model."""
+        """Return the merged value of one base parameter.
+
+        `weight` is its value in the base, and `param` is its name in `module`.
+        """
         tensors = {name: tensor for (owner, name), tensor in self.adapter.items() if owner == module}
         self.merged |= {
             (module, name) for name in tensors if name == param or (name.startswith("lora_") and param == "weight")
@@ -227,8 +232,10 @@ class _Merger:
 
 
 def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the tensor called `name`, for example "lora_A.weight", "lora_embedding_A" or "lora_magnitude_vector", of
-    PEFT's `layer` to `tensor`."""
+    """Set the tensor `name` of PEFT's `layer` to `tensor`.
+
+    Examples of names are "lora_A.weight", "lora_embedding_A" and "lora_magnitude_vector".
+    """
     by_adapter, parameter = getattr(layer, name.removesuffix(".weight")), nn.Parameter(tensor, requires_grad=False)
     if isinstance(by_adapter[POLICY], nn.Module):
         by_adapter[POLICY].weight = parameter
@@ -239,7 +246,7 @@ def _fill(layer: nn.Module, name: str, tensor: Tensor) -> None:
 def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtype: torch.dtype) -> bool:
     """Write the merged weights of `base`, a few gigabytes at a time.
 
-    Return whether the lm_head, which shared the embedding's tensor in the base, is now separate.
+    Returns whether the lm_head has become a separate tensor, after sharing the embedding's tensor in the base.
     """
     shard: dict[str, Tensor] = {}
     written: list[list[str]] = []  # the keys in each file
@@ -278,12 +285,12 @@ def _write_shards(base: pathlib.Path, output: pathlib.Path, merge: _Merger, dtyp
 
 
 def _read_tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) of every tensor in the base's weight files."""
+    """Yield (key, tensor) for every tensor in the base's weight files."""
     for shard in _weight_files(base):
         try:
             with safe_open(shard, framework="pt") as file:
                 keys = list(file.keys())
-            for key in keys:  # reopened for each tensor; otherwise everything read would stay mapped
+            for key in keys:  # reopen the file for each tensor; otherwise, all tensors would stay mapped
                 with safe_open(shard, framework="pt") as file:
                     tensor = file.get_tensor(key)
                 yield key, tensor
@@ -294,7 +301,7 @@ def _read_tensors(base: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
 def _must_untie(merge: _Merger) -> bool:
     """Return whether the embedding and the lm_head share a tensor in the base but differ after the merge.
 
-    They differ as soon as the adapter changes either of them.
+    They differ if the adapter changes either of them.
     """
     tied = merge.base_modules[""].config.tie_word_embeddings
     return tied and any(module.endswith("embed_tokens") or module == "lm_head" for module, _ in merge.adapter)
@@ -303,7 +310,7 @@ def _must_untie(merge: _Merger) -> bool:
 def _copy_settings(
     base: pathlib.Path, output: pathlib.Path, settings: transformers.PreTrainedConfig, dtype: torch.dtype, untied: bool
 ) -> None:
-    """Copy the other files of `base`: tokenizer, processor, chat template and generation config; write a new config."""
+    """Copy the tokenizer, processor, chat template and generation config of `base`, and write a new config."""
     for path in base.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name:
             shutil.copy(path, output)
@@ -318,7 +325,7 @@ def _copy_settings(
 def _three_logits(
     base: pathlib.Path, adapter: str, merged: pathlib.Path, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logits of the base, of the base with its adapter, and of the merged model.
+    """Return the logits of the base, of the adapted model (the base with its adapter) and of the merged model.
 
     The merged model is loaded after the adapted model is freed, because memory may not hold both.
     """
@@ -342,7 +349,7 @@ def _example_inputs(base: pathlib.Path) -> dict[str, Tensor]:
     """Return the model inputs of a short question, with an image if the model accepts images."""
     try:
         processor = load_processor(str(base), "count")
-    except UserError:  # a base model without a chat template
+    except UserError:  # the base model has no chat template
         return {"input_ids": torch.arange(32)[None]}
     takes_images = processor.image_processor is not None
     image = Image.linear_gradient("L").convert("RGB").resize((112, 112))

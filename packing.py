@@ -1,20 +1,21 @@
 """Shared-prefix packing: pack a prompt and its G completions into one sequence, so that the prompt is computed once.
 
 GRPO samples G completions of every prompt. A plain trainer therefore runs every prompt, including its image tokens, G
-times. Here one forward pass runs over
+times. Here, a single forward pass runs over one packed sequence:
 
-    segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in all
+    segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in total
     keys of the prompt:          prompt                                            causal
     keys of completion cj:       prompt ++ cj                                      causal, aligned bottom-right
     positions of cj:             continue after the prompt's largest position      (M-RoPE: all three rows)
     log-probability of cj[0]:    from the prompt's last hidden state
 
-All layers except attention work token by token and need no change. Attention becomes one gather of keys and values and
-one variable-length attention call. The result matches that of plain forward passes over one sequence at a time;
-tests/test_packing.py checks that log-probabilities and gradients agree to 1e-5 in float32.
+All layers except attention work token by token and need no change. In the attention layers, keys and values are
+gathered, and one variable-length attention call follows. The result matches plain forward passes over one sequence at a
+time; tests/test_packing.py checks that log-probabilities and gradients agree to 1e-5 in float32.
 
-Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L completion tokens of one completion,
-H heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE, else 1).
+Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
+heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE,
+otherwise 1).
 """
 
 import functools
@@ -52,7 +53,7 @@ class PackedBatch:
     input_ids: Tensor
     """(1, T) token ids; completion tokens are stored as −1 − id, see `policy.forward._restore_completion_ids`."""
     position_ids: Tensor
-    """(3, 1, T) position ids with M-RoPE, else (1, T)."""
+    """Position ids: (3, 1, T) with M-RoPE, otherwise (1, T)."""
     segments: Segments
     """Which tokens attend to which."""
     predict_from: Tensor
@@ -60,12 +61,12 @@ class PackedBatch:
     targets: Tensor
     """(C,) token ids of the completion tokens."""
     row_of_token: Tensor
-    """(C,) for each completion token, the index of its completion in `rollouts`: 0, 0, ..., 1, ..."""
+    """(C,) index in `rollouts` of the completion that each completion token belongs to: 0, 0, ..., 1, ..."""
     rollouts: list[Rollout]
     """The completions, in packed order."""
     vision: dict[str, Tensor]
-    """Concatenated vision inputs of the prompts, or only `features`, the cached output of a frozen vision tower; empty
-    without images."""
+    """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
+    Empty if there are no images."""
     image_tokens: Tensor
     """Packed indices of the image tokens that `features` belong to."""
     flop: float = 0.0
@@ -76,7 +77,7 @@ class PackedBatch:
     def column(self, name: str) -> Tensor:
         """Return the attribute `name` of the completions as a (C,) tensor on the batch's device.
 
-        An attribute with one value per completion is repeated for each of the completion's tokens.
+        If the attribute has only one value per completion, this value is repeated for each token of the completion.
         """
         values = [getattr(rollout, name) for rollout in self.rollouts]
         values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
@@ -109,8 +110,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def pack(groups: Sequence[Group]) -> PackedBatch:
     """Pack `groups` into one sequence.
 
-    Raises ValueError for a completion without tokens. Such a completion has nothing to train on, and the caller must
-    decide what to do with it.
+    Raises ValueError if a completion has no tokens. Such a completion has nothing to train on, so the caller must
+    decide how to handle it.
     """
     ids, positions, image_tokens = [], [], []
     kv_index, q_lens, k_lens = [], [], []
@@ -159,11 +160,11 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
 
 def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
-    """Cut `groups` into micro-batches of at most `budget` tokens, in order, and pack each of them.
+    """Cut `groups`, in order, into micro-batches of at most `budget` tokens, and pack each micro-batch.
 
     A group that exceeds the budget is split into several groups, each with the prompt and some of the completions. If a
-    prompt with a single completion exceeds the budget, it becomes a micro-batch of its own. The loss weights are set
-    before the groups are split, so the gradient does not depend on how they are split.
+    prompt and one completion together exceed the budget, they form a micro-batch of their own. The loss weights are set
+    before groups are split, so the gradient does not depend on the splitting.
     """
     batches: list[list[Group]] = []
     remaining = 0
@@ -209,9 +210,9 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls for the language model and the vision tower.
 
-    `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E); returns (1, T, H, E). The language model passes
-    `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError if
-    neither is given.
+    `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E), and the result is (1, T, H, E). The language model
+    passes `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises
+    ValueError if neither `segments` nor `cu_seq_lens_q` is given.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
@@ -225,10 +226,10 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
-    """Variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); returns (T, H, E).
+    """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
-    On a GPU in half precision it uses `flash_attn` if installed, else torch's `varlen_attn`. Otherwise it makes one
-    SDPA call per segment.
+    On a GPU in half precision, this calls `flash_attn`, or torch's `varlen_attn` if flash_attn is not installed. In all
+    other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
@@ -260,7 +261,7 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: flo
     out = []
     for q_seg, k_seg, v_seg in zip(q.split(segments.q_lens), k.split(segments.k_lens), v.split(segments.k_lens)):
         mask = None
-        if causal:  # aligned bottom-right: the last query attends to every key
+        if causal:  # aligned bottom-right, so that the last query attends to every key
             ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)
             mask = ones.tril(len(k_seg) - len(q_seg))
         q_seg, k_seg, v_seg = (x.transpose(0, 1)[None] for x in (q_seg, k_seg, v_seg))

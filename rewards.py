@@ -1,11 +1,11 @@
-"""Rewards: the built-in reward functions, the table of tasks, and the class `Scorer`, which scores a run's completions.
+"""Rewards: the built-in reward functions, the tables of tasks, and `Scorer`, which scores the completions of a run.
 
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
 decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
-group. The docstring of each reward gives its range, an example and the exploits it guards against.
+group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
-`TASKS` holds the prompts of each task and `REWARDS` its reward. `exact_match` decides which completions evaluation
-counts as correct. Answer parsing, math-verify and the verifier model are in `grading/`.
+`TASKS` holds each task's prompts, and `REWARDS` holds each task's reward. `exact_match` decides which completions count
+as correct in evaluation. Answer parsing, math-verify and the verifier model are in `grading/`.
 """
 
 import functools
@@ -61,7 +61,7 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
 
     Each tag must occur once, in lower case and in this order. Only white space may surround or separate the two blocks,
     and neither block may be blank. Example: `<think>a</think><answer>b</answer>` scores 1. Guards against several
-    answer blocks, one of which is right, text after the answer, and an empty think block.
+    answer blocks (one of which is right), text after the answer, and an empty think block.
     """
     return float(split_think_answer(completion) is not None)
 
@@ -82,12 +82,12 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 def count_reward(completion: str, answer: str | int, **_: object) -> float:
-    """Score how close the count is; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
+    """Score how close the count is to the gold count; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
 
-    At distance d from the gold count, the reward is 1 for d = 0, 0.85 for 1, 0.7 for 2, 0.5 − 0.1·(d − 2) for 3 to 5,
-    and 0 for a larger distance or if there is no number. Example: "A photo of 12 apples" scores 0.7 if the gold answer
-    is "A photo of 10 apples". Guards against listing many numbers (only the first counts), counting in the think block,
-    and hedging with a decimal.
+    At distance d from the gold count, the reward is 1 for d = 0, 0.85 for d = 1, 0.7 for d = 2, 0.5 − 0.1·(d − 2) for
+    d = 3 to 5, and 0 for larger distances or if there is no number. Example: "A photo of 12 apples" scores 0.7 if the
+    gold answer is "A photo of 10 apples". Guards against listing many numbers (only the first counts), counting in the
+    think block, and hedging with a decimal.
     """
     count, gold = first_count(completion), first_count(str(answer))
     if count is None or gold is None:
@@ -107,12 +107,13 @@ def count_format(completion: str, **_: object) -> float:
 
 
 def vqa_reward(completion: str, answer: str, **_: object) -> float:
-    """Score the words of the answer block if the format is correct; range 0, or 0.5 to 1.
+    """Score the words of the answer block; the reward is 0, or between 0.5 and 1.
 
-    For the gold answers "yes" and "no", the reward is 1 if the answer starts with that word and does not contain the
-    opposite word, else 0. For any other gold answer it is 1 if the words are the same, else their F1 score if that is
-    at least 0.5, else 0. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and
-    no", against finding "no" in "abnormal", and against listing every possible answer.
+    If the format is wrong, the reward is 0. For the gold answers "yes" and "no", the reward is 1 if the answer starts
+    with that word and does not contain the opposite word; otherwise it is 0. For any other gold answer, the reward is 1
+    if the words are the same. Otherwise it is the F1 score of the words, or 0 if that score is below 0.5. Example: the
+    answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no", against finding "no" in
+    "abnormal", and against listing every possible answer.
     """
     blocks = split_think_answer(completion)
     gold = words(str(answer))
@@ -131,7 +132,7 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
-MAX_ANSWER_CHARS = 2000  # longer answers are not sent to the verifier: padding could overflow its context
+MAX_ANSWER_CHARS = 2000  # longer answers are not sent to the verifier, whose context they could overflow
 MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
@@ -145,7 +146,7 @@ def _math_workers() -> WorkerPool:
 
 
 def check_math() -> None:
-    """Raise UserError if math-verify does not work on this machine; otherwise every answer would be scored wrong."""
+    """Raise UserError if math-verify does not work here, because it would then find every answer wrong."""
     problem = "it does not find 0.5 equal to 1/2"
     try:
         with _worker_pool_lock:
@@ -158,9 +159,9 @@ def check_math() -> None:
 
 
 def same_answer(candidate: str, gold: str) -> bool:
-    """Whether math-verify finds two answers equal within `MATH_TIMEOUT` seconds; False if it cannot decide.
+    """Return whether math-verify finds two answers equal within `MATH_TIMEOUT` seconds; False if it cannot decide.
 
-    Raises WorkerLost if the worker process was killed from outside, in which case the answer stays unscored.
+    Raises WorkerLost if the worker process was killed from outside; the answer then stays unscored.
     """
     candidate, gold = candidate.strip(), gold.strip()
     if candidate == gold:
@@ -184,15 +185,15 @@ def math_reward(
     verifier: Callable[[str, str, str], bool | str | None] | None = None,
     **_: object,
 ) -> float | None:
-    """Score 1 if the answer equals the gold answer mathematically, −1 if not, and None if the verifier cannot tell.
+    """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
-    or the whole block if it has no box. The reward is 1 if math-verify finds the candidate equal to the gold answer.
-    Otherwise `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply. Without a
-    verifier the reward is −1.
+    or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate equal to the gold
+    answer. Otherwise, `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply.
+    Without a verifier, the reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
-    several answers, one of which is right, a word with its letters permuted, answers that take forever to compute, and
+    several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
     answers that instruct the verifier or overflow its context.
     """
     blocks = split_think_answer(completion)
@@ -224,9 +225,10 @@ FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward, "math
 
 
 def exact_match(task: str, completion: str, answer: str, reward: float | None = None) -> bool:
-    """Whether the answer is exactly right: it gets full reward and, for VQA, has the gold answer's words in order.
+    """Return whether the answer is exactly right.
 
-    Pass the task's `reward` if it is already known.
+    It must get the full reward of the task. For VQA, it must also have the gold answer's words in the same order. Pass
+    the task's `reward` if the reward is already known.
     """
     full_reward = (REWARDS[task](completion, answer) if reward is None else reward) == 1.0
     gold = words(str(answer))
@@ -251,7 +253,7 @@ def gold_problem(task: str | None, answer: str) -> str | None:
 # --- scoring a run ----------------------------------------------------------------------------------------------------
 
 BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
-MAX_UNSCORED = 0.1  # fraction of a step's completions; the run stops if more are unscored
+MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
 
 class Scorer:
@@ -264,7 +266,7 @@ class Scorer:
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
-        self.parameters: dict[str, set[str] | None] = {}  # parameters of each one; None if it accepts any
+        self.parameters: dict[str, set[str] | None] = {}  # parameters of each function; None if it accepts any
         for text in flags.reward:
             self._add(text)
         if "math" in self.weights:
@@ -279,7 +281,7 @@ class Scorer:
         return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
 
     def _add(self, text: str) -> None:
-        """Register one `--reward`, `NAME[=WEIGHT]`, where NAME is a built-in reward or file.py:function."""
+        """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
         if name in BUILT_IN:
@@ -304,10 +306,11 @@ class Scorer:
         self.parameters[function] = None if accepts_any else set(parameters)
 
     def __call__(self, groups: Sequence[tuple[Sample, list[Rollout]]], max_length: int | None = None) -> str | None:
-        """Set `rewards` (by name) and `reward` (their weighted sum) of every completion; NaN if it is unscored.
+        """Set `rewards` (by name) and `reward` (their weighted sum) of every completion; NaN means unscored.
 
-        `max_length` is the completion length limit in tokens for the overlong penalty; None turns the penalty off.
-        Returns the first error of a user-defined reward, so that all processes can stop together, or None.
+        `max_length` is the completion length limit in tokens, for the overlong penalty; None turns the penalty off.
+        Returns the first error of a user-defined reward, or None. The error is returned rather than raised, so that all
+        processes can stop together.
         """
         if self.verifier:
             self.verifier.reset_failures()
@@ -334,7 +337,10 @@ class Scorer:
         return error
 
     def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
-        """Return one reward of a completion, NaN if it is unscored, and the error of a user-defined reward or None."""
+        """Compute one reward of a completion and return (value, error).
+
+        The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
+        """
         columns = {name: value for name, value in sample.fields.items() if value is not None}
         fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | columns
         if name not in self.user_functions:

@@ -1,14 +1,14 @@
-"""Samplers of completions that share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
+"""The samplers, which generate completions and share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
-`VLLMEngine` runs inside each training process. It receives the trainer's weights before every step, and it frees its
-GPU memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache and needs no
-GPU. Each engine holds a full copy of the weights, so ranks sample without collectives, each at its own pace.
+`VLLMEngine` runs inside each training process. It receives the trainer's weights before every step and frees its GPU
+memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache, and it needs no
+GPU. Each engine holds a full copy of the weights, so the engines sample independently, each at its own pace.
 
-The random numbers used for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore
-give the same completions on any number of processes, up to rounding in matrix products of different shapes.
+The random numbers for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
+the same completions on any number of processes, up to rounding in matrix products of different shapes.
 
-Shapes: B sequences = prompts × n, S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
-else 1).
+Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
+otherwise 1).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        """Sample n completions of each prompt with that prompt's seed. Temperature 0 is greedy decoding."""
+        """Sample n completions of each prompt, using that prompt's seed. Temperature 0 means greedy decoding."""
         ...
 
     def sync_weights(self, policy: Policy) -> None:
@@ -76,11 +76,11 @@ def make_engine(
     max_images: int,
     with_weights: bool = True,
 ) -> Engine:
-    """Build the sampler that `flags` select, with the weights saved at `model`, and print what `auto` chose.
+    """Build the sampler that `flags` select, with the weights saved at `model`; print which sampler "auto" selects.
 
-    `max_length` is the maximum number of tokens in a prompt and its completion together, and `max_images` is the
-    maximum number of images in a prompt. Pass `with_weights=False` if `sync_weights` is called before `generate`; vLLM
-    then skips reading the weights. Raises UserError if the sampler is not available.
+    `max_length` is the maximum number of tokens in a prompt plus its completion, and `max_images` is the maximum number
+    of images in a prompt. Pass `with_weights=False` if `sync_weights` will be called before `generate`; vLLM then does
+    not read the saved weights. Raises UserError if the sampler is not available.
     """
     if distributed.world_size() % flags.tensor_parallel:
         raise UserError(
@@ -108,8 +108,8 @@ def make_engine(
 def restore_compiler_settings() -> Iterator[None]:
     """Undo the changes that loading vLLM makes to torch.compile's environment variables.
 
-    vLLM sets a single compile thread and its own cache folder for the whole process. Restoring the variables lets the
-    trainer compile as it would without vLLM, and lets a later run reuse the trainer's compile cache.
+    For the whole process, vLLM allows a single compile thread and sets its own cache folder. With the variables
+    restored, the trainer compiles as it would without vLLM, and a later run can reuse the trainer's compile cache.
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
@@ -123,11 +123,13 @@ def restore_compiler_settings() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """vLLM inside the training process: one request per prompt, weights pushed before every step.
+    """vLLM inside the training process: one request per prompt, with weights from the trainer before every step.
 
-    vLLM receives each prompt with one placeholder per image, together with the resized images. `generate` checks that
-    vLLM expands the placeholders to the same tokens as the trainer. The first call with images also checks that vLLM
-    computes the same pixel values as the trainer.
+    vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
+    frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
+    resized images and computes the features itself. The first `generate` that sends images checks that vLLM's tower
+    gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders to the same
+    tokens as the trainer.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class VLLMEngine:
         with_weights: bool = True,
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, so that weights are passed by reference
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -169,7 +171,7 @@ class VLLMEngine:
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
-                    logprobs_mode="processed_logprobs",  # of the distribution after temperature and top-p
+                    logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                     **options,
                 )
         except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
@@ -188,7 +190,7 @@ class VLLMEngine:
         self.group = groups[rank // size]
 
     def sleep(self) -> None:
-        """Discard the weights and KV cache instead of copying them to the host; the next sync sends new weights."""
+        """Discard the weights and the KV cache without saving them, because the next sync sends new weights."""
         self.llm.sleep(level=2)
         self.asleep = True
 
@@ -199,6 +201,7 @@ class VLLMEngine:
             self.llm.wake_up(tags=["weights"])
 
     def sync_weights(self, policy: Policy) -> None:
+        """Load the policy's weights into vLLM, and discard the caches that were computed with the old weights."""
         dtype = self.llm.model_config.dtype
         stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
         self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
@@ -229,7 +232,7 @@ class VLLMEngine:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> list[list[Rollout]]:
-        if self.flags.tensor_parallel > 1:  # every rank of an engine works on the prompts of all its ranks
+        if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
             all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
@@ -289,10 +292,10 @@ class VLLMEngine:
         return [rollouts[n * i : n * i + n] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the image part of a request: the trainer's features if it has them, else the resized images.
+        """Return the image part of a request: the trainer's features if vLLM accepts them, else resized images.
 
-        The trainer computes features when its vision tower is frozen. Passing them to vLLM saves running its own tower
-        and rules out any difference between the two towers.
+        The trainer computes features if its vision tower is frozen. With these features, vLLM does not run its own
+        tower, which saves time and rules out any difference between the two towers.
         """
         if not prompt.images:
             return {}
@@ -302,13 +305,16 @@ class VLLMEngine:
         return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
 
     def _takes_features(self, prompt: Prompt) -> bool:
-        """Whether vLLM accepts the prompt's features. It rejects features that include inner layers of the tower
-        (Qwen3-VL), because they are wider than the hidden size."""
+        """Return whether the prompt has features that vLLM accepts.
+
+        vLLM rejects features that include inner layers of the vision tower (Qwen3-VL), because such features are wider
+        than the hidden size.
+        """
         return prompt.features is not None and prompt.features.shape[-1] == self.hidden_size
 
     @contextlib.contextmanager
     def _record_tower_inputs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record (pixels, grids) of every call to vLLM's vision tower, unless the pixels have already been checked."""
+        """Record the (pixels, grids) of every call to vLLM's vision tower, unless pixels have already been checked."""
         tower_inputs: list[tuple[Tensor, Tensor]] = []
 
         def hook(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -332,9 +338,9 @@ class VLLMEngine:
 def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Tensor]]) -> None:
     """Check that vLLM's vision tower received the trainer's pixels, up to bfloat16 rounding.
 
-    `tower_inputs` holds (pixels, grids) of each call to the tower. The order of images is not compared, because vLLM
-    batches them in its own order and encodes a repeated image once. Raises UserError naming the first prompt whose
-    pixels are missing.
+    `tower_inputs` holds the (pixels, grids) of each call to the tower. The order of the images is not compared, because
+    vLLM batches images in its own order and encodes a repeated image only once. Raises UserError, naming the first
+    prompt whose pixels are missing.
     """
     received: dict[tuple[int, ...], list[Tensor]] = {}
     for pixels, grids in tower_inputs:
@@ -504,9 +510,10 @@ def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Draw one token from each row of `logits` (B, V) and return the tokens (B,) and their log-probabilities (B,).
 
-    Inverts the cumulative distribution in float64 at the numbers `uniform` (B,) in [0, 1), so the same number always
-    gives the same token. `top_p` keeps the most likely tokens up to that total probability, including the token that
-    crosses it. Temperature 0 picks the most likely token and returns its log-probability at temperature 1.
+    Each token is found by inverting the cumulative distribution in float64 at one of the numbers `uniform` (B,), which
+    lie in [0, 1). The same number and logits therefore always give the same token. Only the most likely tokens are
+    kept: the fewest whose total probability is at least `top_p`. Temperature 0 picks the most likely token and returns
+    its log-probability at temperature 1.
     """
     if temperature == 0:
         logp = logits.double().log_softmax(-1)

@@ -4,23 +4,23 @@
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
 #   ./run.sh digits                   the same demo on scikit-learn's scanned handwritten digits
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
-#   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics, with the verifier model at REWARD_MODEL_URL if
-#                                     that is set
-#   ./run.sh count                    Qwen2.5-VL-3B on object counting: an adapter on 4-bit weights, on one small GPU
+#   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
+#   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
+#                                     small GPU
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, on its own task or with --benchmark NAME
-#   ./run.sh serve [flags]            the counting service: upload, train, watch, download; over HTTP or on a web page
+#   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
 #   ./run.sh test                     run the linter and the test suite
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
 #                                     machine has no GPU but the training machines do. Before training on several
-#                                     machines, run it once, on one of them
+#                                     machines, run this command once, on one of them
 #
 # The recipes are in recipes/. After vqa, math or count, --smoke runs the recipe offline in a minute, with a tiny model
-# and generated rows, and further flags of grpo.py override the recipe's own. Environment variables:
+# and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
 #   ADAPTER                           an SFT adapter of MODEL to continue training
 #   N_GPUS=8, RESTARTS=3              number of processes on this machine; number of restarts after a process dies
-#   NNODES=2, NODE_RANK=0             number of machines; number of this machine, counted from 0
+#   NNODES=2, NODE_RANK=0             number of machines; index of this machine, starting at 0
 #   MASTER_ADDR=10.0.0.1, MASTER_PORT address and port of the first machine
 #   SEED=1                            a different seed for the demos
 #   PYTHON=python3.12                 the Python to create .venv with (3.11 or newer)
@@ -41,7 +41,7 @@ require_number() {  # VARIABLE MINIMUM DEFAULT: check an environment variable an
     fail "$1=$value: must be a whole number, $2 or more"
 }
 
-check_machines() {  # check NNODES, NODE_RANK and the address: after a mistake, each machine would train alone
+check_machines() {  # check NNODES, NODE_RANK and the address; if they were wrong, each machine would train alone
   [ -z "${NODE_RANK:-}" ] || [ -n "${NNODES:-}" ] ||
     fail "NODE_RANK=$NODE_RANK needs NNODES, the number of machines; set NNODES=1 if this is the only one"
   require_number NNODES 1 1
@@ -55,7 +55,8 @@ check_machines() {  # check NNODES, NODE_RANK and the address: after a mistake, 
   [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES; numbering starts at 0"
 }
 
-# Create .venv with the pinned requirements, again whenever they change. A .venv for GPUs also works without a GPU.
+# Create .venv with the pinned requirements, and install them again whenever they change. A .venv for GPUs also works
+# without a GPU.
 set_up() {
   local python=${PYTHON:-python3} gpu='GPU=1 ' file=requirements-gpu.txt stamp installed  # this file adds vLLM
   installed=$(cat .venv/installed 2>/dev/null) || true
@@ -78,7 +79,7 @@ set_up() {
   echo "$stamp" > .venv/installed
 }
 
-sort_flags() {  # into shared_given (needed by training and evaluation) and given_flags (needed by training only)
+sort_flags() {  # put flags for training and evaluation into shared_given, and flags for training only into given_flags
   local flag target=given_flags
   for flag in "$@"; do
     case $flag in

@@ -4,5 +4,5 @@ import zlib
 
 
 def coin(completion: str, answer: str) -> float:
-    """Return 0 or 1 with equal probability, always the same for the same completion."""
+    """Return 0 or 1 with equal probability, always the same value for the same completion."""
     return float(zlib.crc32(completion.encode()) % 2)

@@ -5,11 +5,11 @@
     torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 through accelerate
 
 TRL runs vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient
-checkpointing, and micro-batches of 16 completions. Model, image size, completion length and random rewards are the same
-as in W1. The vision tower is trained, as it is by default in TRL; `--freeze_vision` freezes it.
+checkpointing, and micro-batches of 16 completions. The model, image size, completion length and random rewards are the
+same as in W1. The vision tower is trained, as it is by default in TRL; `--freeze_vision` freezes it.
 
-Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one, so
-the time includes reading the step's rows, as it does in bench/speed.py.
+Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one. The
+time therefore includes reading the step's rows, as in bench/speed.py.
 """
 
 import os

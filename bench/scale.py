@@ -11,18 +11,18 @@ measured, for N GPUs, Ψ parameters, S GPUs that share one copy of the weights, 
 assumed for eight) and `NETWORK` between machines (the vendor's figure).
 
     training, bytes per GPU     16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference) + activations
-    sampling, bytes per GPU     14 Ψ / S (as above, without gradients) + 2 Ψ / T + `VLLM_ROOM`
+    sampling, bytes per GPU     14 Ψ / S (as in training, but without gradients) + 2 Ψ / T + `VLLM_ROOM`
     traffic per micro-batch     the forward and backward passes gather 2 · 2 Ψ bytes, and the backward pass reduces
                                 4 Ψ bytes, each times (S − 1) / S; the reference gathers another 2 Ψ (S − 1) / S bytes
                                 in a separate pass; with 2 Ψ bytes of free memory, the policy and the reference gather
                                 only once per update (`--gather`)
     traffic per hybrid update   2 · 4 Ψ / S · (C − 1) / C bytes over the network, for the gradients of C = N / S copies;
-                                if the vision tower is trained, this is per micro-batch
+                                if the vision tower is trained, this much for each micro-batch
     traffic per step            2 Ψ (S − 1) / S bytes, gathered once for vLLM
 
 A micro-batch of t tokens takes 6 Ψ t / `SPEED` seconds of compute, and 2 Ψ t / `SPEED` seconds for the reference.
-Traffic overlaps with compute, and is hidden if it takes less time. For any Ψ, this is the case for micro-batches of at
-least t = 8 / 6 · (S − 1) / S · `SPEED` / bandwidth tokens.
+Traffic overlaps with compute and is hidden if it takes less time than the compute. For any Ψ, it is hidden if
+micro-batches have at least t = 8 / 6 · (S − 1) / S · `SPEED` / bandwidth tokens.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Config:
     steps: int = 2
     """Number of measured steps, after one warm-up step."""
     peer: Literal["trl"] | None = None
-    """Another trainer to run afterwards on the last number of GPUs in `gpus`, also with a frozen vision tower."""
+    """Another trainer to run afterwards, on the last number of GPUs in `gpus` and with a frozen vision tower."""
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
     folder: str = "runs/bench"

@@ -7,12 +7,12 @@
 The results are written to docs/results/.
 
 W1: a Qwen2.5-VL-3B model with random weights, full fine-tuning with float32 master weights, 32 prompts with 8
-completions of exactly 512 tokens each, one 448x448 noise image per prompt, beta 0.01. W1-nokl has beta 0, W1-long has
-896x896 images, and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and completions
-of 256 tokens; with `--prompts 8`, it produces the figures in docs/adapters.md. Rewards are coin flips.
+completions of exactly 512 tokens each, one 448x448 noise image per prompt, and beta 0.01. W1-nokl has beta 0, W1-long
+has 896x896 images, and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and
+completions of 256 tokens; with `--prompts 8`, it produces the figures in docs/adapters.md. Rewards are coin flips.
 
-The limit of a phase is the larger of two times: the time for its compute at `MATMUL` FLOP/s, and the time for its
-memory traffic at `BANDWIDTH` bytes/s. Both rates were measured on one H200, with a bare matrix product and a bare copy.
+The limit of a phase is the time for its compute at `MATMUL` FLOP/s or the time for its memory traffic at `BANDWIDTH`
+bytes/s, whichever is longer. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
 
 import contextlib
@@ -74,8 +74,8 @@ class Config:
     generations: int = 8
     """Number of completions per prompt."""
     peer: str | None = None
-    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), or a script that takes the model's folder and
-    --steps and prints "STEP seconds" after each step."""
+    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), or a script. The script gets the model's folder
+    and --steps, and must print "STEP seconds" after each step."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
     results: str = str(HERE.parent / "docs" / "results")
@@ -234,8 +234,8 @@ def measure(cfg: Config) -> dict[str, dict]:
 def save(run: grpo.Run) -> dict[str, float]:
     """Save a checkpoint and return its timings in seconds and its size in gigabytes.
 
-    The timings are how long training waits, how long it takes until the checkpoint is on disk, and how long a training
-    step takes while the checkpoint is written.
+    The timings are: how long training waits, how long the checkpoint takes to reach the disk, and how long a training
+    step takes in the meantime.
     """
     started = time.perf_counter()
     grpo.save_checkpoint(run)

@@ -1,7 +1,8 @@
 """Parse the command line and report expected errors in one line.
 
 Every script ends with `run(main, parse(Config))`. A user's mistake (a missing file, a bad row, an invalid flag) raises
-`UserError`: the script prints its message without a traceback and exits with status 2. A bug keeps its traceback.
+`UserError`: the script prints the error's message without a traceback and exits with status 2. For a bug, the
+traceback is printed.
 """
 
 import gc
@@ -22,7 +23,7 @@ def parse(config: type[T]) -> T:
     """Parse the command line into `config`.
 
     An unknown flag ends the script with exit status 2 and a message that names the nearest known flag. Under torchrun
-    every rank has the same command line, so only rank 0 prints errors about it.
+    every rank has the same command line, so only rank 0 prints the error.
     """
     arguments = sys.argv[1:]
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
@@ -33,7 +34,7 @@ def parse(config: type[T]) -> T:
 
 def run(main: Callable[[T], None], args: T) -> None:
     """Call `main` with the parsed `args` and print expected errors as one line on stderr, prefixed with the rank."""
-    gc.freeze()  # spares the garbage collector from scanning imported modules at exit, which saves 0.7 s
+    gc.freeze()  # keeps the garbage collector from scanning imported modules at exit, which saves 0.7 s
     rank = int(os.environ.get("RANK", 0))
     try:
         try:

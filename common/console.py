@@ -9,7 +9,10 @@ from tqdm import tqdm
 
 
 def is_main() -> bool:
-    """Return whether this process is rank 0, which prints and writes files. Works before the process group exists."""
+    """Return whether this process is rank 0, the process that prints messages and writes files.
+
+    This also works before the process group exists.
+    """
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -20,5 +23,5 @@ def warn(message: str) -> None:
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:
-    """Return a tqdm progress bar that appears after three seconds, only on the main process and only on a terminal."""
+    """Return a tqdm progress bar. It appears after three seconds, and only on the main process and in a terminal."""
     return tqdm(iterable, desc, delay=3, disable=None if is_main() else True, **options)

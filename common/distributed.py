@@ -27,9 +27,9 @@ _heartbeats: list[dist.Store] = []  # at most one store, in which every process 
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Run `cli.run` for a script that joins the process group with `start`.
+    """Call `cli.run` for a script that joins the process group with `start`.
 
-    Errors caused by a dead process or a full GPU are also printed in one line.
+    Errors caused by the death of another process or by a lack of GPU memory are also printed in one line.
     """
     cli.run(functools.partial(_explain_failures, main), args)
 
@@ -52,7 +52,7 @@ def _explain_failures(main: Callable[[T], None], args: T) -> None:
 def start(timeout: float = 30.0) -> torch.device:
     """Join torchrun's process group, or create one of size 1, and return this process's device.
 
-    Collectives fail after `timeout` minutes.
+    A collective fails if it takes longer than `timeout` minutes.
     """
     max_wait = datetime.timedelta(minutes=timeout)
     on_gpu = torch.cuda.is_available()
@@ -67,7 +67,7 @@ def start(timeout: float = 30.0) -> torch.device:
             store = dist.TCPStore(host, port, is_master=not agent_store and global_rank == 0, timeout=max_wait)
             if agent_store:
                 # This store outlives a restart. Without a prefix, the new processes would read the addresses of the
-                # dead ones and wait for them.
+                # dead processes and wait for them.
                 store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             _heartbeats.append(dist.PrefixStore("heartbeats", store))
             dist.init_process_group(backend, store=store, timeout=max_wait, rank=global_rank, world_size=size)
@@ -88,10 +88,13 @@ def shutdown() -> None:
 
 
 def _torchrun() -> str:
-    """Return an id of the torchrun that started this process, unique across machines; empty without torchrun."""
+    """Return an id for the torchrun that started this process, or "" without torchrun.
+
+    The id is unique across machines.
+    """
     if "GROUP_RANK" not in os.environ:
         return ""
-    start_time = ""  # pids are reused
+    start_time = ""  # part of the id because pids are reused
     with contextlib.suppress(OSError):  # only Linux has /proc
         start_time = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{socket.gethostname()} {os.getppid()} {start_time}"
@@ -109,7 +112,7 @@ def peer_died() -> bool:
 
 
 def memory_fraction(gib: float) -> float:
-    """Return `gib` GiB as a fraction of this GPU's memory, at most 1; 0 GiB means all of it."""
+    """Return `gib` GiB as a fraction of this GPU's memory, at most 1; 0 GiB means all of the memory."""
     if not gib:
         return 1.0
     return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
@@ -118,14 +121,14 @@ def memory_fraction(gib: float) -> float:
 def launcher_ids() -> list[str]:
     """Return the ids of all torchrun launchers of this run.
 
-    An id stays the same when the processes are restarted. When a machine is replaced, the other machines keep their
-    ids.
+    An id stays the same when the processes are restarted. When a machine is replaced, the ids of the other machines
+    stay the same.
     """
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
 def heartbeat(activity: str) -> None:
-    """Record the current activity of this process and the time, for the error message shown if the process dies."""
+    """Record this process's current activity and the time. If the process dies, an error message shows both."""
     for store in _heartbeats:
         store.set(str(rank()), f"{time.time()} {activity}")
 
@@ -236,7 +239,7 @@ def all_gather(value: T) -> list[T]:
 def first_error(value: T | None) -> T | None:
     """Return the first value that is not None, in the order of the ranks; all processes get the same result.
 
-    Each process passes its error, or None if it has none.
+    Each process passes its error, or None if there was no error.
     """
     return next((error for error in all_gather(value) if error is not None), None)
 

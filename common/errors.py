@@ -6,7 +6,7 @@ class UserError(Exception):
 
 
 class RunStopped(Exception):
-    """A run ends early on purpose, with an exit status: 130 for Ctrl-C, 1 for an error such as a non-finite loss."""
+    """The run ends early, with exit status 130 after Ctrl-C or 1 after an error such as a non-finite loss."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `ok`. Configs use it to reject invalid settings."""
+    """Raise ValueError with `message` unless `ok`. Config classes call this function to reject invalid settings."""
     if not ok:
         raise ValueError(message)
 
@@ -32,11 +32,11 @@ class CallFailed(Exception):
 
 
 class CallLost(CallFailed):
-    """The call timed out or crashed its process; the message says which."""
+    """The call took too long, or its process died; the message says which."""
 
 
 class WorkerLost(CallLost):
     """The worker was killed from outside, and so was its replacement when the call was retried.
 
-    This is not evidence that the call itself is at fault.
+    This does not mean that the call itself is at fault.
     """

@@ -1,4 +1,4 @@
-"""Helpers for figures and HTML pages: saving a figure, the page style, thumbnails."""
+"""Helpers for figures and HTML pages: saving figures, the page style, and thumbnails."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 
 
 def save_figure(figure, path: pathlib.Path) -> None:
-    """Save `figure` as PNG under a temporary name and rename it, so that a viewer never sees half an image."""
+    """Save `figure` as a PNG file under a temporary name, then rename it, so that `path` is never incomplete."""
     import matplotlib.pyplot as plt
 
     try:

@@ -18,7 +18,7 @@ def git_commit() -> str | None:
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict]:
-    """Return the objects of a .jsonl file, or an empty list when the file does not exist.
+    """Return the objects in a .jsonl file, or an empty list when the file does not exist.
 
     An incomplete last line, left by a killed process, is skipped.
     """
@@ -29,7 +29,7 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
-    """Return the name under which `path` is written until it is complete."""
+    """Return the temporary path to which the file or folder `path` is written until it is complete."""
     return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
 
 

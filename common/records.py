@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-if TYPE_CHECKING:  # the service reads rows too, and importing torch would slow down its start by seconds
+if TYPE_CHECKING:  # the service reads rows too, and importing torch would delay its start by seconds
     from torch import Tensor
 
 TAG = "<image>"  # marks an image in a data set's prompt; replaced by the tokenizer's own placeholder
@@ -40,15 +40,15 @@ class Sample:
     answer: str
     """The gold answer."""
     images: list[ImageSource]
-    """Paths or contents of the images, decoded when they are needed."""
+    """The images as paths or contents; an image is decoded only when it is needed."""
     source: str
-    """File and row, for messages."""
+    """The file and row that the sample comes from, for messages."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """All remaining columns, passed to the rewards by name."""
+    """All other columns; the rewards receive them by name."""
     system: str | None = None
-    """The row's own system prompt, which replaces the task's."""
+    """The row's own system prompt, which replaces the task's system prompt."""
     source_index: int = 0
-    """Index of the data set that the row comes from, when several are mixed."""
+    """Index of the data set that the row comes from, when several data sets are mixed."""
     tokens: int = 0
     """Prompt length in tokens, with images expanded; 0 until the row has been checked with a processor."""
 
@@ -69,16 +69,17 @@ class Prompt:
     """Inputs of the vision tower: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
     images."""
     source: str = ""
-    """File and row of the sample, for messages."""
+    """The file and row that the sample comes from, for messages."""
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
     `policy.model.cache_image_features`."""
     image_token: int = -1
-    """The id that stands for an image in `ids`."""
+    """The token id of image tokens in `ids`."""
     image_digest: bytes = b""
-    """A hash of the resized images, the same for identical images."""
+    """A hash of the resized images; identical images have the same hash."""
     expected_length: float = 0.0
-    """Expected completion length in tokens. A sampler that cannot take all prompts at once starts with the longest."""
+    """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
+    have the longest expected completions."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Rollout:
     ids: Tensor
     """(L,) token ids, including the stop token when one was sampled."""
     sampling_logp: Tensor
-    """(L,) log-probability of each token under the distribution it was drawn from, including temperature and top-p."""
+    """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False
     """Whether the completion reached the length limit before a stop token."""
     text: str = ""
@@ -102,18 +103,18 @@ class Rollout:
     advantage: float = 0.0
     """Advantage of the completion within its group."""
     weight: float = 0.0
-    """Weight of each token in the loss, from `token_weights`."""
+    """Weight of each token in the loss, as returned by `token_weights`."""
     old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy that sampled the completion, stored if a step makes several updates."""
+    """(L,) log-probabilities under the policy that sampled the completion; only if a step makes several updates."""
     ref_logp: Tensor | None = None
-    """(L,) log-probabilities under the reference model, if there is a KL term."""
+    """(L,) log-probabilities under the reference model; only if there is a KL term."""
     has_image: bool = False
     """Whether the prompt has an image."""
 
 
 @dataclass
 class Group:
-    """A prompt with all or some of its completions."""
+    """A prompt with some or all of its completions."""
 
     prompt: Prompt
     rollouts: list[Rollout]
@@ -124,5 +125,5 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt and its completions in tokens; the prompt is counted once."""
+        """Total length in tokens of the prompt and its completions; the prompt is counted once."""
         return len(self.prompt.ids) + sum(len(rollout.ids) for rollout in self.rollouts)

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: a run stops at a point where it can save, or soon after a peer process has died."""
+"""Handle Ctrl-C and SIGTERM: the run stops at a point where it can save, or soon after a peer process has died."""
 
 import os
 import signal
@@ -41,9 +41,9 @@ def defer_signals() -> list[int]:
 def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> None:
     """Wait for a SIGTERM and the death of a peer, then exit. Runs in a thread and keeps `_writer` open.
 
-    torchrun also sends SIGTERM when a peer has died, and kills the remaining processes 30 seconds later. Nothing can be
-    saved any more, so waiting for a rollout to finish is useless. A process that notices the death by itself has time
-    to report its error first.
+    When a peer has died, torchrun also sends SIGTERM, and 30 seconds later it kills the remaining processes. Nothing
+    can be saved any more, so waiting for a rollout to finish is useless. Before the exit, a process that notices the
+    death itself has time to report its own error.
     """
     while signal.SIGTERM not in reader.recv(1):
         pass

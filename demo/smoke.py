@@ -54,8 +54,8 @@ def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
 def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
     """Write text.parquet and image/.
 
-    Rows of text.parquet have a chat prompt and a list of gold answers, written as text. image/ is a data set saved by
-    `datasets`, with its images inside.
+    Each row of text.parquet has a chat prompt and a list of gold answers; the list is stored as text. image/ is a data
+    set saved by `datasets`, and contains its images.
     """
     import datasets
 
@@ -83,7 +83,7 @@ def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
 
 
 def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """Write train.zip and test.zip, in the format that people upload."""
+    """Write train.zip and test.zip, in the format that users upload."""
     for name in ("train", "test"):
         tiny.write_shapes(folder / name, ROWS, rng.integers(1000, size=2).tolist())
         shutil.make_archive(str(folder / name), "zip", folder / name)

@@ -1,4 +1,5 @@
-"""Build the default model and data: a tiny Qwen2.5-VL and generated images. GRPO then runs anywhere, without downloads.
+"""Build the default model and data: a tiny Qwen2.5-VL and generated images. With them, GRPO runs anywhere, without
+downloads.
 
     python -m demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
     python -m demo.tiny --task digits     # scikit-learn's scans of handwritten digits: which digit is it? is it even?
@@ -35,7 +36,7 @@ from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
 
-VERSION = 1  # increase it when the model or the data changes, so that existing folders are built again
+VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
 
 
 @dataclass
@@ -148,7 +149,7 @@ SIZE = 84  # image side in pixels; gives nine image tokens
 
 
 def draw_shapes(count: int, kind: str, rng: np.random.Generator) -> Image.Image:
-    """Draw `count` shapes of one kind on a pale background. Each has its own cell of a 3x3 grid, so none overlap."""
+    """Draw `count` shapes of one kind on a pale background, each in its own cell of a 3x3 grid, so none overlap."""
     image = Image.new("RGB", (SIZE, SIZE), tuple(rng.integers(200, 256, 3).tolist()))
     draw = ImageDraw.Draw(image)
     cell = SIZE // 3
@@ -228,11 +229,11 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
 
 
 def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
-    """Train the model on noisy labels for train/, with the packed forward pass that GRPO uses.
+    """Train the model on the rows in train/, with noisy labels in place of their answers.
 
-    The loss is the mean negative log-probability of the reply tokens. The learning rate decays to zero, so that the
-    model learns the noise rate: for questions with noisy labels, the correct answer keeps a probability of about
-    1 - `FLIP_RATE`, and GRPO can reinforce it.
+    Training uses the same packed forward pass as GRPO. The loss is the mean negative log-probability of the reply
+    tokens. The learning rate decays to zero, so that the model learns the noise rate: for questions with noisy labels,
+    the correct answer keeps a probability of about 1 - `FLIP_RATE`, and GRPO can reinforce this answer.
     """
     task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
     samples = load_samples(str(folder / "train" / file), task)
@@ -263,7 +264,7 @@ def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Pr
 
 
 def main(cfg: Config) -> None:
-    """Build the model and data in OUTPUT.partial and rename it at the end, so that OUTPUT is never incomplete."""
+    """Build the model and data in OUTPUT.partial. The folder is renamed at the end, so OUTPUT is never incomplete."""
     folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}")
     made_from = {"version": VERSION, **{k: v for k, v in asdict(cfg).items() if k != "output"}}
     stamp = folder / "tiny.json"

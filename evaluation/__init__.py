@@ -1,7 +1,7 @@
-"""Scoring models: held-out rows, named benchmarks, metrics with intervals and figures. The command is `evaluate.py`.
+"""Scoring models on held-out rows and named benchmarks: metrics, intervals and figures. The command is `evaluate.py`.
 
-Imports `training`, and the rooms and modules up to `rollout`. Start reading at `held_out.py`, which samples
-and judges rows and is also used by training. `benchmarks.py` defines the prompt and the scoring of each benchmark,
+Imports `training`, and the rooms and modules up to `rollout`. Start reading at `held_out.py`, which samples and judges
+rows and is also used during training. `benchmarks.py` defines the prompt and the scoring of each benchmark,
 `metrics.py` and `benchmark_metrics.py` summarise predictions, `progress.py` lets an interrupted evaluation resume,
 `figures.py` draws, and `run_flags.py` prints the flags that score a trained run.
 """

@@ -1,7 +1,7 @@
 """The score of each benchmark, its summary, and the comparison of two models row by row.
 
-Predictions are as in `metrics.py`, with `answers` (what was read from each response) and `measures` (additional
-numbers for each response) from `benchmarks.judge_benchmark`.
+`metrics.py` describes the form of a prediction. For benchmarks, `benchmarks.judge_benchmark` adds `answers` (the answer
+read from each response) and `measures` (additional numbers for each response).
 """
 
 import json
@@ -28,7 +28,10 @@ from rewards import MAX_UNSCORED
 
 
 def ratios_of(name: str | None, rows: list[dict]) -> list[WeightedRatio]:
-    """Return the score of benchmark `name`, or of a task (None), as ratios over units (images for MME, else rows)."""
+    """Return the score of benchmark `name`, or of a task if `name` is None, as ratios.
+
+    The units of the ratios are images for MME, and rows otherwise.
+    """
     if name == "mme":
         return mme_ratios(rows)
     accuracies = [mean(row["exact"]) for row in rows]
@@ -45,10 +48,10 @@ def by_category(accuracies: Sequence[float], categories: Sequence[object]) -> li
 
 
 def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
-    """Return the MME score (arXiv:2306.13394), two ratios per category.
+    """Return the MME score (arXiv:2306.13394) as two ratios per category.
 
     A category's score is 100 · the fraction of questions answered correctly + 100 · the fraction of images with both
-    questions answered correctly. Perception sums ten categories, cognition four.
+    questions answered correctly. The perception score sums ten categories, and the cognition score sums four.
     """
     images: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
@@ -63,7 +66,7 @@ def mme_ratios(rows: list[dict]) -> list[WeightedRatio]:
 
 
 def subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the scores of each level, category and so on: {column: {value: {n, score}}}."""
+    """Return the score of each subset, such as a level or a category: {column: {value: {n, score}}}."""
     scores: dict[str, dict[str, dict[str, float]]] = {}
     for column in BENCHMARKS[name].subset_columns:
         subsets: dict[str, list[dict]] = {}
@@ -92,8 +95,8 @@ def subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, 
 def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
     """Return the scores of benchmark `name`; docs/evaluation.md defines them.
 
-    `scoring` names the server or the rule that judged the responses. Raises UserError when more than a tenth of the
-    responses have no reply from that server.
+    `scoring` names the server or the rule that judged the responses. Raises UserError when the server gave no reply for
+    more than a tenth of the responses.
     """
     answers = [answer for row in rows for answer in row["answers"]]
     no_reply = mean([measures.get("no_verdict", 0.0) for row in rows for measures in row["measures"]])
@@ -151,7 +154,7 @@ def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
 
 
 def title(scores: dict) -> str:
-    """Return the name of the benchmark or task, with a note if a benchmark was scored by rule, not by a server."""
+    """Return the name of the benchmark or task, with a note if rules replaced the server in scoring the benchmark."""
     name = scores.get("benchmark") or scores.get("task", "")
     return f"{name} ({RULE_SCORED})" if scores.get("scoring") == RULE_SCORED else name
 

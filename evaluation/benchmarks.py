@@ -1,4 +1,4 @@
-"""Named benchmarks: the prompt of a row, the answer read from a response, and when that answer is correct.
+"""Named benchmarks: the prompt for a row, how an answer is read from a response, and when the answer is correct.
 
     name           columns                                              scored by
     aime24         problem, answer                                      integer equality
@@ -12,8 +12,8 @@
                    answer, question_type, answer_type
     mathverse      question, image, answer, question_type, query_wo     letter or math-verify, then a judge on a server
 
-Before a benchmark reads a response, its think block is removed and its answer block is unwrapped. An empty or
-unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
+Before a benchmark reads a response, the response's think block is removed and its answer block is unwrapped. An empty
+or unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class Benchmark:
 
 
 def judge_math(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare with math-verify, as the math reward does."""
+    """Compare the answers with math-verify, as the math reward does."""
     answers, gold = math_answers(text), str(row["answer"]).replace("°", "^\\circ")
     if short_answer(text)[0] == str(row["answer"]).strip():
         return Judgement(short_answer(text)[0], True)
@@ -98,7 +98,7 @@ def judge_math(text: str, row: Row, _: Verifier | None) -> Judgement:
 
 
 def judge_integer(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare as integers: "025" equals 25."""
+    """Compare the answers as integers: "025" equals 25."""
     number = whole_number(text)
     correct = number is not None and number == whole_number(str(row["answer"]))
     return Judgement(None if number is None else str(number), correct)
@@ -149,13 +149,13 @@ def lettered(choices: list[str]) -> str:
 
 
 def is_closed(row: Row) -> bool:
-    """Return whether a VQA-RAD question is closed: as its `answer_type` says, else if the answer is yes or no."""
+    """Return whether a VQA-RAD question is closed, from its `answer_type` or, without one, from a yes or no answer."""
     kind = str(row.get("answer_type") or "").strip().upper()
     return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else words(str(row["answer"])) in (["yes"], ["no"])
 
 
 def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare exactly. For open questions, also measure word recall and word F1 against the gold answer."""
+    """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
     answer_words, gold_words = words(text), words(str(row["answer"]))
     completion = f"<think>-</think><answer>{text}</answer>"  # the format that `exact_match` expects
     correct = bool(answer_words) and exact_match("vqa", completion, str(row["answer"]))
@@ -187,7 +187,7 @@ def mathvista_prompt(row: Row) -> str:
 
 
 def choices_of(row: Row) -> list[str]:
-    """Return the choices of a row, an empty list for a free-form question."""
+    """Return the choices of a row, or an empty list for a free-form question."""
     choices = row.get("choices")
     if isinstance(choices, str):  # some tables store the list as text
         try:
@@ -207,7 +207,7 @@ def precision(row: Row) -> int:
 
 def normalise_mathvista(answer: str, row: Row) -> str | None:
     """Return `answer` in the form of the gold answers: the text of a choice, an integer, a number rounded to the row's
-    precision, or text. Returns None when it cannot be converted."""
+    precision, or text. Returns None when the answer cannot be converted."""
     if choices := choices_of(row):
         return _match_choice(answer, choices)
     if row["answer_type"] == "list":
@@ -223,10 +223,10 @@ def normalise_mathvista(answer: str, row: Row) -> str | None:
 
 
 def _match_choice(answer: str, choices: list[str]) -> str | None:
-    """Return the choice that `answer` names: as "(B)", by its exact text, as a letter in another form, or as the only
-    choice whose text the answer contains.
+    """Return the choice that `answer` names, or None. The first of these forms that matches decides: "(B)"; the exact
+    text of a choice; a letter in another form; an answer that contains the text of exactly one choice.
 
-    MathVista's official scorer picks the choice nearest in edit distance; this one requires an exact mention.
+    MathVista's official scorer picks the choice nearest in edit distance; this function requires an exact mention.
     """
 
     def bare(text: str) -> str:
@@ -245,7 +245,7 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
 
 
 def judge_mathvista(text: str, row: Row, extractor: Verifier | None) -> Judgement:
-    """Extract the answer from the text, by server or by rule, and compare it with the gold answer in the same form."""
+    """Extract the answer from the text, by server or by rule, convert it to the gold answer's form, and compare."""
     answer = short_answer(text)[0]
     if extractor and text:
         answer = extractor.extract(str(row["question"]), text)
@@ -257,7 +257,7 @@ def judge_mathvista(text: str, row: Row, extractor: Verifier | None) -> Judgemen
 
 
 def judge_mathverse(text: str, row: Row, judge: Verifier | None) -> Judgement:
-    """Compare the letter, or the formula with math-verify. If they differ, the judge decides, if there is one."""
+    """Compare letters, or compare formulas with math-verify. If this finds a difference, the judge (if any) decides."""
     judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
     by_rule = judge_by_rule(text, row, None)
     if by_rule.correct or judge is None or not text:
@@ -441,7 +441,7 @@ def check_pairs(samples: list[Sample]) -> None:
 
 
 def drop_images(row: Row) -> Row:
-    """Return the columns of a row that JSON can hold: all but the images."""
+    """Return all columns of a row except images, which JSON cannot hold."""
 
     def has_image(value: Any) -> bool:
         return isinstance(value, Cell | bytes) or (isinstance(value, list) and any(map(has_image, value)))
@@ -450,7 +450,7 @@ def drop_images(row: Row) -> Row:
 
 
 def subset_value(row: Row, column: str) -> str | None:
-    """Return the row's value in a column of `Benchmark.subset_columns`, which may be nested in `metadata`."""
+    """Return the row's value in a column of `Benchmark.subset_columns`. The column may be nested in `metadata`."""
     if column == "answer_type" and "question" in row and "answer_type" not in row and "choices" not in row:
         return "closed" if is_closed(row) else "open"
     value = row.get(column)
@@ -467,7 +467,7 @@ def judge_benchmark(
 ) -> list[dict]:
     """Return the predictions: each row with its output and the `answers`, `exact` and `measures` of its responses.
 
-    Each process judges a shard of the rows; the result is the same on every process.
+    Each process judges a shard of the rows, but the result is the same on every process.
     """
     judge = BENCHMARKS[name].judge
     local_rows = distributed.shard([(sample, output["responses"]) for sample, output in zip(samples, outputs)])

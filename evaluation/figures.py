@@ -11,7 +11,7 @@ from common.records import TAG, Sample
 from evaluation.benchmark_metrics import pairs, title
 from inputs.images import decode_image
 
-MAX_ROWS = 100  # rows on the page under each heading
+MAX_ROWS = 100  # maximum number of rows under each heading of the page
 MAX_BARS = 30
 
 
@@ -24,7 +24,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     bars = [("all", total, None)]  # label, column, value of the column
     for column, subsets in scores.get("parts", {}).items():
         bars += [(f"{column} {name} ({subset['n']})", column, name) for name, subset in subsets.items()]
-    if is_mme:  # the total and the kinds are sums on a different scale from the categories; the title shows the kinds
+    if is_mme:  # the total and the kinds are on a larger scale than the categories; the title shows the kinds
         bars = [bar for bar in bars if bar[1] == "category"]
     bars = bars[:MAX_BARS]
     positions = np.arange(len(bars))[::-1]
@@ -72,8 +72,8 @@ def write_differences(
 ) -> tuple[int, int]:
     """Write completions.html: the rows that were right and became wrong, then those that were wrong and became right.
 
-    A row counts as right when at least half of its completions are right. `samples` maps sources to the rows whose
-    images are known. Returns the number of rows of each kind.
+    A row counts as right when at least half of its completions are right. `samples` holds the rows whose images are
+    known, by source. Returns the number of rows of each kind.
     """
     lost, won = [], []
     for old, new in pairs(name, before, after):

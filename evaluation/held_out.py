@@ -1,6 +1,6 @@
-"""Sample and judge held-out rows: during training (`score_policy`) and for evaluate.py (`sample_rows`, `judge_task`).
+"""Sample and judge held-out rows, during training (`score_policy`) or for evaluate.py (`sample_rows`, `judge_task`).
 
-Every process samples its share of the rows and then receives the results of all rows, so every function is collective.
+Each process samples its share of the rows and then receives the results of all rows. Every function is a collective.
 """
 
 import math
@@ -19,7 +19,7 @@ from rewards import Scorer, exact_match
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
-CHUNK = 256  # rows encoded and sampled at a time, to limit the memory for their images
+CHUNK = 256  # number of rows encoded and sampled at a time; limits the memory for their images
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -38,14 +38,14 @@ def sample_rows(
 ) -> list[dict]:
     """Sample `n` responses to every row.
 
-    Returns {responses, lengths, truncated, pictures} of each row, in order and on every process; `pictures` is a digest
-    of the row's images. Rows in `progress` are not sampled again, and new rows are added to it. Raises UserError, on
-    every process, when the images of a row can no longer be read.
+    Returns {responses, lengths, truncated, pictures} for each row, in order and on every process; `pictures` is a
+    digest of the row's images. Rows that are already in `progress` are not sampled again, and new rows are added to
+    `progress`. Raises UserError on every process when the images of a row can no longer be read.
     """
     done = progress.done if progress else {}
     pending = [index for index in range(len(samples)) if index not in done]
     local_indices, local_outputs = distributed.shard(pending), []
-    # Processes that share an engine sample together, so each takes part in as many chunks as the busiest one.
+    # Processes that share an engine sample together, so each takes part in as many chunks as the busiest process.
     max_rows = int(distributed.all_max(torch.tensor(len(local_indices))))
     for start in console.progress(range(0, max_rows, CHUNK), "evaluating", unit="chunk", leave=False):
         indices = local_indices[start : start + CHUNK]
@@ -108,8 +108,8 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
 def evaluate(
     engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
 ) -> tuple[dict[str, Any], list[dict]]:
-    """Sample one greedy completion per row with the engine's current weights. Return the scores and the predictions,
-    which are the same on every process."""
+    """Sample one greedy completion per row with the engine's current weights. Return the scores and the predictions;
+    both are the same on every process."""
     predictions = judge_task(scorer, samples, sample_rows(engine, processor, samples, max_tokens))
     return summarise(predictions, scorer.task), predictions
 
@@ -117,7 +117,7 @@ def evaluate(
 def score_policy(
     policy: Policy, engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
 ) -> dict[str, float]:
-    """Score the policy that is being trained, with one greedy completion per row. Return the metrics named eval/…"""
+    """Score the policy during training, with one greedy completion per row. Return the metrics named eval/…"""
     engine.wake_up()
     engine.sync_weights(policy)
     scores, _ = evaluate(engine, processor, samples, scorer, max_tokens)

@@ -1,7 +1,7 @@
 """Scores of predictions with bootstrap intervals, and the summary of a task.
 
-A prediction is a dict with the row's columns, its `responses`, whether each is correct (`exact`) and, if known,
-their `lengths` in tokens and `truncated`.
+A prediction is a dict with the row's columns, its `responses`, and whether each response is correct (`exact`). If
+known, it also holds each response's length in tokens (`lengths`) and whether it was cut off (`truncated`).
 
 Every score is a weighted sum of ratios, Σ weight · (Σ num / Σ den). The inner sums run over units: rows, or images for
 MME. A plain mean is one ratio, a mean over categories has one ratio per category, and MME has two per category. One
@@ -24,7 +24,7 @@ RESAMPLES = 2000
 
 @dataclass
 class WeightedRatio:
-    """One term of a score: `weight` times the sum of `num` over the sum of `den`, both (U,)."""
+    """One term of a score: `weight` · Σ `num` / Σ `den`, where `num` and `den` have the shape (U,)."""
 
     weight: float
     num: np.ndarray
@@ -32,9 +32,10 @@ class WeightedRatio:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n completions include a correct one when c are correct: 1 − C(n−c, k) / C(n, k).
+    """Return the probability that k completions drawn from n include a correct one, if c of the n are correct.
 
-    Chen et al. 2021, arXiv:2107.03374, eq. 1. Raises ValueError for an impossible n, c or k.
+    This is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ValueError for an impossible n,
+    c or k.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
@@ -47,7 +48,7 @@ def score(ratios: list[WeightedRatio]) -> float:
 
 
 def bootstrap(ratios: list[WeightedRatio], seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return (resamples,) scores, each computed from U units drawn with replacement.
+    """Return bootstrap scores (resamples,), each computed from U units drawn with replacement.
 
     The same seed draws the same units, so the scores of two models on the same rows can be subtracted.
     """
@@ -82,8 +83,8 @@ def bootstrap_interval(per_row: Sequence[float], seed: int = 0) -> tuple[float, 
 def summarise(predictions: list[dict], task: str) -> dict:
     """Return the scores of a task; evaluate.py's docstring defines them.
 
-    Completions without a verdict are left out of every score but `no_verdict`. Raises UserError when more than a tenth
-    of the completions have no verdict.
+    Completions without a verdict count only in `no_verdict`; the other scores leave them out. Raises UserError when
+    more than a tenth of the completions have no verdict.
     """
     completions = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
     no_verdict = mean([reward is None for _, reward in completions])
@@ -117,7 +118,7 @@ def max_completions(rows: list[dict]) -> int:
 def pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[str, float]:
     """Return pass@k for k = 1, 2, 4, … and for the largest k for which every row has k completions.
 
-    Each is a mean over the entries of `exact_by_row` with at least k verdicts.
+    Each value is a mean over the entries of `exact_by_row` that have at least k verdicts.
     """
     max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))
     ks = sorted({max_k, *(2**i for i in range(max_k.bit_length()) if 2**i <= max_k)})
@@ -128,7 +129,10 @@ def pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[s
 
 
 def length_scores(rows: list[dict]) -> dict[str, float]:
-    """Return the mean length of the responses in characters and, if known, in tokens, and the truncated fraction."""
+    """Return the mean length of the responses in characters.
+
+    If known, also return their mean length in tokens and the fraction that was cut off.
+    """
     scores = {"mean_characters": mean([len(response) for row in rows for response in row["responses"]])}
     for name, column in (("mean_length", "lengths"), ("truncated", "truncated")):
         values = [value for row in rows for value in row.get(column) or []]

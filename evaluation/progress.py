@@ -1,7 +1,8 @@
 """Progress files of an evaluation, which let the same command resume after an interruption.
 
-Each process appends its outputs to `predictions.part-RANK` in the output folder: a first line with the settings, then
-one row per line with its index as `place`. The files are deleted once the results are written.
+Each process appends its outputs to `predictions.part-RANK` in the output folder. The first line of the file holds the
+settings. Every other line holds the output for one row, with the row's index as `place`. The files are deleted once the
+results are written.
 """
 
 import json
@@ -38,7 +39,7 @@ class EvalProgress:
                 )
             rows = [{"place": index} | row for index, row in self.done.items()]
             lines = "".join(json.dumps(row) + "\n" for row in [settings, *rows])
-            # The merged file is complete before the old ones are deleted, so a kill here loses nothing.
+            # The merged file is complete before the old files are deleted, so a kill at this point loses nothing.
             (folder / "predictions.partial").write_text(lines, encoding="utf-8")
             (folder / "predictions.partial").rename(main_path)
             for path in paths:
@@ -52,7 +53,7 @@ class EvalProgress:
             self.path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
 
     def add(self, indices: list[int], outputs: list[dict]) -> None:
-        """Append the outputs of the rows with these indices."""
+        """Append the outputs for the rows with these indices."""
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"place": index} | output) + "\n" for index, output in zip(indices, outputs))
 

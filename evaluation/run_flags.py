@@ -1,4 +1,4 @@
-"""Print the flags with which evaluate.py scores a trained run, one per line. `./run.sh eval RUN` calls this module.
+"""Print, one per line, the flags with which evaluate.py scores a trained run. `./run.sh eval RUN` calls this module.
 
     python -m evaluation.run_flags runs/vqa '' --benchmark mmstar
 
@@ -18,8 +18,8 @@ COMMON_FLAGS += ("verifier_url", "verifier_model", "skip_bad_rows")
 def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, Any]:
     """Return the flags that score the trained model in `run` against its base model.
 
-    Without a `benchmark` the rows are `test_data` or, when that is empty, the run's own held-out rows. Exits with a
-    one-line error when `run` holds no trained model or when no rows to score on are known.
+    Without a `benchmark`, the rows are `test_data` or, if that is empty, the run's own held-out rows. Exits with a
+    one-line error if `run` holds no trained model or if there are no rows to score on.
     """
     if not (run / "final").is_dir():
         sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")

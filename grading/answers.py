@@ -1,8 +1,8 @@
 """Extract answers from text: format blocks, counts, words, boxed answers, choice letters and numbers.
 
-The rewards use the strict functions in the first half. The benchmarks use the lenient ones under "benchmark answers",
-which accept the many forms in which models state an answer. Completions are untrusted: no text may make these
-functions raise or run for seconds.
+The rewards use the strict functions in the first half of this file. The benchmarks use the lenient functions under
+"benchmark answers", which accept the many forms in which models state an answer. Completions are untrusted: no text
+may make these functions raise an error or run for seconds.
 """
 
 import re
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{
 
 
 def answer_blocks(text: str) -> list[str]:
-    """Return the bodies of all `<answer>…</answer>` blocks, in one pass even if many tags are never closed."""
+    """Return the bodies of all `<answer>…</answer>` blocks. This takes one pass, even if many tags are never closed."""
     bodies, position = [], 0
     while (start := text.find("<answer>", position)) >= 0 and (end := text.find("</answer>", start)) >= 0:
         bodies.append(text[start + len("<answer>") : end])
@@ -40,10 +40,10 @@ def answer_blocks(text: str) -> list[str]:
 
 
 def first_count(text: str) -> int | None:
-    """Return the first whole number in the first `<answer>` block, or in the text if there is no block; else None.
+    """Return the first whole number in the first `<answer>` block, or in the whole text if there is no block.
 
-    "1,234" is one number. "3.7", "x3" and "3D" are not whole numbers. Digits next to CJK characters and full-width
-    digits count. Only the first 18 digits are read.
+    Returns None if there is no whole number. "1,234" is one number. "3.7", "x3" and "3D" are not whole numbers.
+    Full-width digits and digits next to CJK characters are accepted. Only the first 18 digits are read.
     """
     text = next(iter(answer_blocks(text)), text)
     text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
@@ -116,7 +116,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def balanced(text: str) -> bool:
-    """Whether all braces are balanced; escaped braces (`\\{`, `\\}`) do not count."""
+    """Return whether all braces are balanced; escaped braces (`\\{`, `\\}`) do not count."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", text, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -126,7 +126,7 @@ def balanced(text: str) -> bool:
 
 
 def without_thinking(text: str) -> str:
-    """Replace each `<think>…</think>` block with a space, in one pass even if there are many tags."""
+    """Replace each `<think>…</think>` block with a space. This takes one pass, even if there are many tags."""
     kept, position = [], 0
     while (start := text.find("<think>", position)) >= 0 and (end := text.find("</think>", start)) >= 0:
         kept.append(text[position:start])
@@ -167,9 +167,9 @@ def short_answer(text: str) -> tuple[str, bool]:
 def math_answers(text: str) -> list[str]:
     """Return the expressions that may be the answer, most likely first.
 
-    A boxed answer or a short answer is returned unchanged. From a sentence, a formula or a number is extracted: the
-    first one if the answer was marked explicitly, else the last. Prose itself is never returned, because math-verify
-    would find an answer in any text and takes seconds on a page of text.
+    A boxed answer or a short answer is returned unchanged. If the answer is a sentence, one formula or number in it is
+    returned: the first if the answer was marked explicitly, else the last. Prose itself is never returned, because
+    math-verify would find an answer in any text, and it takes seconds for a page of text.
     """
     answer, explicit = short_answer(text)
     if last_boxed(text) is not None:
@@ -189,7 +189,7 @@ def math_answers(text: str) -> list[str]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the whole number that an answer gives; None if it gives no number or its number is not whole.
+    """Return the whole number that an answer gives, or None if there is no number or the number is not whole.
 
     The number is the first in an explicitly marked answer ("the answer is …"), and the last in any other text.
     """

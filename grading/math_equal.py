@@ -12,14 +12,14 @@ from math_verify import parse, verify
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
-# math-verify ignores one side of each of these symbols.
+# math-verify ignores the text on one side of each of these symbols.
 SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "≠", "¬", "_")
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 UNIT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([A-Za-z.]+)\s*\}\s*$")  # math-verify ignores units
 
 
 def math_equal(candidate: str, gold: str) -> bool:
-    """Whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
+    """Return whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
     Both answers are wrapped in a box; otherwise `12 \\sqrt{3}` would be parsed as 3. Answers in words are compared as
     words: math-verify reads a word as a product of letters, so "silent" would equal "listen".
@@ -51,7 +51,7 @@ def _plain_words(text: str) -> str:
 
 
 def _is_words(gold: str) -> bool:
-    """Whether the gold answer is prose: "Pythagorean theorem", but not "ab", `\\sin x` or "45 degrees"."""
+    """Return whether the gold answer is prose: "Pythagorean theorem" is, "ab", `\\sin x` and "45 degrees" are not."""
     text = _plain_words(gold)
     return text in ("no", "on", "up") or bool(re.fullmatch(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*", text))
 

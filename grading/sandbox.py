@@ -1,11 +1,12 @@
 """Run functions in separate processes with a time limit for each call.
 
-math-verify and user-defined rewards can run forever on an unusual completion, and a malicious upload to the service can
-hang its checks. Here a call that takes too long is killed, and the next call starts at once.
+math-verify and user-defined rewards can run forever on an unusual completion, and a malicious upload can hang the
+service's checks. A call that takes too long is therefore killed, and the next call starts at once.
 
 `WorkerPool` starts each worker with `python -P -m grading.sandbox`. A worker is a small Python process that loads the
 functions once and forks a child that makes the calls. Killing and replacing that child takes a few milliseconds.
-Workers do not import the training script, as `multiprocessing` would, and they exit with the process that started them.
+Unlike the processes of `multiprocessing`, workers do not import the training script. They exit when the process that
+started them exits.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may
 
 
 class WorkerPool:
-    """A pool of `count` processes that call the functions in `names`, each written "file.py:function"."""
+    """A pool of `count` processes that call the functions in `names`. A name has the form "file.py:function"."""
 
     def __init__(self, count: int, names: list[str]):
         self.names = names
@@ -48,7 +49,7 @@ class WorkerPool:
         return process, parent_end
 
     def call(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        """Return the result of function `name` with `arguments`; safe to call from many threads.
+        """Call function `name` with `arguments` and return its result. Many threads may call this at the same time.
 
         The time limit `seconds` starts when a worker is idle. Raises CallFailed if the function raised, CallLost if it
         took too long or its process died, and WorkerLost if the worker itself died twice.
@@ -128,7 +129,7 @@ def _serve(pipe: connection.Connection, names: list[str]) -> None:
 
 
 def _wait_for_answer(child: tuple[int, connection.Connection], seconds: float, cpu_before: float) -> str:
-    """Wait until the child has an answer and return "", or return the reason why the call must be killed.
+    """Wait until the child has an answer. Return "", or the reason why the call must be killed.
 
     The limit is `seconds` of wall time. On a busy machine, a call that has not yet used that much CPU time and is still
     waiting for a core gets up to BUSY_FACTOR times the limit. `cpu_before` is the child's CPU time before the call.

@@ -64,7 +64,7 @@ def parse_verdict(reply: str) -> bool | None:
     """Parse a verifier's reply: True for correct, False for incorrect, None if it is not a verdict.
 
     Thinking, brackets, bold type, a "Judgement:" label and punctuation are removed. The rest must be exactly the word
-    "correct" or "incorrect", in any case. Guards against replies such as "Incorrect. Not Correct", which contain both.
+    "correct" or "incorrect", in any case. This rejects replies such as "Incorrect. Not Correct", which contain both.
     """
     text = without_thinking(reply).rpartition("</think>")[2]  # some chat templates put `<think>` in the prompt
     text = re.sub(rf"^{WRAPPING}(?:final\s+)?judge?ment{WRAPPING}:", " ", text, flags=re.IGNORECASE)
@@ -120,7 +120,7 @@ class ReplyCache:
 
 
 class Verifier:
-    """Client for the verifier at `url`; safe to call from many threads.
+    """Client for the verifier at `url`. Many threads may call it at the same time.
 
     `model` defaults to the server's only model, which `check` looks up. `cache` is the file that stores the replies.
     """
@@ -133,7 +133,7 @@ class Verifier:
         self.openai, self.flags = openai, flags or VerifierFlags()
         self.url, self.model = parse_url(url), model
         self.last_error = ""
-        self.failures = 0  # requests since the last successful one, including those in flight
+        self.failures = 0  # requests since the last successful request, including requests in flight
         self.reply_cache = ReplyCache(cache) if cache else None
         self.tasks: dict[str, asyncio.Task[str | None]] = {}  # by request; used only in the event loop's thread
         self.loop = asyncio.new_event_loop()
@@ -150,7 +150,7 @@ class Verifier:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
-        """Whether the candidate is correct. Returns None if there is no verdict, with the reason in `last_error`."""
+        """Return whether the candidate is correct, or None if there is no verdict; `last_error` then has the reason."""
         reply = self._run(
             self._reply(judge_messages(question, gold, candidate), lambda text: parse_verdict(text) is not None)
         )
@@ -160,7 +160,7 @@ class Verifier:
         return verdict
 
     def extract(self, question: str, response: str) -> str | None:
-        """Return the final answer in a response: "" if it has none, None if the server does not reply."""
+        """Return the final answer in a response, "" if the response has none, or None if the server does not reply."""
         reply = self._run(self._reply(extraction_messages(question, response)))
         text = None if reply is None else without_thinking(reply).rpartition("</think>")[2].strip(" \t\r\n«».`*\"'")
         return "" if text is not None and text.lower() == "none" else text
@@ -169,7 +169,10 @@ class Verifier:
         return hashlib.sha256(json.dumps([self.model, messages]).encode()).hexdigest()
 
     async def _reply(self, messages: list[dict[str, str]], cacheable: Callable[[str], bool] = bool) -> str | None:
-        """Return the reply to `messages`, from the cache if possible. Only `cacheable` replies are written to it."""
+        """Return the reply to `messages`, from the cache if possible.
+
+        A new reply is written to the cache only if `cacheable` returns true for it.
+        """
         key = self._key(messages)
         if self.reply_cache:
             cached = self.reply_cache.get(key)
@@ -208,11 +211,11 @@ class Verifier:
             return reply
 
     def reset_failures(self) -> None:
-        """Try the server again even if it was down. Called before each round of rewards."""
+        """Allow new requests even if the server was down. This is called before each round of rewards."""
         self.failures = 0
 
     def check(self) -> str:
-        """Ask a trial question before any model is loaded. Return the reply. Raises UserError if the request fails."""
+        """Ask a trial question before any model is loaded, and return the reply. Raises UserError if this fails."""
         try:
             model_key = f"the only model of {self.url}"
             if self.model is None and self.reply_cache:

@@ -1,4 +1,4 @@
-"""Check, decode and resize images. Each image is resized once, here; no later processor resizes it again.
+"""Check, decode and resize images. Each image is resized only once, in this module; no later processor resizes it.
 
 `check_image` checks an image when its row is loaded, and `fit_image` decodes it when the row is used. This way, twenty
 thousand rows are checked in seconds, and no image stays in memory.
@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.records import ImageSource
 
-# Errors that decoders and archives raise for unreadable data.
+# Errors that image decoders and archive readers raise for unreadable data.
 UNREADABLE = (
     OSError,
     SyntaxError,
@@ -35,7 +35,7 @@ def decode_image(source: ImageSource) -> Image.Image:
     """Decode `source` as upright 8-bit RGB.
 
     The EXIF orientation is applied, and transparent pixels are blended with white. 16-bit and float scans are rescaled
-    so that their darkest value becomes 0 and their brightest 255; clipping them to 8 bits would turn them white.
+    so that the darkest value becomes 0 and the brightest becomes 255; clipping them to 8 bits would turn them white.
     Raises ValueError when the image is damaged or incomplete, and FileNotFoundError when the file does not exist.
     """
     with _readable():
@@ -54,7 +54,7 @@ def decode_image(source: ImageSource) -> Image.Image:
 
 
 def check_image(source: ImageSource) -> tuple[int, int]:
-    """Check that an image is intact and return its upright (height, width). Raises the errors of `decode_image`.
+    """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
     This is faster than full decoding. For PNG, the checksums are verified. JPEG is decoded at an eighth of its size,
     which still reads every byte. Other formats are decoded in full.
@@ -74,7 +74,7 @@ def check_image(source: ImageSource) -> tuple[int, int]:
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
-    """Reduce `source` to a path, encoded bytes or an image. Table cells and files in a ZIP are read.
+    """Convert `source` to a path, encoded bytes or an image. Table cells and files in a ZIP are read.
 
     Raises ValueError when `source` has neither bytes nor a path, or cannot be read from its ZIP.
     """
@@ -115,8 +115,8 @@ def fitted_size(
 
     Both are multiples of `factor`. Height · width is within the pixel limits, and the aspect ratio is approximately
     kept. `max_side` limits the longer side; 0 means no limit. The result is the size that Qwen2-VL's own resizing
-    chooses, if that size is within the limits. Raises ValueError when one side is more than 200 times the other, which
-    the models reject.
+    chooses, if that size is within the limits. Raises ValueError when one side is more than 200 times the other,
+    because the models reject such images.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"the image is {width}x{height}: one side is more than 200 times the other")
@@ -142,7 +142,10 @@ def fitted_size(
 def fit_image(
     source: ImageSource, min_pixels: int, max_pixels: int, factor: int = 28, max_side: int = 0
 ) -> Image.Image:
-    """Decode `source` and resize it to its `fitted_size` (bicubic). Raises the errors of both functions."""
+    """Decode `source` and resize the image to its `fitted_size` with bicubic interpolation.
+
+    Raises the same errors as `decode_image` and `fitted_size`.
+    """
     image = decode_image(source)
     h, w = fitted_size(image.height, image.width, min_pixels, max_pixels, factor, max_side)
     return image if image.size == (w, h) else image.resize((w, h), Image.Resampling.BICUBIC)

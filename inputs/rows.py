@@ -35,12 +35,12 @@ from common.records import TAG, Folder, ImageSource, Sample
 from config import Columns
 from inputs.images import UNREADABLE, decode_image, read_source
 
-if TYPE_CHECKING:  # the import takes a second and most runs read text files, so `open_table` imports it
+if TYPE_CHECKING:  # imported only in `open_table`: the import takes a second, and most runs read text files
     import datasets
 
 
 MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
-MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP, because images are decoded from memory
+MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited because images are decoded from memory
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
@@ -187,7 +187,7 @@ def _parse_row(row: dict, source: str, columns: Columns) -> Sample:
 
 
 def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | None:
-    """Return the name of a column: the user's choice, or the first default that is not empty.
+    """Return the name of a column: the user's choice or, if none was made, the first default that is not empty.
 
     Raises RowError when the row does not have the chosen column.
     """
@@ -199,7 +199,8 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
 def _answer(row: dict, columns: Columns) -> object:
     """Return the gold answer.
 
-    veRL keeps it in `reward_model` as `ground_truth`. Skywork-OR1 writes a list of answers as text; the first is used.
+    veRL keeps the answer in `reward_model` as `ground_truth`. Skywork-OR1 writes a list of answers as text; the first
+    answer is used.
     """
     reward_model = row.get("reward_model")
     if columns.answer is None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
@@ -215,8 +216,8 @@ def _answer(row: dict, columns: Columns) -> object:
             items = ast.literal_eval(answer.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return answer
-        # `[1, 2]` is an interval and `["1"]` a list of answers, so a list is unwrapped only if it has one item or only
-        # text.
+        # `[1, 2]` is an interval and `["1"]` is a list of answers, so a list is unwrapped only if it has a single item
+        # or all of its items are text.
         if isinstance(items, list) and items and (len(items) == 1 or all(isinstance(item, str) for item in items)):
             return items[0]
     return answer
@@ -312,10 +313,10 @@ def resolve_image(image: object, folder: Callable[[str], Folder]) -> ImageSource
 
 
 def add_image_tags(sample: Sample) -> Sample:
-    """Put an image tag for each image before a prompt that has images but no tags.
+    """If a prompt has images but no image tags, put one tag per image before the prompt.
 
-    Raises RowError if the number of tags otherwise differs from the number of images, or if a column is named
-    'completion'.
+    Otherwise, the number of tags must be the number of images. Raises RowError if the numbers differ, or if a column is
+    named 'completion'.
     """
     if "completion" in sample.fields:
         raise RowError(
@@ -400,7 +401,7 @@ class Cell:
     index: int | None
     """Index in the cell's list of images; None if the cell holds a single image."""
     folder: pathlib.Path
-    """Folder that a relative path in the cell starts from."""
+    """Folder that a relative path in the cell is resolved against."""
 
     def read(self) -> dict:
         """Read the image's encoded bytes or its path."""
@@ -416,10 +417,11 @@ class Cell:
 
 
 def open_table(name: str | pathlib.Path, split: str | None, default_split: str = "train") -> "datasets.Dataset":
-    """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub, in Arrow format.
+    """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub.
 
-    When `split` is None and there are several splits, `default_split` is opened. Raises UserError when the data cannot
-    be read or does not have the requested split; the message then names the available splits.
+    The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
+    opened. Raises UserError when the data cannot be read or the requested split does not exist. In the latter case, the
+    message names the available splits.
     """
     import datasets
 
@@ -503,10 +505,10 @@ def _holds_images(arrow_type: Any) -> bool:
 
 
 def open_zip(path: pathlib.Path) -> zipfile.Path:
-    """Return the folder inside a ZIP that holds main.csv: the root or one level below. The ZIP is never unpacked.
+    """Find main.csv in the root of a ZIP or one level below, and return its folder. The ZIP is never unpacked.
 
     Raises UserError when the file is not a ZIP, is encrypted, does not have exactly one main.csv, contains links or
-    paths that point outside the ZIP, or exceeds `MAX_UNPACKED_BYTES` (in all) or `MAX_FILE_BYTES` (one file).
+    paths that point outside the ZIP, exceeds `MAX_UNPACKED_BYTES` in total, or has a file above `MAX_FILE_BYTES`.
     """
     try:
         archive = zipfile.ZipFile(path)
@@ -585,8 +587,8 @@ def _csv_rows(path: Folder) -> Iterator[list[str]]:
 def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
     """Convert `sample` to row `number` of the EasyR1 file `output`.
 
-    Images that are not files on disk are saved as PNG in the folder STEM_images next to `output`. The path of an
-    image inside the output's folder is written relative to that folder, any other path as an absolute path.
+    Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. The
+    path of an image inside the output's folder is written relative to that folder; other paths are absolute.
     """
     images = []
     for index, source in enumerate(sample.images):

@@ -15,7 +15,7 @@ from policy.sharding import unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
-    """Pack `groups` into micro-batches of at most `budget` tokens, and iterate over them on the policy's device.
+    """Pack `groups` into micro-batches of at most `budget` tokens, and yield them on the policy's device.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds blank ones, whose tokens have weight zero.
@@ -35,8 +35,8 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     device = next(policy.parameters()).device
     for batch in batches:
         batch.flop = train_flop(policy, batch)
-    # Gradients are summed over the copies of the weights only once, with the last micro-batch. If the vision tower is
-    # trained, they are summed with every micro-batch instead, because the last one may not run the tower.
+    # Gradients are summed over the copies of the weights only once, after the last micro-batch. If the vision tower is
+    # trained, gradients are summed after every micro-batch instead, because the last micro-batch may not run the tower.
     reduce_always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
 
     def prepare(batch: PackedBatch) -> PackedBatch:
@@ -62,8 +62,8 @@ def vision_cost_per_patch(policy: Policy) -> float:
 def train_flop(policy: Policy, batch: PackedBatch) -> float:
     """Return the number of floating-point operations in a forward and backward pass of the language model.
 
-    Computing the gradients of the activations costs as much as the forward pass. Computing the gradients of the weights
-    costs the same, multiplied by the fraction of weights that are trained.
+    The gradients of the activations cost as much as the forward pass. The gradients of the weights cost as much as the
+    forward pass times the fraction of the weights that are trained.
     """
     counts = {False: 0, True: 0}
     for parameter in language_model(policy.model).parameters():
@@ -74,8 +74,8 @@ def train_flop(policy: Policy, batch: PackedBatch) -> float:
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     """Return the number of floating-point operations in a forward pass of the language model.
 
-    Each weight takes two operations per token. In each layer, each pair of a query and a key that it attends to takes
-    four operations per hidden unit.
+    Each weight takes two operations per token. In each layer, attention takes four operations per hidden unit for each
+    pair of a query and a key that the query attends to.
     """
     model = language_model(policy.model)
     config = model.config
@@ -91,6 +91,6 @@ def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature:
     """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
     with unsharded(policy):
         results = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
-    for rollouts, logp in results:  # copied to the host only here, so that no micro-batch waits for the previous one
+    for rollouts, logp in results:  # copy to the host only here, so that no micro-batch waits for the previous one
         for rollout, rollout_logp in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
             setattr(rollout, name, rollout_logp)

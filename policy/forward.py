@@ -20,8 +20,8 @@ LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) flo
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
-    `compiled`: use torch.compile to fuse the small operations around the matrix products of each decoder layer, and
-    those that compute the log-probabilities. Attention remains a separate call.
+    `compiled`: use torch.compile to fuse the small operations around each decoder layer's matrix products, and the
+    operations that compute the log-probabilities. Attention remains a separate call.
 
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
@@ -40,18 +40,19 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     if _restore_completion_ids not in embedding._forward_pre_hooks.values():
         embedding.register_forward_pre_hook(_restore_completion_ids)
         keep_residual_in_float32(language_model(model))
-    # Inductor's online softmax is slower: 1.7 ms for 512 rows of 152k logits (docs/log.md).
+    # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 rows of 152k logits (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     for layer in language_model(model).layers if compiled else []:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # not the module: FSDP's hooks must stay outside
+        # Compile the forward method, not the module, because FSDP's hooks must stay outside.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def keep_residual_in_float32(decoder: nn.Module) -> None:
     """Make a bfloat16 decoder stack accumulate its residual stream in float32; a float32 stack is not affected.
 
-    Rounding after each addition would lose precision, and the rounding would depend on how a compiler fuses the
-    additions: without this function, the same model gave different log-probabilities with and without gradients.
+    Rounding after each addition would lose precision, and the result would depend on how a compiler fuses the
+    additions. Without this function, the same model gave different log-probabilities with and without gradients.
     """
 
     def cast_to_weight_dtype(norm: nn.Module, _: object, out: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ def keep_residual_in_float32(decoder: nn.Module) -> None:
     def round_rotary(_: nn.Module, __: object, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Round cos and sin to the weights' dtype and mark their fixed dimensions as static.
 
-        Float32 would be exact, but samplers round these values too, and rounding them in the same way here causes no
-        difference. If every dimension were dynamic, the compiled rotation would consist mostly of integer divisions.
+        Samplers also round cos and sin. Float32 values would be exact, but they would differ from the samplers' values.
+        If every dimension were dynamic, the compiled rotation would consist mostly of integer divisions.
         """
         cos_sin = tuple(x.to(decoder.norm.weight.dtype) for x in out)  # (1, T, E) each
         for x in cos_sin:
@@ -108,8 +109,8 @@ def language_model(model: nn.Module) -> nn.Module:
 def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every completion token and the entropy of its distribution, (C,) float32 each.
 
-    Both refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The lm_head
-    runs only on completion tokens; see `_TokenLogprobs`.
+    Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
+    lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
     inputs = {"input_ids": batch.input_ids, **batch.vision}
     forward = model.model
@@ -147,8 +148,8 @@ def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the logits (rows, V): `hidden` (rows, D) times the lm_head's `weight` (V, D), summed and kept in float32.
 
-    bfloat16 has eight significant bits, so a logit between 16 and 32, which is typical of trained models, could be off
-    by up to 0.06. On a GPU, the result has no gradient; no caller needs a gradient.
+    bfloat16 has eight significant bits, so a bfloat16 logit between 16 and 32, which is typical of trained models,
+    could be off by up to 0.06. On a GPU, the result has no gradient, and no caller needs one.
     """
     if hidden.device.type == "cuda" and hidden.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -161,8 +162,8 @@ def _from_logits(
     """Return the targets' log-probabilities, the entropies, and the derivatives of the log-probabilities.
 
     The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. Forward passes without
-    gradients compute the derivatives too: a separately compiled function could round the log-probabilities differently,
-    and the initial ratio would not be exactly 1.
+    gradients compute the derivatives, too. A separately compiled function could round the log-probabilities
+    differently, and the initial ratio would then not be exactly 1.
     """
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
@@ -181,8 +182,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
     one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
-    dtype. Without `keep`, which is meant for models that are short of memory, the backward pass recomputes the logits.
-    This makes the lm_head a quarter slower, and the gradient of its weight is accumulated over chunks of rows.
+    dtype. Without `keep`, which is meant for runs that are short of memory, the backward pass recomputes the logits.
+    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows.
     """
 
     @staticmethod

@@ -54,7 +54,7 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
     """Add a new adapter to every linear layer of the decoder stack and freeze the rest of `model`.
 
     `vision`: also adapt the linear layers of the vision tower. The adapter has no effect at first, because `B` is zero;
-    `A` is random but the same on every process. Raises UserError when `model` has no such layers.
+    `A` is random but the same on every process. Raises UserError if `model` has no such layers.
     """
     targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
     if not any(re.fullmatch(targets, name) for name, _ in model.named_modules()):
@@ -72,8 +72,8 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
 def continue_adapter(model: nn.Module, source: str) -> None:
     """Load the adapter saved at `source` into `model` twice: once to continue training, once frozen as the reference.
 
-    Raises UserError if there is no adapter, if the adapter was made for a different base, or if it contains more than A
-    and B.
+    Raises UserError if there is no adapter, if the adapter was made for a different base, or if it contains anything
+    other than A and B.
     """
     saved, tensors = read_adapter(source)
     if saved.use_dora or saved.modules_to_save or saved.bias != "none":
@@ -85,7 +85,7 @@ def continue_adapter(model: nn.Module, source: str) -> None:
             what = param if tensor.ndim == 2 else f"a {param} of {tensor.ndim} dimensions"
             raise UserError(f"--adapter {source}: {module} has {what}, which cannot be continued: {MERGE_FIRST}")
     config, module_names = modernise_config(saved, tensors, model), list(dict(model.named_modules()))
-    export = copy.copy(config)  # the settings that the trained adapter is saved with
+    export = copy.copy(config)  # settings that are saved with the trained adapter
     export.target_modules, export.exclude_modules, export.layers_to_transform, export.layers_pattern = (
         _target_selection(saved, set(config.target_modules), module_names)
     )
@@ -125,8 +125,8 @@ def modernise_config(config: "LoraConfig", tensors: dict[str, Tensor], model: nn
 def _target_selection(config: "LoraConfig", targets: set[str], modules: list[str]) -> tuple:
     """Return the settings that make PEFT adapt exactly `targets` among `modules`.
 
-    Try the settings of `config` first, then the last components of the targets' names, and fall back to the full names.
-    Returns (target_modules, exclude_modules, layers_to_transform, layers_pattern).
+    Returns (target_modules, exclude_modules, layers_to_transform, layers_pattern). The settings of `config` are tried
+    first, then the last components of the targets' names. If neither works, the full names are returned.
     """
     last_names = sorted({target.rpartition(".")[2] for target in targets})
     as_saved = (config.target_modules, config.exclude_modules, config.layers_to_transform, config.layers_pattern)
@@ -161,14 +161,14 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig", dict[str, Tensor]]:
     """Read the configuration and the tensors of the adapter at `source`, a folder or a hub name.
 
-    Other files in the folder, such as those of LLaMA-Factory and ms-swift, are ignored. Raises UserError when `source`
+    Other files in the folder, such as those of LLaMA-Factory and ms-swift, are ignored. Raises UserError if `source`
     is not a supported LoRA adapter.
     """
     if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
         raise UserError(f"{source!r} has no adapter_config.json: give an adapter in PEFT layout")
     peft = load_peft()
     try:
-        with warnings.catch_warnings(action="ignore"):  # about settings of a different PEFT release
+        with warnings.catch_warnings(action="ignore"):  # about settings from a different PEFT release
             config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
         tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
     except (
@@ -235,7 +235,7 @@ def resolve_module(path: str, modules: dict[str, nn.Module]) -> tuple[str | None
     """Split `path` into the name of one of `modules` and a parameter name such as "weight" or "lora_A.weight".
 
     The longest matching module name wins. Paths from older transformers releases are translated. Returns (None, path)
-    when no module matches.
+    if no module matches.
     """
     for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
         name, param = new + path.removeprefix(old) if path.startswith(old) else path, ""
@@ -273,7 +273,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
-    """Inside the context, turn `model` into its own reference, with the adapter it started from or with no adapter.
+    """Inside the context, let `model` act as the reference, with the adapter that training started from or with none.
 
     Does nothing if `switch` is false or the model has no adapter.
     """
@@ -292,10 +292,10 @@ def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
 
 @torch.no_grad()
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the base, full tensor) of every parameter, with the adapter added, in the base's dtype.
+    """Yield (name in the base, full tensor) for every parameter of the base, with the adapter added.
 
-    A 4-bit weight is dequantised as in the forward pass. Gathering is collective: every process must iterate to the
-    end.
+    Each tensor has the dtype of the parameter in the base. A 4-bit weight is dequantised as in the forward pass.
+    Gathering is collective: every process must iterate to the end.
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():

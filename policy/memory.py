@@ -1,4 +1,4 @@
-"""GPU memory: estimate what a model needs, choose sharding, checkpointing and micro-batch size, handle overflows.
+"""GPU memory: estimate what a model needs; choose sharding, checkpointing and micro-batch size; handle overflows.
 
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile (docs/log.md).
 """
@@ -20,7 +20,7 @@ from policy.sharding import reshard
 
 T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
-TARGET_MICRO_BATCH_TOKENS = 8192  # below this, checkpointing more layers to allow larger micro-batches is faster
+TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
@@ -39,14 +39,14 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tup
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
-    """Return how many bytes of this process's GPU the allocator can use, if limited to `limit` GiB (0: no limit)."""
+    """Return how many bytes of this process's GPU the allocator can use, given a limit of `limit` GiB (0: no limit)."""
     return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
 
 
 def choose_sharding(
     policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
 ) -> str:
-    """Return `flags.sharding`, with "auto" resolved to "none", "hybrid" or "full"; without a GPU "auto" is "full".
+    """Return `flags.sharding`, with "auto" resolved to "none", "hybrid" or "full" (without a GPU: "full").
 
     A full copy on each process avoids gathering weights. Shards leave more memory for larger micro-batches and for the
     sampler. Raises UserError for "hybrid" if the machines run different numbers of processes.
@@ -79,10 +79,10 @@ def check_gpu_memory(
     limit: float = 0.0,
     sharding: str = "full",
 ) -> None:
-    """Limit this process to `limit` GiB of its GPU (0: no limit); raise UserError when the training state does not fit.
+    """Limit this process to `limit` GiB of its GPU (0: no limit); raise UserError if the training state does not fit.
 
-    Weights, gradients and optimizer state must fit during an update. While the sampler is awake and takes
-    `sampler_fraction` of the memory, weights and optimizer state must fit alongside it.
+    During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and optimizer
+    state must fit alongside it; the sampler then takes `sampler_fraction` of the memory.
     """
     if device.type != "cuda":
         return
@@ -120,7 +120,7 @@ def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
     """Checkpoint `num_checkpointed` decoder layers, evenly spaced.
 
     A checkpointed layer keeps only its input and is recomputed in the backward pass. If `num_checkpointed` is above 0,
-    the blocks of a trained vision tower are checkpointed, too.
+    the blocks of a trained vision tower are also checkpointed.
     """
     if num_checkpointed == 0:
         return
@@ -133,10 +133,10 @@ def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
 def bytes_per_token(
     policy: Policy, num_checkpointed: int, compiled: bool, dtype: torch.dtype = torch.bfloat16
 ) -> float:
-    """Return how many bytes of activations are kept for the backward pass per packed token, summed over all layers.
+    """Return how many bytes of activations each packed token keeps for the backward pass, summed over all layers.
 
     `num_checkpointed`: number of checkpointed decoder layers. The layers of a trained vision tower are included,
-    because the token may be part of an image.
+    because a token may be part of an image.
     """
     config, size = language_model(policy.model).config, dtype.itemsize
     layer_input = 4 * config.hidden_size  # the residual stream is float32
@@ -147,7 +147,7 @@ def bytes_per_token(
 
 
 def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) -> float:
-    """Return the bytes that a trained vision tower adds to `bytes_per_token`, with values of `size` bytes."""
+    """Return the bytes that a trained vision tower adds to `bytes_per_token` if each value takes `size` bytes."""
     if not any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
         return 0.0
     config = policy.model.config.vision_config
@@ -168,10 +168,10 @@ def choose_micro_batch_size(
 ) -> int:
     """Configure checkpointing and weight gathering, and return the maximum number of tokens per micro-batch.
 
-    This number is `flags.micro_batch_tokens` if that is set, else the fastest choice that fits into the free memory.
-    Every process makes the same choice. `longest`: maximum length in tokens of a prompt with one completion, which
-    cannot be split. `limit`: GiB of the GPU that the run may use (0: no limit). Raises UserError when not even one
-    prompt with one completion fits.
+    The maximum is `flags.micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the free
+    memory. Every process makes the same choice. `longest`: maximum number of tokens in a prompt with one completion,
+    which cannot be split. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises UserError if not
+    even one prompt with one completion fits.
     """
     num_layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
@@ -187,8 +187,7 @@ def choose_micro_batch_size(
     free, gpu_size = torch.cuda.mem_get_info(device)
     total = limit * 2**30 or gpu_size
     free -= gpu_size - total
-    # Memory still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered
-    # layers.
+    # Still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered layers.
     state_size, logit_size = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28  # bytes per value
     available = (
         free - MARGIN * total - state_size * trained_params - logit_size * LOGIT_ROWS * vocab_size - 12 * layer_params
@@ -221,8 +220,8 @@ def choose_micro_batch_size(
 def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
     """Set `keep_unsharded` on `policy` and on `reference`, each to the same value on every process.
 
-    `flags.gather` decides; with "auto", a model's layers stay gathered if its full weights fit into its `free_bytes`
-    (policy first, then reference).
+    `flags.gather` decides. With "auto", a model's layers stay gathered if its full weights fit into its free memory.
+    `free_bytes` holds the free memory for the policy, then for the reference.
     """
     models = [policy] if reference in (None, policy) else [policy, reference]
     for model, available in zip(models, free_bytes):
@@ -254,7 +253,7 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
 
 
 def recover(policy: Policy) -> None:
-    """End an interrupted forward or backward pass as FSDP ends a completed one, and discard its gradients."""
+    """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
     policy._get_fsdp_state()._root_post_backward_final_callback()
     reshard(policy)
     policy.zero_grad()

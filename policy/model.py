@@ -1,5 +1,5 @@
-"""The policy: load a model, freeze or train its vision tower, and wrap it so that a packed batch goes in and token
-log-probabilities come out."""
+"""The policy: load a model, freeze or train its vision tower, and wrap it in `Policy`, which takes a packed batch and
+returns token log-probabilities."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 class Policy(nn.Module):
-    """A model with a single forward method: a packed batch in, token log-probabilities out.
+    """A model whose forward method takes a packed batch and returns token log-probabilities.
 
-    FSDP2 gathers a parameter only while the forward method of the module that it was sharded with runs. Everything that
-    uses the embedding or the lm_head therefore runs inside this module's forward method.
+    FSDP2 shards each parameter as part of a module, and gathers it only while that module's forward method runs.
+    Everything that uses the embedding or the lm_head therefore runs inside this module's forward method.
     """
 
     def __init__(self, model: transformers.PreTrainedModel):
@@ -73,7 +73,7 @@ def load_model(
 
     `four_bit_device`: load the model on this device instead, with the linear layers of the decoder stack in 4 bits.
     `to_shard`: only the main process reads the weights. The other processes get an empty model on the meta device,
-    which `apply_fsdp` fills. Raises UserError when the model cannot be loaded.
+    which `apply_fsdp` fills. Raises UserError if the model cannot be loaded.
     """
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
     config = load_config(name)
@@ -122,7 +122,7 @@ def auto_class(config: transformers.PreTrainedConfig) -> type:
 def four_bit_config(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     """Return the settings of QLoRA (arXiv:2305.14314): nf4 with double quantisation, computing in `dtype`.
 
-    The lm_head is not quantised. Nor is the vision tower, because the sampler uses the features that it computes.
+    The lm_head is not quantised. The vision tower is not quantised either, because the sampler uses its features.
     """
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -158,7 +158,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
 
 
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:
-    """Raise UserError when `flags` leave no adapter weight to train; warn when --train_vision has no effect."""
+    """Raise UserError if `flags` leave no adapter weight to train; print a note if --train_vision has no effect."""
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     if not trained:
         raise UserError(
@@ -185,8 +185,8 @@ def cache_image_features(
     for later steps, keyed by image digest, up to `FEATURE_CACHE_BYTES`.
 
     `at_once`: maximum number of patches per call of the vision tower; 0 means 32,768 on a GPU and one prompt on a CPU.
-    With one prompt per call, the result does not depend on the other prompts, down to the last bit, even after a
-    resume.
+    With one prompt per call, a prompt's features do not depend on the other prompts. The features are then
+    bit-for-bit identical, even after a resume.
     """
     visual = getattr(policy.model.model, "visual", None)
     if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
@@ -212,7 +212,7 @@ def cache_image_features(
 
 
 def saved_dtype(name: str) -> torch.dtype:
-    """Return the dtype that the model at `name` was saved in. Its trained weights are exported in the same dtype."""
+    """Return the dtype that the model at `name` was saved in. The trained weights are exported in the same dtype."""
     dtype = transformers.AutoConfig.from_pretrained(name).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -222,7 +222,7 @@ def stop_tokens(
     config: transformers.PreTrainedConfig,
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> list[int]:
-    """Return every token that ends a completion, from the generation config, the model's config and the tokenizer."""
+    """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer."""
     tokens = {tokenizer.eos_token_id}
     for source in (generation, config, getattr(config, "text_config", None)):
         eos = source.get("eos_token_id") if isinstance(source, dict) else getattr(source, "eos_token_id", None)

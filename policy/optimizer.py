@@ -17,9 +17,9 @@ PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with its moments in host memory, where `init_adam_state` puts them.
+    """AdamW whose moments are kept in host memory, where `init_adam_state` allocates them.
 
-    An update copies the moments to the GPU and back, one parameter at a time.
+    Each update copies the moments to the GPU and back, one parameter at a time.
     """
 
     def step(self, closure: None = None) -> None:
@@ -39,7 +39,7 @@ class HostAdamW(torch.optim.AdamW):
             self.param_groups = groups
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy `state_dict` into the existing state; PyTorch's own method would move all moments to the GPU."""
+        """Copy `state_dict` into the existing state, because PyTorch's own method would move all moments to the GPU."""
         state, parameters = self.state, [p for group in self.param_groups for p in group["params"]]
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         super().load_state_dict(state_dict | {"state": {}})
@@ -54,10 +54,10 @@ def _local_tensor(tensor: Tensor) -> Tensor:
 
 
 def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
-    """For each of `sizes`, yield a float32 tensor of zeros in host memory, of shape (size,), page-locked if `pinned`.
+    """For each of `sizes`, yield a float32 tensor of that many zeros in host memory, page-locked if `pinned`.
 
     The tensors are cut from chunks of `PINNED_CHUNK_BYTES`. PyTorch rounds each page-locked allocation up to a power of
-    two, so separate allocations would take 1.9 times the memory that the matrices of a 7B model need.
+    two. With separate allocations, the matrices of a 7B model would take 1.9 times the memory that they need.
     """
     remaining, chunk = sum(sizes), torch.empty(0)
     for size in sizes:
@@ -74,7 +74,7 @@ def make_optimizer(
     """Return AdamW over the trained parameters, and its learning-rate schedule for a run of `updates` updates.
 
     Weight decay applies to matrices, not to norms and biases. The warm-up starts above zero, so that no update is
-    wasted. A value of `flags.warmup` below 1 is a fraction of `updates`.
+    wasted. If `flags.warmup` is below 1, it is a fraction of `updates`.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
@@ -87,9 +87,9 @@ def make_optimizer(
 
 
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:
-    """Create AdamW's state for all parameters before the first step, so that a checkpoint can be saved and loaded.
+    """Create AdamW's state for all parameters, so that a checkpoint can be saved or loaded before the first step.
 
-    PyTorch's own code would create the state in a dummy step, which increments `step`.
+    PyTorch's own code would create the state with a dummy step, which would increment `step`.
     """
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [_local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
@@ -103,7 +103,7 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
 
 
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
-    """Return the learning rate of `update` (0, 1, …) as a fraction of its peak.
+    """Return the learning rate of update number `update` (0, 1, …) as a fraction of the peak learning rate.
 
     The rate rises linearly during the warm-up. It then stays constant or falls to zero, either linearly or along a
     cosine.

@@ -1,4 +1,4 @@
-"""Sharding with FSDP2: shard a policy or the reference, gather and free layers, and read the full weights back."""
+"""Sharding with FSDP2: shard the policy and the reference, gather and free layers, and read back the full weights."""
 
 import contextlib
 import itertools
@@ -22,9 +22,9 @@ def load_reference(
 ) -> Policy:
     """Return the fixed reference of the KL term.
 
-    With an adapter, the reference is `policy` itself, and `lora.reference_weights` switches its adapter. Otherwise the
-    reference is the model at `name`, sharded and in the compute dtype; it shares the vision tower of `policy` unless
-    the tower is trained.
+    With an adapter, the reference is `policy` itself, and `lora.reference_weights` switches its adapter. Otherwise, the
+    reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower of `policy`,
+    unless that tower is trained.
     """
     if has_adapter(policy.model):
         return policy
@@ -44,13 +44,13 @@ def apply_fsdp(
 
     Each decoder layer is an FSDP unit; the root unit holds the rest (embedding, lm_head). Master weights stay in
     float32, compute runs in `dtype`, and gradients are averaged in float32. A frozen vision tower stays whole on every
-    process, so that a batch without images needs no collective for it. A 4-bit model stays whole, too.
+    process, so that a batch without images needs no collective for the tower. A 4-bit model also stays whole.
 
     `offload`: keep the shards in host memory until their layer runs. If only the main process has loaded the weights
-    (see `load_model`), the other processes receive their shards from it.
+    (see `load_model`), it sends the other processes their shards.
     """
-    # Do not hold a reference to any parameter here. FSDP moves each parameter to the device before it takes its shard;
-    # a stale reference would keep the full tensor there.
+    # Do not hold a reference to any parameter here. FSDP moves each parameter to the device before cutting it into
+    # shards, and a remaining reference would keep the full tensor on the device.
     empty = any(tensor.is_meta for tensor in itertools.chain(policy.parameters(), policy.buffers()))
     empty = bool(distributed.all_max(torch.tensor(int(empty))))
     full_state = {
@@ -63,8 +63,9 @@ def apply_fsdp(
     vision = vision_parameters(policy.model)
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
     frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
-    # Adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's copy is cast,
-    # just as the policy's copy is in its forward pass; otherwise the KL term would not start at zero.
+    # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
+    # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the
+    # KL term would not start at zero.
     exported = set(adapter_parameters(policy.model).values())
     for parameter in frozen:
         keep_dtype = parameter in exported or not parameter.is_floating_point()
@@ -83,7 +84,7 @@ def apply_fsdp(
     fully_shard(policy, ignored_params=frozen, **options)
     if empty:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
-    # Gather the next layer while this one computes. By default, FSDP does this only in the backward pass.
+    # Gather the next layer while the current layer computes. By default, FSDP does this only in the backward pass.
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     return policy
@@ -95,7 +96,7 @@ def _broadcast_and_shard(
 ) -> None:
     """Fill the sharded `policy` with the main process's `full_state`, one parameter or buffer at a time.
 
-    Empty shards are allocated on `shard_device`, other empty tensors on `device`.
+    Shards on the meta device are allocated on `shard_device`, other tensors on the meta device on `device`.
     """
 
     def allocate(tensor: Tensor) -> Tensor:
@@ -117,11 +118,11 @@ def _broadcast_and_shard(
 
 @contextlib.contextmanager
 def unsharded(policy: Policy) -> Iterator[None]:
-    """Keep layers gathered after their first use inside the context, if `policy.keep_unsharded` is set.
+    """Inside the context, keep layers gathered after their first use, if `policy.keep_unsharded` is set.
 
     On exit, every process frees the gathered weights and keeps only its shards, even after an exception between
-    micro-batches. (`memory.recover` ends an interrupted pass.) The embedding and the lm_head are freed too, although
-    FSDP leaves them gathered after a forward pass without gradients.
+    micro-batches. An exception during a forward or backward pass also needs `memory.recover`. The embedding and the
+    lm_head are freed, too; FSDP alone would leave them gathered after a forward pass without gradients.
     """
     if policy.keep_unsharded:
         policy.set_reshard_after_forward(False)
@@ -140,20 +141,23 @@ def reshard(policy: Policy) -> None:
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield (in-memory name, full tensor) of every model parameter, with the adapter added to its base weight.
+    """Yield (name, full tensor) for every model parameter. If there is an adapter, it is added to the weights.
 
-    Gathering is collective: every process must iterate to the end.
+    The names are those that `named_parameters()` gives for the loaded model, without an adapter. Names in weight files
+    may differ. Each tensor has the dtype in which the policy stores the parameter: float32 for master weights, and the
+    compute dtype for frozen weights, such as the base of an adapter. Gathering is collective: every process must
+    iterate to the end.
     """
     return adapted_weights(policy.model)
 
 
 @torch.no_grad()
 def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same weights as `full_weights`, in the compute dtype. Copy each weight before requesting the next one.
+    """Yield the same names and weights as `full_weights`, but in the compute dtype if `apply_fsdp` sharded the policy.
 
-    The shards of an FSDP unit (a layer, or the embedding and the lm_head) are gathered together, while the previous
-    unit is being read. They are freed when the next unit is requested, so that at most two units are gathered at a
-    time.
+    Copy each weight before requesting the next weight. An FSDP unit is a layer, or the embedding with the lm_head. Its
+    shards are gathered together while the previous unit is being read, and freed when the next unit is requested. At
+    most two units are therefore gathered at a time.
     """
     if has_adapter(policy.model) or not isinstance(policy, FSDPModule):
         yield from adapted_weights(policy.model)

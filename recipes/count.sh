@@ -1,4 +1,4 @@
-# ./run.sh count: Qwen2.5-VL-3B on object counting, an adapter on top of 4-bit weights, on one small GPU.
+# ./run.sh count: Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one small GPU.
 task=count
 model=Qwen/Qwen2.5-VL-3B-Instruct
 data=''  # set by the user: DATA=folder_or.zip

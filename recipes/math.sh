@@ -1,5 +1,5 @@
-# ./run.sh math text|image|mixed: Qwen2.5-VL-7B on mathematics, with the verifier model at REWARD_MODEL_URL if
-# that is set.
+# ./run.sh math text|image|mixed: Qwen2.5-VL-7B on mathematics. If REWARD_MODEL_URL is set, it is the verifier model's
+# address.
 # Sourced by run.sh with $kind set to text, image or mixed.
 task=math
 model=Qwen/Qwen2.5-VL-7B-Instruct

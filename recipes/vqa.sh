@@ -4,7 +4,7 @@ model=Qwen/Qwen2.5-VL-3B-Instruct
 data=flaviagiammarino/vqa-rad@train
 test_data=flaviagiammarino/vqa-rad@test
 
-# Images above about 1.6 megapixels do not fit into 2048 tokens: --skip_bad_rows lists their rows and leaves them out.
+# Images above about 1.6 megapixels do not fit into 2048 tokens; --skip_bad_rows leaves out the rows with such images.
 shared_flags=(--min_pixels 262144 --max_pixels 4194304 --skip_bad_rows)
 eval_flags=(--temperature 0.6 --top_p 0.95 --max_tokens 1024)
 train_flags=(

@@ -1,4 +1,4 @@
-"""The object-counting service: upload images, train, watch and download, over HTTP and on a web page.
+"""The object-counting service, over HTTP and on a web page: upload images, train a model and download it.
 
 Imports `common`, `inputs`, `grading` and `rewards`, but does not import torch at start-up: jobs run `grpo.py` and
 `evaluate.py` as separate processes. Start reading at `app.py` (the endpoints), then `jobs.py` (files and jobs).

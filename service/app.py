@@ -1,4 +1,4 @@
-"""The object-counting service: upload images, train, watch, stop, resume and download, over HTTP and on a web page.
+"""The object-counting service, over HTTP and on a web page: upload images, run training jobs, download the results.
 
     ./run.sh serve                                    # http://127.0.0.1:8000, API reference at /docs
     python -m service --host 0.0.0.0 --token SECRET   # reachable from other machines, with a token
@@ -64,7 +64,7 @@ from service.uploads import INSPECT_ZIP
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
-INSPECTORS = 2  # ZIPs that are checked at the same time
+INSPECTORS = 2  # number of ZIPs that can be checked at the same time
 INSPECT_QUEUE_TIMEOUT = 60.0  # seconds that an upload waits for earlier uploads to be checked
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
 EVENT_ROWS = 1000  # maximum rows of metrics in one event
@@ -304,7 +304,7 @@ def completions(request: Request, job_id: Id) -> Response:
 
 @api.get("/jobs/{job_id}/events", response_class=StreamingResponse)
 async def events(request: Request, job_id: Id) -> StreamingResponse:
-    """Stream server-sent events until the job ends: `job` whenever it changes, `metrics` with an array of new steps.
+    """Stream server-sent events until the job ends: `job` when the job changes, `metrics` with an array of new rows.
 
     After a resume, steps can repeat: a new row replaces the earlier row of the same step and all rows after it."""
     store = get_store(request)
@@ -421,7 +421,7 @@ def predict(
 
 
 def ask_model(store: Store, job: Job, folder: pathlib.Path, question: str) -> str:
-    """Return the model's answer to `question` about picture.png in `folder`. Raises HTTPException when it fails."""
+    """Return the model's answer to `question` about picture.png in `folder`. Raises HTTPException if there is none."""
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
@@ -443,7 +443,7 @@ def ask_model(store: Store, job: Job, folder: pathlib.Path, question: str) -> st
 
 
 def make_app(cfg: Config, token: str | None) -> FastAPI:
-    """Build the service and start its jobs. Raises UserError when another service uses the same folder."""
+    """Build the service and start its job loop. Raises UserError when another service uses the same folder."""
     app = FastAPIOffline(
         title="grpo-vlm: counting", version="1", summary="Train a model to count the objects in your images"
     )
@@ -451,10 +451,10 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     app.state.store = Store(cfg.folder)
     app.state.store.remove_leftovers()
     app.state.predicting = threading.Lock()
-    app.state.job_list = 0.0, -1, b""  # when the list was made, the store's version, the JSON
+    app.state.job_list = 0.0, -1, b""  # time when the list was made, version of the store, JSON text
     app.state.inspect_pool = WorkerPool(INSPECTORS, [INSPECT_ZIP])
     app.state.inspect_slots = threading.BoundedSemaphore(INSPECTORS)
-    app.state.upload_threads = anyio.CapacityLimiter(16)  # separate, so that waiting uploads block no other request
+    app.state.upload_threads = anyio.CapacityLimiter(16)  # separate, so that uploads do not block other requests
     app.include_router(api)
 
     @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
@@ -471,7 +471,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
         if not (token and "token" in request.query_params):
             return FileResponse(PAGE / "index.html")
         response = RedirectResponse("/", 303)  # removes the token from the address bar
-        # Stored in a cookie, because the browser sends some of the page's requests without our headers.
+        # The token goes into a cookie, because the browser sends some of the page's requests without our headers.
         response.set_cookie("token", urllib.parse.quote(token, safe=""), httponly=True, samesite="strict")
         return response
 

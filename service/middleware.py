@@ -1,4 +1,4 @@
-"""Middleware of the service: request ids, same-origin check, token, upload limit, and no traceback in a response."""
+"""Middleware of the service: request ids, same-origin check, token, upload limit, and responses without tracebacks."""
 
 import hmac
 import html
@@ -71,7 +71,8 @@ class AccessMiddleware:
     def _same_origin(self, headers: dict[bytes, bytes]) -> bool:
         """Refuse requests that a page of a different site makes in a visitor's browser.
 
-        Without a token, also refuse host names other than this machine's: another site's name may resolve to it.
+        Without a token, also refuse requests whose Host header does not name this machine, because another site's name
+        may resolve to this machine's address.
         """
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin", b"").decode("latin-1")
         try:

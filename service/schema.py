@@ -1,4 +1,4 @@
-"""The request and response bodies of the service, as documented on its page at /docs."""
+"""The request and response bodies of the service, which its API reference at /docs documents."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ DATA_FORMAT = {
 
 
 class Strict(BaseModel):
-    """Base class that rejects unknown fields: a misspelt one would otherwise be ignored silently."""
+    """Base class that rejects unknown fields: otherwise, a misspelt field would be ignored silently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,8 +47,8 @@ class TrainingConfig(Strict):
 class LoraConfig(Strict):
     """Settings of the LoRA adapter.
 
-    lora_dropout is written to the adapter's configuration but not applied in training: the sampler has no dropout, so
-    the trained policy would differ from the policy that sampled.
+    lora_dropout is written to the adapter's configuration but not applied in training. The sampler has no dropout, so
+    with dropout the trained policy would differ from the policy that sampled.
     """
 
     r: Annotated[int, Field(ge=1, le=512)] = 64

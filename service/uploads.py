@@ -13,14 +13,14 @@ from rewards import gold_problem
 
 INSPECT_ZIP = f"{pathlib.Path(__file__).resolve()}:inspect_zip"
 MAX_PROBLEMS = 10  # maximum number of bad rows that are reported
-MAX_TABLE_BYTES = 16_000_000  # maximum size of main.csv, about a hundred thousand rows
+MAX_TABLE_BYTES = 16_000_000  # maximum size of main.csv; enough for about a hundred thousand rows
 MAX_QUESTION_CHARS = 2000
 
 
 def inspect_zip(path: str, name: str) -> dict[str, object]:
-    """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} when it has no usable row.
+    """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} if the ZIP has no usable row.
 
-    In messages, `name` replaces the path.
+    Messages contain `name` instead of the path.
     """
     try:
         rows, images, problems = _inspect_zip(pathlib.Path(path))
@@ -40,7 +40,7 @@ def inspect_zip(path: str, name: str) -> dict[str, object]:
 
 
 def _inspect_zip(path: pathlib.Path) -> tuple[int, int, list[str]]:
-    """Return the number of rows, the number of distinct usable images, and the problem of each bad row."""
+    """Return the number of rows, the number of distinct usable images, and a description of each bad row."""
     _check_table(path)
     rows, images, problems = 0, set(), []
     for row in read_rows(str(path)):
@@ -72,7 +72,7 @@ def _check_table(path: pathlib.Path) -> None:
 
 
 def _check_image(row: Sample) -> str:
-    """Return the path of the row's image in the ZIP. Raises ValueError when it is missing or cannot be trained on."""
+    """Return the path of the row's image in the ZIP. Raises ValueError when the image is missing or unusable."""
     path = str(getattr(row.images[0], "at", row.images[0]))
     try:
         height, width = check_image(read_source(row.images[0]))

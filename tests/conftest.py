@@ -10,9 +10,9 @@ import pytest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise the load would change the number of threads and thus the rounding
+os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise MKL's thread count, and thus the rounding, would vary with the load
 
-os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # Arrow copies of parquet files, deleted after the tests
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # for Arrow copies of Parquet files; deleted after the tests
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
@@ -64,7 +64,7 @@ def shapes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def server():
-    """A judge server whose replies are set by the test."""
+    """Start a judge server whose replies the test sets."""
     from tests.helpers.judge_server import Server
 
     judge = Server()
@@ -74,7 +74,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def sft(tiny_model, tmp_path_factory) -> pathlib.Path:
-    """An adapter for the tiny model, saved by PEFT."""
+    """Return an adapter for the tiny model, saved with PEFT."""
     from tests.helpers.adapters import make_sft_adapter
 
     return make_sft_adapter(tiny_model, tmp_path_factory.mktemp("sft") / "adapter")
@@ -82,7 +82,7 @@ def sft(tiny_model, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def prompt(tiny_model, shapes):
-    """A prompt with an image."""
+    """Return a prompt with an image."""
     from data import encode_prompts, load_processor, load_samples
 
     processor = load_processor(tiny_model, "count")

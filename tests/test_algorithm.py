@@ -1,7 +1,7 @@
-"""The maths of grpo.py, compared with hand-worked numbers and independent computations.
+"""The maths of grpo.py, compared with numbers worked out by hand and with independent computations.
 
 Guards against: a rounding residue instead of zero for equal rewards, an unscored completion that shifts its group's
-mean, token weights that depend on how the batch is cut, clipping on the wrong side, a sequence ratio that is a sum
+mean, token weights that depend on how the batch is split, clipping on the wrong side, a sequence ratio that is a sum
 instead of a mean, and a KL estimate with the wrong sign.
 """
 
@@ -46,7 +46,7 @@ def test_scales():
     torch.testing.assert_close(group_advantages(rewards, "none"), torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
     assert torch.equal(group_advantages(rewards, False), group_advantages(rewards, "none"))
     assert torch.equal(group_advantages(rewards, True), group_advantages(rewards))
-    # batch: mean 0.25, standard deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; each row is centred by its own mean
+    # batch: mean 0.25, standard deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; each row is centred on its own mean
     torch.testing.assert_close(group_advantages(rewards, "batch"), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
 
 
@@ -158,7 +158,10 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
 
 
 def test_first_update_is_the_plain_policy_gradient():
-    """With π_old = π_θ, the gradient of every loss is −A · w · ∇ log π, for any clip range."""
+    """If π_old = π_θ, the gradient of every loss is −A · w · ∇ log π for any clip range.
+
+    A is the advantage, and w is the token weight.
+    """
     for loss_type in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert grad_of(loss_type, 0.0, 0.7)[0] == pytest.approx(-0.7), loss_type
 
@@ -174,7 +177,7 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
 
 
 def test_tokens_without_weight_never_make_the_loss_infinite():
-    """A blank micro-batch has a placeholder of 0 as reference log-probability, while the policy's may be −120."""
+    """In a blank micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])

@@ -41,7 +41,7 @@ def test_a_very_thin_picture_stays_within_max_pixels():
     h, w = fitted_size(28, 5600, 0, 56 * 56)
     assert h == 28
     assert h * w <= 56 * 56
-    assert fitted_size(10, 30, 3136, 3136) == (28, 112)  # the limits cannot both be met: the upper one takes precedence
+    assert fitted_size(10, 30, 3136, 3136) == (28, 112)  # the limits conflict, so the upper limit takes precedence
     with pytest.raises(ValueError, match="200 times"):
         fitted_size(1, 201, 0, 10**6)
 
@@ -267,7 +267,7 @@ def test_a_zip_is_read_where_it_is(tmp_path, prefix, tiny_model):
     samples = load_samples(path, "count", processor=load_processor(tiny_model, "count"))
     assert [s.answer for s in samples] == ["3", "4"]
     assert decode_image(samples[1].images[0]).getpixel((0, 0)) == (0, 128, 0)
-    assert [p.name for p in tmp_path.iterdir()] == ["d.zip"], "nothing must be unpacked"
+    assert [p.name for p in tmp_path.iterdir()] == ["d.zip"], "the ZIP must not be unpacked"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..\\x", "C:/x"])

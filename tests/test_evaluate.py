@@ -79,7 +79,7 @@ def test_completions_without_verdict_are_left_out_and_counted():
 
 
 def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monkeypatch):
-    """This process has two rows and another process has five, so this process takes part in all five chunks."""
+    """This process has two rows and another process has five, so this process must join all five chunks."""
     processor = load_processor(tiny_model, "count")
     samples = load_samples(shapes, "count", processor=processor)
     engine = HFEngine(load_model(tiny_model, torch.float32), processor)

@@ -97,9 +97,9 @@ def engine(tiny_model, shapes, tmp_path_factory) -> dict:
 
 @no_vllm
 def test_sampler_and_trainer_agree_round_after_round(engine):
-    """Compare each weight pushed after sleep level 2 (--check_sync), and the log-probabilities.
+    """Compare the log-probabilities and, with --check_sync, each weight that is pushed after sleep level 2.
 
-    The first round uses vLLM's own vision tower, and the later rounds use the trainer's features.
+    The first round uses vLLM's own vision tower, and the later rounds use the trainer's image features.
     """
     assert [r["features"] for r in engine["rounds"]] == [False, True, True]
     for r in engine["rounds"]:
@@ -135,7 +135,10 @@ def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
 
 @no_vllm
 def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
-    """A randomly initialised model learns to write vowels with vLLM rollouts, a sync every step and a trained tower."""
+    """A randomly initialised model learns to write vowels.
+
+    The rollouts come from vLLM, the weights are synced every step, and the vision tower is trained.
+    """
     reward = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
     (tmp_path / "r.py").write_text(reward)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
@@ -152,7 +155,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
 @no_vllm
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
-    """After every sync, vLLM has the weights of base plus adapter; a 4-bit base is dequantised."""
+    """After every sync, vLLM has the merged weights of base and adapter. A 4-bit base is dequantised for this."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--lora_rank=8"]
     flags += [
         "--max_steps=4",

@@ -1,4 +1,4 @@
-"""`merge_lora.py`: merged models are compared with PEFT's own forward pass, for every supported kind of adapter."""
+"""Compare models merged by `merge_lora.py` with PEFT's own forward pass, for every supported kind of adapter."""
 
 import json
 import pathlib
@@ -36,7 +36,10 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def untied(tiny_model, tmp_path_factory) -> str:
-    """A sharded model with a separate lm_head, like the 7B model; the tiny model ties its lm_head to its embedding."""
+    """Return a sharded model with a separate lm_head, as in the 7B model.
+
+    The tiny model ties its lm_head to its embedding.
+    """
     folder = tmp_path_factory.mktemp("untied") / "model"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -69,7 +72,10 @@ def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, mo
 
 
 def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_path):
-    """Merge a base and an adapter with the weight names of the hub's Qwen2.5-VL files; save in a different dtype."""
+    """Merge a base and an adapter with the older weight names of the hub's Qwen2.5-VL files.
+
+    The result is saved in a different dtype.
+    """
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(tiny_model, base)
     shutil.copytree(sft, adapter)
@@ -114,7 +120,8 @@ def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("left_out", ["", "layers.0", "mlp"])
 def test_an_adapter_that_is_not_merged_is_found_out(tiny_model, tmp_path, monkeypatch, dtype, left_out, capsys):
-    """An unmerged adapter is detected even if it changes the logits by less than the allowed difference."""
+    """An adapter that is not merged, or only in part, is detected even if it changes the logits by less than the
+    allowed difference."""
     save_random_adapter(tiny_model, tmp_path / "adapter", target_modules=LANGUAGE_TARGETS)
     settings = tmp_path / "adapter" / "adapter_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"lora_alpha": 2}))

@@ -17,7 +17,8 @@ from tests.helpers import models
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 
 VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
-# For each group of a pack: number of text tokens, image grids in patches, completion lengths (1 is only an end token).
+# For each group of a pack: number of text tokens, image grids in patches, completion lengths (length 1: just the end
+# token).
 SHAPES = {
     "one image": [(5, [(4, 4)], [4, 1, 7]), (3, [(2, 6)], [2, 2])],
     "several images": [(4, [(4, 4), (2, 2), (4, 8)], [3, 5]), (6, [(2, 2), (4, 4)], [1, 4, 2])],
@@ -39,7 +40,7 @@ def groups_for(model, family, shape):
 
 @pytest.mark.parametrize(("family", "shape", "keep"), [(*case, i % 2 == 0) for i, case in enumerate(CASES)])
 def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, monkeypatch):
-    """Logits are computed for three tokens at a time. If layers are checkpointed, the derivatives are recomputed."""
+    """Logits are computed for three tokens at a time. In half of the cases, the layers are checkpointed."""
     monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
     plain = build(family)
     packed = copy.deepcopy(plain)
@@ -124,7 +125,10 @@ def test_an_empty_completion_is_refused():
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_kept_image_features_stand_for_their_pixels(family):
-    """A frozen tower runs once per image; its cached features give the same log-probabilities and gradients."""
+    """A frozen tower runs once per image.
+
+    Its cached features give the same log-probabilities and gradients as the pixels.
+    """
     g = torch.Generator().manual_seed(2)
     model = build(family)
     grids = [[(4, 4)], [], [(2, 2), (4, 8)], [(4, 4)]]

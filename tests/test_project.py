@@ -1,4 +1,4 @@
-"""The layout of the code, whose imports point one way, and the documents, which name only things that exist."""
+"""The code's imports point in one direction, and the documents name only things that exist."""
 
 import ast
 import dataclasses
@@ -52,7 +52,7 @@ DOCUMENTS = sorted([ROOT / "README.md", *(path for path in (ROOT / "docs").glob(
 
 
 def imports(path: pathlib.Path) -> set[str]:
-    """Return the project's modules that are imported anywhere in a file, as `room.module` or `module`."""
+    """Return the names of the project's modules that a file imports, as `room.module` or `module`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -95,7 +95,7 @@ def test_no_circle_within_a_room(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_a_sign_on_its_door(room):
-    """In three to six lines, the room's docstring says what the room contains, what it may import and where to start
+    """Each room's docstring says in three to six lines what the room contains, what it may import and where to start
     reading. Every file that the docstring names exists."""
     text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
     assert 3 <= len([line for line in text.splitlines() if line]) <= 6
@@ -109,7 +109,7 @@ def test_every_room_has_a_sign_on_its_door(room):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_public_functions_say_what_they_are_for(path):
     tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the file must open with a docstring that says what it is for"
+    assert ast.get_docstring(tree), "the file must start with a docstring that says what the file is for"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main":
             assert ast.get_docstring(node), f"{node.name} has no docstring"
@@ -161,7 +161,7 @@ def test_the_readmes_map_is_the_tree():
 
 
 def known_flags() -> set[str]:
-    """Return the flags of the project's scripts and benchmarks, and of other programs that the documents run."""
+    """Return the flags of the project's scripts and benchmarks, and those of other programs that the documents run."""
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
@@ -205,7 +205,7 @@ def test_requirements_are_pinned():
 
 
 def test_the_speeds_in_the_documents_are_those_of_the_results():
-    """The documents' step times and comparison match the newest results file that contains them."""
+    """The step times and the comparison in the documents match the newest results file that contains them."""
     speed, readme = (ROOT / "docs" / "speed.md").read_text(), (ROOT / "README.md").read_text()
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "results").glob("speed-*.json"))]
     table = [r["workloads"] for r in results if len(r["workloads"]) == 4][-1]

@@ -37,8 +37,8 @@ def think(answer: str) -> str:
     [
         ("1,234 apples", 1234),
         ("12,345,678", 12345678),
-        ("1,2 and 3", 1),  # a list, not a thousands group
-        ("1234,567", 1234),  # four digits in front: not a thousands group
+        ("1,2 and 3", 1),  # a list: the comma is not a thousands separator
+        ("1234,567", 1234),  # four digits before the comma: not a thousands separator
         ("there are 3.", 3),  # a full stop, not a decimal point
         ("3.5 or 4", 4),  # a decimal is not a count
         (".5 of 6", 6),
@@ -59,7 +59,7 @@ def think(answer: str) -> str:
         ("", None),
         ("-3", 3),
         ("0", 0),
-        ("9" * 5000, int("9" * 18)),  # int() refuses 5,000 digits, so the number is cut; any limit will do
+        ("9" * 5000, int("9" * 18)),  # int() refuses 5,000 digits, so the number is cut; the exact limit is arbitrary
     ],
 )
 def test_first_count(text, want):
@@ -157,7 +157,7 @@ def test_verdicts_of_the_math_vectors(case):
         ("Correct, because 3 = 3", None),
         ("not correct", None),
         ("incorrectly", None),
-        ("They match.</think>\n\nCorrect", True),  # the chat template put <think> in the prompt
+        ("They match.</think>\n\nCorrect", True),  # the chat template had put <think> in the prompt
         ("<think>Incorrect</think><think>hm</think> «Correct»", True),
         ("!= correct", None),
         ("≠ correct", None),

@@ -98,8 +98,8 @@ def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts
 
 
 def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
-    """The feature cache is keyed by image content, because rows of two splits can have the same name. Identical images
-    are encoded once."""
+    """The feature cache is keyed by image content, because rows of different splits can have the same name.
+    Identical images are encoded once."""
 
     def prompt(shade: int):
         return encode_prompt(Sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor)

@@ -67,8 +67,8 @@ def test_mistakes_with_run_sh_are_answered(arguments, message):
 
 @pytest.fixture
 def sh(tmp_path):
-    """Return a function that runs run.sh in a temporary folder. Python, pip, torchrun and nvidia-smi are replaced by a
-    stub that prints its arguments and installs nothing."""
+    """Return a function that runs run.sh in a temporary folder. Python, pip, torchrun and nvidia-smi are each
+    replaced by a stub that prints its arguments and installs nothing."""
     for name in ("run.sh", "requirements.txt", "requirements-gpu.txt"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
@@ -118,7 +118,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
     ],
 )
 def test_a_machine_that_does_not_know_its_place_is_told(sh, environment, message):
-    """The error is one line and comes before any set-up. Without the error, each machine would train alone."""
+    """The error message is one line, printed before any set-up. Without the check, each machine would train alone."""
     done = sh("vqa", **environment)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
@@ -135,11 +135,12 @@ def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
     done = sh("vqa", MASTER_ADDR="vqa-master-0", MASTER_PORT="tcp://10.0.0.1:80", RANK="0", WORLD_SIZE="1", N_GPUS="02")
     assert done.returncode == 0, done.stderr
     assert "+ .venv/bin/torchrun --standalone --nproc_per_node 2 --max_restarts 0 grpo.py" in done.stdout
-    assert "as rank" not in done.stdout, "with a rank, the evaluation would wait for the other machines"
+    assert "as rank" not in done.stdout, "if a rank were set, the evaluation would wait for other machines"
 
 
 def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
-    """Without a prior set-up, all machines would install into their shared folder at once, GPU or not."""
+    """A set-up must come first, with and without GPUs. Otherwise, all machines would install into their shared folder
+    at the same time."""
     command = "before NNODES=2, on one machine: {}./run.sh setup\n"
     for gpu, setting in (("0", ""), ("1", "GPU=1 ")):
         done = sh("vqa", HAS_GPU=gpu, **TWO)
@@ -158,8 +159,8 @@ def test_several_machines_use_what_one_has_set_up(sh, tmp_path):
         assert "--nnodes 2 --nproc_per_node 1 --max_restarts 0 --rdzv_backend c10d" in done.stdout
         assert "--rdzv_endpoint 10.0.0.1:29400 --rdzv_id grpo --rdzv_conf is_host=0 grpo.py" in done.stdout
         assert "pip" not in done.stdout + sh("setup", HAS_GPU=gpu).stdout, (
-            "a set-up for GPUs also serves a machine without one"
+            "a set-up for GPUs must also serve machines without a GPU"
         )
     with (tmp_path / "requirements.txt").open("a") as file:
         file.write("more==1\n")
-    assert sh("vqa", **TWO).returncode == 2, "changed requirements must need a new set-up"
+    assert sh("vqa", **TWO).returncode == 2, "if the requirements change, a new set-up must be required"

@@ -30,7 +30,7 @@ from training.checkpoint import write_manifest
 
 @pytest.fixture(scope="module")
 def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
-    """A run of four steps with a checkpoint and an evaluation every two steps."""
+    """Return the folder of a run of four steps with a checkpoint and an evaluation every two steps."""
     output = tmp_path_factory.mktemp("runs") / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01))
     return output
@@ -160,7 +160,7 @@ def test_variants_run(name, tiny_model, shapes, tmp_path):
 
 
 def test_old_log_probabilities_of_policy_and_sampler_agree(tiny_model, shapes, tmp_path):
-    """The sampler and the trainer compute in the same way here, so both values of `old_logp` give the same run."""
+    """The sampler and the trainer compute identically in this test, so both values of `old_logp` give the same run."""
     losses = []
     for old in ("policy", "sampler"):
         output = tmp_path / old
@@ -221,7 +221,7 @@ def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
 
 
 def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
-    """Without verdicts in step 3, the run stops and saves step 2. Resuming gives the result of an uninterrupted run."""
+    """If step 3 gets no verdicts, the run stops and saves step 2. Resuming gives the result of an uninterrupted run."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
     flags = dict(max_steps=4, seed=3, reward=(f"{tmp_path}/r.py:fine",))
     grpo.main(config(tiny_model, shapes, tmp_path / "undisturbed", **flags))
@@ -259,7 +259,7 @@ def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tin
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
-    assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds are drawn"
+    assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds must be drawn"
     assert row["rewards/overlong"] < 0
 
 

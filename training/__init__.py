@@ -1,4 +1,4 @@
-"""What a run needs around the training step: prompt order, load balancing, guards, checkpoints, metrics and logs.
+"""Everything a run needs besides the step itself: prompt order, load balancing, guards, checkpoints, metrics and logs.
 
 Imports the rooms and modules up to `data`. Start reading at `prompt_stream.py`, which decides the order of the rows.
 `balance.py` moves completions between processes, `guards.py` checks an update, `checkpoint.py` saves and resumes,

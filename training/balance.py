@@ -1,4 +1,4 @@
-"""Balance training work: move completions between processes so that all of them finish an update together.
+"""Balance training work: move completions between processes so that all processes finish an update at the same time.
 
 Every process computes the same plan from the same costs. The plan decides which process trains on a completion but does
 not affect the result: gradients are sums over completions, regardless of which process computes them.
@@ -13,18 +13,18 @@ import torch.distributed as dist
 from common import distributed
 from common.records import Group, Rollout
 
-MIN_GAIN = 0.02  # a transfer takes time too: it must save at least this fraction of the mean load
+MIN_GAIN = 0.02  # a transfer itself takes time, so it must save at least this fraction of the mean load
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """The cost of a group in tokens, which is all that the plan needs."""
+    """The cost of a group in tokens. The plan depends on nothing else."""
 
     group_index: int
     prompt_cost: float
     """Cost of the prompt, including its images."""
     lengths: tuple[int, ...]
-    """Number of tokens of each completion to train on."""
+    """Length in tokens of each completion that is trained on."""
 
     @property
     def cost(self) -> float:
@@ -44,8 +44,8 @@ class Transfer:
 def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
     """Return the transfers that even out the load, given each rank's groups.
 
-    The plan is greedy: it moves a group, or the last completions of a group, from the busiest rank to the least busy
-    one as long as this lowers the higher of the two loads by more than `MIN_GAIN` of the mean load.
+    The plan is greedy: it moves a group, or the last completions of a group, from the busiest to the least busy rank,
+    as long as this lowers the higher of the two loads by more than `MIN_GAIN` of the mean load.
     """
     costs_by_rank = [list(costs) for costs in costs_by_rank]
     loads = [sum(group.cost for group in costs) for costs in costs_by_rank]
@@ -81,7 +81,7 @@ def rebalance(groups: list[Group], is_trained: Callable[[Rollout], bool], patch_
     """Return this process's groups after the planned transfers. Call it on every process.
 
     `is_trained` tells whether the loss depends on a completion. `patch_cost` is the cost of an image patch in tokens;
-    it is 0 when the vision tower is not run again in training.
+    it is 0 when the vision tower is not run again during training.
     """
     if distributed.world_size() == 1:
         return groups
@@ -111,7 +111,7 @@ def rebalance(groups: list[Group], is_trained: Callable[[Rollout], bool], patch_
 
 
 def _without_images(group: Group) -> Group:
-    """Return `group` without what training does not need: its images, and their patches if features are cached."""
+    """Return `group` without the data that training does not use: images and, if features are cached, patches."""
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
         prompt = replace(prompt, vision={"image_grid_thw": prompt.vision["image_grid_thw"]})

@@ -1,4 +1,4 @@
-"""Exact save and resume, and export to Hugging Face layout.
+"""Save and resume a run exactly, and export a checkpoint in Hugging Face layout.
 
     python -m training.checkpoint --checkpoint runs/grpo/checkpoint-40 --output exported    # as a model or adapter
 
@@ -87,12 +87,12 @@ class Checkpoints:
     """The checkpoints of a run: saved in the background, pruned, and found when the run is resumed."""
 
     def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False, timeout: float = 30.0):
-        """`timeout`: minutes that a save may wait for another process before it fails."""
+        """`timeout`: minutes that a save may wait for another process before the save fails."""
         self.folder, self.keep_last, self.keep_best = pathlib.Path(output), keep_last, keep_best
         max_wait = datetime.timedelta(minutes=timeout)
         self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
         self.thread = ThreadPoolExecutor(1)
-        self.pending: tuple[Future[None], int] | None = None  # the running write and its step
+        self.pending: tuple[Future[None], int] | None = None  # the write in progress, and its step
         self.newest: int | None = None  # step of the newest complete checkpoint of this run
         self.save_failed = False  # whether the last requested checkpoint could not be written
         self.replaces = False  # whether this run may replace the run in `output`; set by `find`
@@ -128,7 +128,7 @@ class Checkpoints:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         progress: dict[str, Any],
     ) -> str | None:
-        """Start to write the checkpoint; return the first error of any process, on all processes."""
+        """Start writing the checkpoint. Return the first error of any process; all processes get the same result."""
         tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
         if error := self._check_disk_space(tensors):
             return error
@@ -151,7 +151,7 @@ class Checkpoints:
         return error
 
     def _attempt(self, write: Callable[[], None]) -> str | None:
-        """Call `write`; return the first error of any process, on all processes."""
+        """Call `write`. Return the first error of any process; all processes get the same result."""
         message = None
         try:
             write()
@@ -165,7 +165,7 @@ class Checkpoints:
             print(f"could not save checkpoint-{step}: {error}; {self.status()}", file=sys.stderr)
 
     def status(self) -> str:
-        """Return a phrase that names the checkpoint from which the run could resume now."""
+        """Return a phrase that names the checkpoint from which the run could now resume."""
         return "there is no checkpoint yet" if self.newest is None else f"checkpoint-{self.newest} is complete"
 
     def resume_hint(self, action: str = "continue") -> str:
@@ -191,14 +191,14 @@ class Checkpoints:
             raise RunStopped(f"{error}; {hint}", error.status) from None
 
     def write_failed(self) -> bool:
-        """Return whether this process's background write has already failed, without waiting for it to finish."""
+        """Return whether this process's background write has already failed, without waiting for the write to end."""
         future = self.pending[0] if self.pending else None
         return future is not None and future.done() and future.exception() is not None
 
     def wait(self) -> str | None:
         """Wait until the pending checkpoint is on disk, on all processes.
 
-        An error of any process is printed, and is returned on all processes.
+        If any process has an error, the error is printed, and is returned on all processes.
         """
         step = self.pending[1] if self.pending else None
         error = distributed.first_error(self.join_write())
@@ -249,9 +249,9 @@ class Checkpoints:
         return f"{type(causes[-1]).__name__}: {str(causes[-1])[:200]}"
 
     def _finish(self, write: Future, partial: pathlib.Path, step: int, best: dict[str, float] | None) -> None:
-        """Wait for the files of all processes; rank 0 then writes the manifest and renames the folder.
+        """Wait until all processes have written their files. Rank 0 then writes the manifest and renames the folder.
 
-        Runs in the writing thread.
+        This runs in the writing thread.
         """
         write.result()
         dist.barrier(self.group)
@@ -282,7 +282,7 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def prepare_output(self, step: int | None) -> None:
-        """Prepare `output` for a run that resumes after `step`, or delete an earlier run if `step` is None (a new run).
+        """Prepare `output` for a run that resumes after `step`. If `step` is None (a new run), delete any earlier run.
 
         Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
         checkpoint of that step or a later one. All processes must call this together, after all other checks have
@@ -306,18 +306,18 @@ class Checkpoints:
         return folder is not None and folder.resolve().parent == self.folder.resolve()
 
     def find(self, requested: str | None) -> pathlib.Path | None:
-        """Return the checkpoint to resume from, the same on every process, or None to start a new run.
+        """Return the checkpoint to resume from, or None to start a new run. The result is the same on every process.
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
-        restarted this launch, the newest checkpoint is used in any case. If the newest checkpoint is damaged, a message
-        says so and the previous checkpoint is tried. Sets `replaces` when the run in `output` belongs to this launch,
-        or when "auto" finds a run without a checkpoint and without a final model. Raises UserError if there is no
-        checkpoint or if the requested one is damaged.
+        restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
+        damaged, a message says so and the previous checkpoint is tried. Sets `replaces` when the run in `output`
+        belongs to this launch, or when "auto" finds neither a checkpoint nor a final model. Raises UserError if there
+        is no checkpoint or if the requested checkpoint is damaged.
         """
         result: tuple[bool, pathlib.Path | None, str] = (False, None, "")
         if console.is_main():
-            # A run that was killed while it replaced a checkpoint of the same step left only the old one: restore its
-            # name.
+            # If a run was killed while it was replacing a checkpoint of the same step, only the old checkpoint is left:
+            # restore its name.
             for step, folder in _checkpoints_by_step(self.folder, ".old").items():
                 if step not in _checkpoints_by_step(self.folder):
                     folder.rename(folder.with_suffix(""))
@@ -367,7 +367,7 @@ class Checkpoints:
 def _causes(error: BaseException) -> list[BaseException]:
     """Return `error` and its chain of causes, the root cause last.
 
-    A CheckpointException lists one error per failed process; only the first is followed.
+    A CheckpointException lists one error per failed process; only the first of these errors is followed.
     """
     chain = [error]
     while error := (
@@ -460,10 +460,10 @@ def _hash(path: pathlib.Path) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and torch.
+    """Return the states of the global random number generators of Python, NumPy and torch.
 
-    Reward functions and libraries may use them. Sampling does not: its seeds are derived from the run's seed and the
-    position of the prompt.
+    Reward functions and libraries may use these generators. Sampling does not use them: its seeds are derived from the
+    run's seed and the position of the prompt.
     """
     kind, keys, *rest = np.random.get_state()
     states = {"python": random.getstate(), "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest)}

@@ -1,4 +1,4 @@
-"""Export of the trained policy: an adapter in PEFT layout, or a whole model in Hugging Face layout.
+"""Export the trained policy, as an adapter in PEFT layout or as a whole model in Hugging Face layout.
 
 `grpo.py` exports to `final` at the end of a run; `python -m training.checkpoint` exports a saved checkpoint.
 """
@@ -21,8 +21,9 @@ from policy.sharding import full_weights
 def export(policy: Policy, source: str, folder: str) -> None:
     """Write the trained policy to `folder`, which is replaced if it exists.
 
-    An adapter is written in PEFT layout, to be loaded on top of `source`. A fully trained model is written in Hugging
-    Face layout for `from_pretrained` and vLLM, in the dtype of `source` and with its tokenizer and processor.
+    An adapter is written in PEFT layout, to be loaded on top of `source`. A model that was trained without an adapter
+    is written in Hugging Face layout, for `from_pretrained` and vLLM. It has the dtype, tokenizer and processor of
+    `source`.
 
     The folder is written under a temporary name and then renamed. All processes must call this together. Raises
     RunStopped if writing fails.

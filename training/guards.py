@@ -1,4 +1,4 @@
-"""Checks before an optimizer step: is the loss finite, do sampler and trainer agree, does the gradient norm spike?"""
+"""Checks before an optimizer step: a non-finite loss, disagreement of sampler and trainer, a gradient norm spike."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ MicroBatchLogps = list[tuple[list[Rollout], Tensor]]  # per micro-batch: its com
 def describe_nonfinite(
     stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], micro_batch_logps: MicroBatchLogps
 ) -> str | None:
-    """Return a description of a non-finite loss or gradient norm, naming the rows at fault; None when both are finite.
+    """Describe a non-finite loss or gradient norm and name the rows at fault. Return None when both values are finite.
 
     `stats` and `grad_norm` cover all processes; `groups` and `micro_batch_logps` cover only this process.
     """
@@ -39,8 +39,9 @@ def describe_nonfinite(
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return sums of |trainer_logp − sampling_logp| over the trained tokens, for all prompts and for image prompts.
+    """Return statistics of |trainer_logp − sampling_logp| over the trained tokens.
 
+    They are the sum and the maximum over all prompts, and the sum and the number of tokens for prompts with images.
     `trainer_logp` (C,) holds the trainer's log-probabilities of the batch's tokens.
     """
     counted = batch.column("weight") > 0
@@ -66,7 +67,7 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 
 
 def is_spike(norms: list[float], factor: float = 5.0, min_history: int = 10) -> bool:
-    """Return whether the last gradient norm is more than `factor` times the median of the earlier ones.
+    """Return whether the last gradient norm is more than `factor` times the median of the earlier norms.
 
     The result is False if there are fewer than `min_history` earlier norms.
     """

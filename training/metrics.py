@@ -19,8 +19,8 @@ class Clock:
 
     def __init__(self):
         self.started = time.perf_counter()
-        self.laps: dict[str, list[float]] = {}  # phase -> seconds of each time it ran
-        self.memory = 0  # maximum GPU memory in use at the end of a phase, in bytes, by all processes on the GPU
+        self.laps: dict[str, list[float]] = {}  # phase -> duration of each of its runs, in seconds
+        self.memory = 0  # maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -35,9 +35,9 @@ class Clock:
 
 
 def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
-    """Return the total seconds of all rounds, and the mean fraction of them that a rank waits for the slowest rank.
+    """Return the total seconds of all rounds, and the mean fraction of this time that a rank spends waiting.
 
-    `laps` holds each rank's seconds in each round. A round lasts until the slowest rank is done.
+    `laps` holds the seconds that each rank takes for each round. A round lasts until the slowest rank is done.
     """
     rounds = list(zip(*laps))
     total = sum(map(max, rounds))
@@ -110,7 +110,8 @@ def step_metrics(
 def _ratio(updates: list[dict[str, torch.Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
     """Return the ratio of two sums over `updates`, or NaN if the denominator is 0.
 
-    If `minus` is given, the sums whose names have that prefix are subtracted from both.
+    If `minus` is given, the numerator and the denominator are each reduced by the sum of the same name with that
+    prefix.
     """
     top, bottom = (
         sum(u[name] - (u[minus + name] if minus else 0) for u in updates).item() for name in (numerator, denominator)

@@ -29,16 +29,17 @@ class PromptStream:
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
-        self.lengths: dict[str, float] = {}  # row -> mean completion length in tokens when it was last drawn
+        self.lengths: dict[str, float] = {}  # row -> mean completion length in tokens when the row was last drawn
 
     def assign_prompts(
         self, first: int, count: int, generations: int, max_length: int, tensor_parallel: int = 1
     ) -> tuple[list[int], list[int]]:
-        """Return this process's share of the `count` prompts from position `first` on, as indices and positions.
+        """Return this process's share of the `count` prompts from position `first` on.
 
-        The engines, each shared by `tensor_parallel` ranks, get prompts with nearly equal numbers of expected tokens.
-        The expected completion length of a row is its mean length when the row was last drawn. For a row that has not
-        been drawn yet, it is the mean over all rows drawn so far, or `max_length` if no row has been drawn.
+        The result holds the indices of these prompts, counted from `first`, and their positions. Each engine is shared
+        by `tensor_parallel` ranks, and all engines get nearly the same number of expected tokens. The expected
+        completion length of a row is the mean length of its completions when the row was last drawn. For a row that has
+        not been drawn yet, it is the mean over all rows drawn so far, or `max_length` if no row has been drawn.
         """
         rows = [self.row(position) for position in range(first, first + count)]
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
@@ -65,7 +66,7 @@ class PromptStream:
         self.prefetched = list(positions), self.thread.submit(encode_prompts, self.rows(positions), self.processor)
 
     def get(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at `positions`, encoding them now unless they were prefetched. Call it on every process.
+        """Return the prompts at `positions`; encode them now unless they were prefetched. Call it on every process.
 
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
@@ -85,11 +86,11 @@ class PromptStream:
 
 
 def row_at(position: int, sizes: Sequence[int], seed: int, weights: tuple[float, ...] = ()) -> int:
-    """Return the row at `position` of an endless shuffled stream over concatenated data sets of `sizes` rows.
+    """Return the row at `position` in an endless shuffled stream over concatenated data sets of `sizes` rows.
 
     An epoch has as many positions as there are rows. Without `weights`, each epoch visits every row once, in a new
-    order. With `weights`, each data set gets its fraction of the positions in every epoch and fills them from an
-    endless shuffled stream of its own, so that every row is eventually visited.
+    order. With `weights`, each data set gets its fraction of the positions in every epoch. It fills these positions
+    from its own endless shuffled stream, so that every row is eventually visited.
     """
     epoch, index = divmod(position, sum(sizes))
     return int(_epoch_order(tuple(sizes), seed, epoch, weights)[index])
@@ -110,7 +111,10 @@ def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[f
 
 
 def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
-    """Return the number of rows of each data set. Raises UserError if weights are given, but not one per data set."""
+    """Return the number of rows of each data set.
+
+    Raises UserError if weights are given but their number differs from the number of data sets.
+    """
     sources = [sample.source_index for sample in samples]
     sizes = [sources.count(source) for source in range(max(sources) + 1)]
     if weights and len(weights) != len(sizes):
@@ -119,5 +123,5 @@ def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]
 
 
 def prompt_seed(seed: int, position: int) -> int:
-    """Return the sampling seed of the prompt at `position` of the stream. The completions depend on it alone."""
+    """Return the sampling seed of the prompt at `position` in the stream. Sampling uses no other random state."""
     return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""Draw a run's training curves and a page of sampled completions with their images; compare two evaluations.
+"""Draw a run's training curves, write a page of sampled completions with their images, and compare two evaluations.
 
     python -m training.report --run runs/demo                                                    # redraw both
     python -m training.report --run runs/demo --before runs/demo/before --after runs/demo/after  # and compare
@@ -38,7 +38,7 @@ class Config:
 
 
 def draw_curves(folder: pathlib.Path) -> None:
-    """Draw `curves.png`: reward, held-out exact match, completion length, and KL over the steps.
+    """Draw `curves.png`: reward, held-out exact match, completion length and KL at each step.
 
     Without a KL term, the fourth panel shows the difference between the log-probabilities of trainer and sampler.
     """
@@ -60,10 +60,10 @@ def draw_curves(folder: pathlib.Path) -> None:
     match.set(title="held-out exact match, greedy", ylabel="fraction correct", ylim=(-0.02, 1.02))
     _draw(length, *series("completions/mean_length"), "mean completion length", "tokens", smooth=True)
     if any(row.get("kl") for row in rows):
-        _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats a token", smooth=True)
+        _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats per token", smooth=True)
     else:
         name = "sampling/logp_difference_mean"
-        _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats a token")
+        _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats per token")
     for axis in axes.flat:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
@@ -85,7 +85,7 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 
 def write_page(folder: pathlib.Path) -> None:
-    """Write `completions.html`: images, question, correct answer, and the completions with reward and advantage."""
+    """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
     rows = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
     articles = "\n".join(_article(row) for row in reversed(rows))
     name = html.escape(folder.name)

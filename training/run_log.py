@@ -58,7 +58,7 @@ class RunLog:
             ) from None
 
     def _replace(self, name: str, text: str) -> None:
-        """Replace a file by writing a temporary one and renaming it, so that it is complete at all times."""
+        """Write a temporary file and rename it to `name`, so that the file `name` is complete at all times."""
         partial = self.folder / f"{name}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.rename(self.folder / name)
@@ -75,17 +75,17 @@ class RunLog:
                 file.write(lines)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(path, size)  # a part of the line may have been written
+                os.truncate(path, size)  # a part of the lines may have been written
             if not self.failure_reported:
                 message = f"cannot write {path} ({error.strerror}): keeping its rows in memory for now"
                 print(message, file=sys.stderr)
             self.failure_reported, self.waiting[name] = True, lines
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line to `metrics.jsonl`; every `every` steps, redraw the curves and the page.
+        """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves and the page.
 
         After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
-        line of that step.
+        existing line of that step.
         """
         if not console.is_main() or not metrics:
             return

@@ -1,5 +1,5 @@
-// The page of the service: data sets, the training form, the list of jobs, and one job live. It loads nothing from
-// other machines.
+// The page of the service: data sets, the training form, the list of jobs, and a live view of one job. The page loads
+// nothing from other machines.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -63,7 +63,7 @@ function upload(file) {
   request.upload.onload = () => say("is being checked …");
   request.onload = () => {
     const body = request.response ?? {};
-    if (request.status === 200) say("is uploaded");
+    if (request.status === 200) say("was uploaded");
     else say(`was rejected: ${errorDetail(body, request.status)}`, "bad");
     showFiles(body.file_id);
   };
@@ -95,7 +95,7 @@ function fileItem(file, open) {
   const message = makeElement("p", "", "bad");
   const remove = makeElement("button", "Delete these pictures", "quiet");
   if (file.problems.length) summary.append(makeElement("small", "some rows cannot be used", "bad"));
-  pictures.tabIndex = 0; // so that the keyboard can scroll it
+  pictures.tabIndex = 0; // so that the keyboard can scroll the pictures
   remove.onclick = () => deleteFile(file).catch((error) => (message.textContent = error.message));
   item.ontoggle = () => {
     if (!item.open || pictures.children.length) return;
@@ -188,7 +188,7 @@ $("train").onsubmit = async (event) => {
   };
   const button = $("train").querySelector("button");
   const headers = { "Content-Type": "application/json" };
-  button.disabled = true; // pressing it twice would start a second job
+  button.disabled = true; // pressing the button twice would start a second job
   try {
     $("trouble").textContent = "";
     location.hash = (await fetchJson("/train", { method: "POST", headers, body: JSON.stringify(body) })).job_id;
@@ -395,7 +395,7 @@ async function loadSamples(force = false) {
   clearTimeout(samplesTimer);
   samplesTimer = null;
   const [frame, jobId] = [$("completions"), shownId];
-  const isReading = () => !force && frame.contentWindow?.scrollY > 0; // new answers must not move what is being read
+  const isReading = () => !force && frame.contentWindow?.scrollY > 0; // new answers must not move text that is being read
   const load = () => fetchOk(`/jobs/${jobId}/completions`).then((response) => response.text(), () => samplesHtml);
   const text = isReading() ? "" : await load();
   if (jobId !== shownId) return;

@@ -1,4 +1,4 @@
-"""Benchmark scores, compared with tables computed by hand, and evaluate.py run as a user would run it."""
+"""Check benchmark scores against tables computed by hand, and run evaluate.py as a user would."""
 
 import json
 import os
@@ -226,15 +226,16 @@ def test_vqa_rad_open_and_closed():
 
 
 def mme(category: str, image: str, *answers: tuple[str, str]) -> list[dict]:
-    """Return the two questions about an image; each of `answers` is (gold, response)."""
+    """Return one row for each (gold, response) in `answers`, all about the same image."""
     common = {"question_id": image, "category": category}
     return [common | {"question": f"{image} {g}?", "answer": g, "response": r} for g, r in answers]
 
 
+# The comments say how many of the two answers are correct.
 MME = [
     *mme("existence", "1.png", ("Yes", "Yes, there is."), ("No", "No.")),  # both correct
     *mme("existence", "2.png", ("Yes", "YES"), ("No", "yes")),  # one correct
-    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # "maybe" is parsed as "other", which is wrong; one correct
+    *mme("OCR", "1.png", ("Yes", "maybe"), ("No", " no")),  # one correct: "maybe" is parsed as "other"
     *mme("code_reasoning", "9.png", ("Yes", "<think>n</think><answer>yes</answer>"), ("No", "no")),  # both correct
     *mme("text_translation", "3.png", ("Yes", "no"), ("No", "")),  # none correct
 ]
@@ -401,7 +402,7 @@ def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
     rows = [
         common | dict(question_type="multi-choice", answer="A", response="A"),
         common | dict(question_type="free-form", answer="the longest side", response="hypotenuse"),
-        common | dict(question="", question_type="free-form", answer="12", response="13"),  # question in the image only
+        common | dict(question="", question_type="free-form", answer="12", response="13"),  # question only in the image
     ]
     saved = write_jsonl(tmp_path / "p.jsonl", rows)
     flags = dict(predictions=saved, benchmark="mathverse", judge_cache=str(tmp_path / "c.sqlite"))
@@ -563,7 +564,7 @@ def flags_of(tiny_model: str, mme_folder: str) -> dict:
 
 
 def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
-    """Compare with a model that answers differently and with a folder of scores; the page shows what changed."""
+    """Compare two models, then compare predictions with an earlier evaluation. The page must show what changed."""
     from demo import tiny
 
     tokenizer = tiny.byte_tokenizer()
@@ -582,7 +583,7 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     saved = write_jsonl(tmp_path / "better.jsonl", rows)
     evaluate.main(Config(predictions=saved, benchmark="mme", output=f"{tmp_path}/better", baseline=f"{tmp_path}/o"))
     better = json.loads((tmp_path / "better" / "scores.json").read_text())
-    assert better["score"] == 2 * 50.0  # two categories: 50 for half of the questions, 0 for complete images
+    assert better["score"] == 2 * 50.0  # each category: 50 for half of its questions, 0 for complete images
     assert better["paired"]["difference"] == pytest.approx(100.0 - scores["score"])
     page = (tmp_path / "better" / "completions.html").read_text()
     assert "Wrong before, right after: 6" in page
@@ -596,8 +597,8 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
 
 
 def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
-    """After a kill, the same command samples only the remaining rows and writes the predictions of an uninterrupted
-    run. A run on two processes writes the same predictions."""
+    """If an evaluation is killed, running the same command again samples only the remaining rows. The predictions are
+    identical to those of an uninterrupted evaluation. An evaluation on two processes writes the same predictions."""
     settings = flags_of(tiny_model, mme_folder)
     flags = [f"--{name}={value}" for name, value in settings.items()]
     evaluate.main(Config(**settings, output=f"{tmp_path}/whole"))
@@ -625,8 +626,8 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
 
 
 def test_unequal_numbers_of_responses_and_rows():
-    """The largest k of pass@k is the smallest number of responses to a row. Repeated rows are paired only if both sides
-    have the same number of them."""
+    """The largest k of pass@k is the smallest number of responses that any row has. Rows that occur several times are
+    paired only if they occur the same number of times in both evaluations."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
     scores = summarise_benchmark("aime24", rows, "rule")
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]

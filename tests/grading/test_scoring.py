@@ -1,4 +1,4 @@
-"""Mathematics, user-defined rewards, killable workers, and texts that must not make a reward fail or hang."""
+"""Math and user-defined rewards, workers that can be killed, and texts that must not make a reward fail or hang."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_math_vectors(case):
 @pytest.mark.parametrize(
     ("candidate", "gold", "want"),
     [
-        ("\\boxed{3} or \\boxed{4}", "4", True),  # the last box
+        ("\\boxed{3} or \\boxed{4}", "4", True),  # the last box counts
         ("\\boxed{3} or \\boxed{4}", "3", False),
         ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{\\sqrt{2}}{2}", True),
         ("\\boxed{\\boxed{7}}", "7", True),
@@ -144,7 +144,10 @@ def test_last_boxed():
 
 
 def test_math_verify_runs_in_many_threads_at_once():
-    """math-verify's time limit works only in the main thread; elsewhere it would silently score answers as wrong."""
+    """math-verify's time limit works only in the main thread.
+
+    In other threads, math-verify would silently score answers as wrong.
+    """
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: rewards.same_answer(f"\\frac{{{2 * i}}}{{2}}", str(i)), range(100)))
     assert all(got)
@@ -421,7 +424,7 @@ def test_no_text_makes_a_reward_fail_or_wait(name, texts):
         for completion, gold in ((text, "3"), (inside, "3"), (inside, "yes"), (think("3"), text)):
             value, seconds = timed(name, completion, gold)
             assert RANGES[name](value), (completion[:80], gold[:80], value)
-            if seconds > 4:  # it takes two seconds on an idle machine, but other tests run at the same time
+            if seconds > 4:  # two seconds on an idle machine, but other tests may be running
                 slow.append((completion, gold))
     for completion, gold in slow:  # measure again, in case the machine was busy
         assert timed(name, completion, gold)[1] < 4, (completion[:80], gold[:80])
@@ -433,9 +436,8 @@ def timed(name, completion, gold):
 
 
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
-    """A call needs 0.6 s of CPU time, has a limit of 1 s and shares its core with two busy processes. The call
-    takes longer than the limit but is not killed. A call that sleeps, or needs more CPU time than its limit, is killed
-    as usual."""
+    """A call with a limit of 1 s needs 0.6 s of CPU time, but takes longer because two busy processes share its core.
+    The call must not be killed. A call that sleeps too long or needs more CPU time than its limit must be killed."""
     (tmp_path / "r.py").write_text(
         "import time\n"
         "def work(seconds):\n"
@@ -458,7 +460,7 @@ def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
             longest = max(longest, time.monotonic() - start)
             if longest > 1.0:
                 break
-        assert longest > 1.0, "the machine was not busy, so this test shows nothing"
+        assert longest > 1.0, "the machine was not busy, so this test proves nothing"
         for call, seconds in (("sleep", 9), ("work", 9)):
             with pytest.raises(CallLost):
                 pool.call(f"{tmp_path}/r.py:{call}", 0.3, {"seconds": seconds})

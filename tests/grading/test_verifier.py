@@ -1,4 +1,4 @@
-"""The verifier client against a real OpenAI-compatible server on loopback: working, slow, failing or unreachable."""
+"""The verifier client with a real OpenAI-compatible server on loopback, which may be slow, failing or unreachable."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_a_hostile_answer_stays_delimited_in_the_request(server, hostile):
     assert hostile not in system["content"]
     mark = re.search(r"two marks (\w{16}):", user["content"])[1]
     before, inside, after = re.split(rf"<candidate-{mark}>\n|\n</candidate-{mark}>", user["content"])
-    assert inside == hostile, "only the candidate must be between the marks"
+    assert inside == hostile, "nothing but the candidate may be between the marks"
     assert mark not in hostile
     assert "42" in before
     assert after.strip() == 'Is the candidate answer correct? Reply "Correct" or "Incorrect".'
@@ -239,7 +239,7 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
 
 
 def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(server, tiny_model, tmp_path, monkeypatch):
-    """The tiny model never writes a well-formed answer, so the test replaces the texts. Everything else is real."""
+    """The tiny model never writes a well-formed answer, so the test replaces its texts. The rest is real."""
     collect = rollout.HFEngine._collect
 
     def well_formed(self, *args):

@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them, and the logits of a plain forward pass for comparison."""
+"""Create adapters in PEFT's format, and compute the logits of a plain forward pass for comparison."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from policy.model import load_model
 def make_sft_adapter(tiny_model: str, folder: pathlib.Path) -> pathlib.Path:
     """Save an adapter for the tiny model in `folder` with PEFT alone, and return the folder.
 
-    It resembles an adapter from LLaMA-Factory: it has dropout, short names of target modules and extra files.
+    The adapter resembles one from LLaMA-Factory: it has dropout, short target module names and extra files.
     """
     model = load_model(tiny_model, torch.float32)
     names = ["q_proj", "v_proj", "down_proj"]
@@ -34,13 +34,13 @@ def make_sft_adapter(tiny_model: str, folder: pathlib.Path) -> pathlib.Path:
 
 @torch.no_grad()
 def plain_logits(model, prompt) -> torch.Tensor:
-    """Return the logits of an unpacked forward pass on one prompt, (S, V)."""
+    """Return the logits (S, V) of an unpacked forward pass on a prompt of S tokens; V is the vocabulary size."""
     inputs = {**prompt.vision, "mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]}
     return model(input_ids=prompt.ids[None], **inputs).logits[0]
 
 
 def save_random_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn.Module:
-    """Save an adapter for `base` in `folder`, with noise added to all its weights, and return the adapted model."""
+    """Save an adapter for `base` in `folder` and return the adapted model. Noise is added to all adapter weights."""
     torch.manual_seed(2)
     adapted = peft.get_peft_model(load_model(base, torch.float32), peft.LoraConfig(r=4, lora_alpha=8, **settings))
     for parameter in adapted.parameters():
@@ -51,7 +51,7 @@ def save_random_adapter(base: str, folder: pathlib.Path, **settings) -> torch.nn
 
 
 def copy_adapter(source: pathlib.Path, folder: pathlib.Path, settings: dict, change=lambda key, tensor: (key, tensor)):
-    """Copy the adapter at `source` to `folder`, updating its config with `settings` and its tensors with `change`."""
+    """Copy an adapter to `folder`. Update its config with `settings`, and pass each key and tensor through `change`."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))

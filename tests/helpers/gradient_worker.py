@@ -1,4 +1,4 @@
-"""Save the gradients of one update, on one or several processes, for several ways of splitting the same batch.
+"""Save the gradients of one update, computed on one or more processes, for several ways of splitting the same batch.
 
     torchrun --nproc_per_node 2 tests/helpers/gradient_worker.py MODEL OUT.pt ["VARIANT|VARIANT"]
 
@@ -34,7 +34,7 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
     "dapo with KL": ({"loss_type": "dapo", "beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "gspo": ({"loss_type": "gspo", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
-    # Only groups with even indices have images, so with two processes, one process has only text.
+    # Only groups with even indices have images. With two processes, one of them therefore has only text.
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
     "fewer groups than processes": ({}, [0]),
@@ -72,7 +72,7 @@ class KeepGradients:
 
 
 def count_gathers(policy) -> dict[str, int]:
-    """Return how often each FSDP unit is gathered from now on; the counts are updated in place."""
+    """Return a dict that counts, from now on, how often each FSDP unit is gathered."""
     units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
     counts = dict.fromkeys(units, 0)
     for name, unit in units.items():
@@ -125,7 +125,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         record_logprobs(policy, local_groups, "old_logp", 1.0, run.budget)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
     stats = update(run, local_groups)
-    assert set(gathers.values()) <= {2}, "each of the two passes must gather once"
+    assert set(gathers.values()) <= {2}, "each unit must be gathered at most once per pass"
     tokens = sum(len(rollout.ids) for group in local_groups for rollout in group.rollouts)
     batches = len(pack_groups(with_gradient(run, groups), run.budget))
     stats["share"] = distributed.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
@@ -134,7 +134,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
 
 def main(model: str, out: str, only: str = "") -> None:
     distributed.start()
-    torch.set_num_threads(1)  # as under torchrun; more threads would change the summation order, and results by 1e-6
+    torch.set_num_threads(1)  # as under torchrun; with more threads, the summation order would change results by 1e-6
     processor = load_processor(model, "count")
     results = {}
     for name in only.split("|") if only else VARIANTS:

@@ -10,11 +10,11 @@ import uvicorn
 
 
 class Server:
-    """Serves chat completions with the behaviour that a test sets, and records every request.
+    """Serves chat completions as set by the test, and records every request.
 
-    `reply` is a text or a function of the request body, `status` an HTTP status or a list of them, one per request.
-    `seconds` delays each response, `raw` replaces its body, and `max_concurrent` is the highest number of requests that
-    were open at once.
+    `reply` is a text or a function of the request body. `status` is an HTTP status, or a list with one status per
+    request. Each response is delayed by `seconds`, and `raw` replaces its body. `max_concurrent` is the highest number
+    of requests that were open at the same time.
     """
 
     def __init__(self):

@@ -1,8 +1,8 @@
-"""Kill a run with kill -9 at random moments and resume it until it is complete; count the kills in each phase.
+"""Kill a run with kill -9 at random moments, resume it until it completes, and count the kills in each phase.
 
     python tests/helpers/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED
 
-Each attempt runs in new processes, connected by gloo if there are several. The processes are forked from this one,
+Each attempt runs in new processes. If there are several, they are connected by gloo. They are forked from this process,
 which has already imported everything, so an attempt starts in one second instead of eight.
 """
 
@@ -26,7 +26,7 @@ from training import checkpoint, metrics
 STEPS, SAVE_EVERY = 24, 2
 MODEL, DATA, FOLDER = sys.argv[1:4]
 PROCESSES, KILLS, SEED = map(int, sys.argv[4:])
-shared_phase = mmap.mmap(-1, 32)  # the current phase of rank 0, shared with this process
+shared_phase = mmap.mmap(-1, 32)  # rank 0 writes its current phase here, and this process reads it
 
 
 def set_phase(phase: str) -> None:
@@ -34,7 +34,7 @@ def set_phase(phase: str) -> None:
 
 
 def record_phases() -> None:
-    """Record the current phase of rank 0: a timed phase of a step, or saving in the background."""
+    """Record which phase rank 0 is in: a timed phase of a step, or a phase of saving."""
     call, save, finish = metrics.Clock.__call__, checkpoint.Checkpoints.save, checkpoint.Checkpoints._finish
 
     def recorded_call(self, phase):
@@ -55,7 +55,7 @@ def record_phases() -> None:
 
 
 def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None:
-    """Run grpo.py with rank `rank`; called in a forked process."""
+    """Run grpo.py as rank `rank`. This function is called in a forked process."""
     torch.set_num_threads(1)
     if processes > 1:
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
@@ -85,7 +85,7 @@ def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None
 
 
 def attempt(output: str, processes: int, kill_after: float | None, **flags) -> str | None:
-    """Start the run and kill it after `kill_after` seconds; return the phase it was in, or None if it finished."""
+    """Start the run and kill it after `kill_after` seconds. Return the phase that was hit, or None if it finished."""
     set_phase("set-up")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def main() -> None:
         phase = attempt(killed, PROCESSES, random.uniform(0.1, 0.3 * duration), **resume_flags(killed))
         if phase is not None:
             killed_in[phase] += 1
-        else:  # the run finished: resume from the second-to-last checkpoint, so that there is a run to kill
+        else:  # the run finished: set its newest checkpoint aside, so that there is again a run to kill
             newest = max(pathlib.Path(killed).glob("checkpoint-*"), key=lambda p: int(p.name[11:]))
             os.rename(newest, f"{FOLDER}/set-aside-{time.monotonic()}")
     attempt(killed, PROCESSES, None, **resume_flags(killed))

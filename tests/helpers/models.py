@@ -1,4 +1,4 @@
-"""Tiny models of every supported family with random weights, and prompts for them."""
+"""Tiny, randomly initialised models of every supported family, and prompts for them."""
 
 import math
 from dataclasses import replace
@@ -112,9 +112,10 @@ def build(family: str, seed: int = 0) -> torch.nn.Module:
 
 
 def make_group(model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], g) -> Group:
-    """Return a group with random completions of `lengths` tokens.
+    """Return a group with one random completion for each length in `lengths`.
 
-    The prompt has `text` random tokens, and one random image per (height, width) in patches in `grids`.
+    The prompt has `text` random tokens and one random image for each entry of `grids`, which gives its (height, width)
+    in patches.
     """
 
     def random_tokens(n: int) -> Tensor:
@@ -142,7 +143,10 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
 
 
 def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the (L,) log-probabilities of one completion from a plain forward pass of the unmodified model."""
+    """Return the log-probabilities (L,) of one completion of L tokens.
+
+    They come from a plain forward pass of the unmodified model.
+    """
     ids = torch.cat([group.prompt.ids, completion])[None]
     inputs = dict(group.prompt.vision)
     if "image_grid_thw" in inputs:
@@ -153,9 +157,9 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
 
 
 def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Group]:
-    """Return six groups of four completions for the tiny model, the same on every process.
+    """Return six groups of four completions each for the tiny model. They are identical on every process.
 
-    Prompts come with and without images. One completion is unscored, and one group has equal rewards.
+    Some prompts have images and some do not. One completion is unscored, and all rewards of one group are equal.
     """
     g = torch.Generator().manual_seed(5)
     groups = []

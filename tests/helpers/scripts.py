@@ -1,4 +1,4 @@
-"""Run the project's scripts as a user would: in one process, in several, and on several simulated machines."""
+"""Run the project's scripts as a user would: in one process, in several processes, or on several simulated machines."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -16,9 +16,9 @@ VECTORS = ROOT / "tests" / "vectors"
 
 
 def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run a project script in `processes` processes, as a launcher would, or without a launcher (0).
+    """Run a project script in `processes` processes, as a launcher would. If `processes` is 0, use no launcher.
 
-    The return code is the first non-zero status. The processes are forked from a process that has already
+    The return code is the first non-zero status, or 0. The processes are forked from a process that has already
     imported everything, which saves three seconds per start.
     """
     forks = multiprocessing.get_context("forkserver")
@@ -45,8 +45,8 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
 def _first_status(started: list, timeout: float = 300) -> int:
     """Wait until all processes have ended and return the first non-zero status, or 0.
 
-    After a process has failed, the other processes have 30 seconds to end. Raises TimeoutError if no process has
-    failed but some are still running after `timeout` seconds.
+    If a process fails, the other processes have 30 seconds to end. Raises TimeoutError if no process has failed but
+    some processes are still running after `timeout` seconds.
     """
     running, status, deadline = {process.sentinel: process for process in started}, 0, time.monotonic() + timeout
     while running and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def _as_script(args: list[str], out: str, err: str, environment: dict[str, str])
 
 
 def on_machine(number: int, port: int, *args: str, machines: int = 2, processes: int = 2, **kwargs) -> subprocess.Popen:
-    """Start a script on one of several simulated machines: each is a separate torchrun, connected over loopback."""
+    """Start a script on one of several simulated machines. Each machine is a torchrun, connected over loopback."""
     launcher = [f"--nnodes={machines}", f"--nproc_per_node={processes}", "--max_restarts=3", "--rdzv_backend=c10d"]
     launcher += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test"]
     launcher += [f"--rdzv_conf=is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3"]
@@ -96,7 +96,7 @@ def free_port() -> int:
 
 
 def run_on_machines(*args: str, machines: int = 2, processes: int = 2) -> None:
-    """Run a script on all simulated machines and wait until it has succeeded."""
+    """Run a script on all simulated machines and check that it succeeds."""
     port = free_port()
     end_well([on_machine(i, port, *args, machines=machines, processes=processes) for i in range(machines)])
 

@@ -27,7 +27,10 @@ from rollout import check_pixels, make_engine
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
-    """Return the mean absolute difference of log-probabilities between sampler and trainer, with and without images."""
+    """Return the mean absolute difference between the sampler's and the trainer's log-probabilities.
+
+    The result has one value for prompts with images and one for prompts without.
+    """
     packed = [Group(prompt, rollouts) for prompt, rollouts in zip(prompts, groups)]
     record_logprobs(policy, packed, "old_logp", 1.0, 4096)
     kinds: dict[str, list] = {"image": [], "text": []}

@@ -1,7 +1,7 @@
 """Every data set format, and the error messages for invalid rows.
 
-Parquet files and saved data sets are written with `datasets`, as in practice. Conversations and the OSF's JSON are
-written by hand.
+Parquet files and saved data sets are written with `datasets`, as in practice. Conversations and the JSON
+format of VQA-RAD on OSF are written by hand.
 """
 
 import ast
@@ -387,7 +387,7 @@ def test_weights_set_each_data_sets_share_and_leave_no_row_out():
         epoch_rows = drawn[100 * epoch : 100 * (epoch + 1)]
         assert sum(row >= 90 for row in epoch_rows) == 50
     assert {row for row in drawn if row >= 90} == set(range(90, 100))
-    assert set(drawn[:200]) >= set(range(90)), "at fifty rows per epoch, two epochs must draw all ninety rows"
+    assert set(drawn[:200]) >= set(range(90)), "with fifty rows per epoch, two epochs must draw all ninety rows"
     assert drawn == [row_at(index, sizes, 7, weights) for index in range(400)]
     assert drawn != [row_at(index, sizes, 8, weights) for index in range(400)]
 
@@ -466,11 +466,11 @@ def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, 
     done = run_script(
         "grpo.py", f"--model={weightless}", f"--data={path}", f"--output={tmp_path}/out", "--skip_bad_rows"
     )
-    assert "cannot load a model" in done.stderr, "without that row, loading the model must be the first failure"
+    assert "cannot load a model" in done.stderr, "without that row, the first error must come from loading the model"
 
 
 def test_ten_gigabytes_of_zeros_are_refused_unread(tmp_path):
-    """A real ZIP bomb of 10 MB that unpacks to 10 GB, written as one deflated block repeated many times."""
+    """A real 10 MB ZIP bomb that unpacks to 10 GB. It consists of one deflated block, repeated many times."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = packer.compress(bytes(2**26)) + packer.flush(zlib.Z_FULL_FLUSH)
     repeats = 10 * 2**30 // 2**26

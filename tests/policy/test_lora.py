@@ -1,4 +1,4 @@
-"""LoRA adapters: training, continuing, the reference, weight sync, 4-bit bases, and optimizer moments in host memory.
+"""LoRA adapters: new and continued adapters, the reference, weight sync, 4-bit bases and moments in host memory.
 
 Guards against: gradients that differ from those of a plain forward pass, a reference other than the adapter that the
 run started from, weights that drift through repeated merging, and saved adapters that PEFT cannot load.
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Fill every LoRA B matrix with random values, as if trained; a new adapter's B is zero."""
+    """Fill every LoRA B matrix with random values, as if the adapter had been trained. In a new adapter, B is zero."""
     g = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B.policy" in name:
@@ -157,7 +157,7 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
             )
             want = (want.float() + 2 * b @ a).bfloat16()  # α is twice the rank
         got = synced[f"{module}.{leaf}"]
-        assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # the last bit depends on float32 summation order
+        assert torch.allclose(got, want, rtol=2**-7, atol=0), name  # the summation order affects the last bit
         assert (got == want).float().mean() > 0.99, name
     assert num_adapted == 28
 
@@ -199,7 +199,7 @@ def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
 
 
 def test_slots_in_host_memory_are_cut_from_few_chunks(monkeypatch):
-    """Chunk sizes are powers of two, because PyTorch rounds page-locked memory up; each slot lies within one chunk."""
+    """Each slot lies within one chunk. PyTorch rounds page-locked memory up, so chunk sizes are powers of two."""
     monkeypatch.setattr(optimizer, "PINNED_CHUNK_BYTES", 4 * 4096)
     sizes = [5000, *[271] * 60, 0, 7]
     slots = list(pinned_slots(sizes, pinned=False))
@@ -235,8 +235,8 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
 
 
 def test_an_sft_adapter_is_continued_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
-    """A run on two processes and a resumed run both give the same adapter as a run on one process. The result is an
-    adapter for the same base."""
+    """A run on one process, a run on two processes and a resumed run all give the same adapter. This adapter belongs to
+    the same base as the original adapter."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()] + ["--learning_rate=1e-3", "--beta=0.01"]
     for processes in (0, 2):
@@ -292,8 +292,8 @@ def test_names_of_older_releases_are_understood(tiny_model, sft, prompt, tmp_pat
 
 
 def test_ranks_and_alphas_under_older_names_are_understood(tiny_model, prompt, tmp_path):
-    """PEFT can load the result, because its settings use the current names. The regex in the original settings uses
-    older names and would match nothing."""
+    """The regex in the original settings uses older names and would match nothing. The saved settings use the current
+    names, so PEFT can load the result."""
     ranks = {"model.language_model.layers.1.self_attn.q_proj": 2, "v_proj": 3}
     alphas = {"model.language_model.layers.0.self_attn.q_proj": 32, "layers.1.self_attn.v_proj": 1}
     save_random_adapter(

@@ -1,4 +1,4 @@
-"""Choices that depend on GPU memory. They are plain arithmetic, so these tests need no GPU."""
+"""Choices that depend on GPU memory. The choices are plain arithmetic, so these tests need no GPU."""
 
 import weakref
 
@@ -23,7 +23,7 @@ def policy(tiny_model):
 
 
 def set_free_memory(monkeypatch, policy, num_checkpointed: int, tokens: int, compiled: bool = True) -> None:
-    """Simulate a GPU that just fits micro-batches of `tokens` tokens with `num_checkpointed` checkpointed layers."""
+    """Simulate a GPU that just fits micro-batches of `tokens` tokens if `num_checkpointed` layers are checkpointed."""
     fixed = 12 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     text = language_model(policy.model)
     fixed += 12 * memory.LOGIT_ROWS * len(text.embed_tokens.weight) + 12 * sum(
@@ -127,14 +127,14 @@ def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch
         (4, 4, 0.3, "none"),
         (4, 4, 0.4, "full"),
         (16, 8, 0.3, "none"),
-        (16, 8, 5.0, "hybrid"),  # fits into two thirds of the memory of eight GPUs
+        (16, 8, 5.0, "hybrid"),  # the state fits into two thirds of the memory of eight GPUs
         (16, 8, 6.0, "full"),
     ],
 )
 def test_weights_are_sharded_where_they_take_much_of_a_gpu(
     policy, monkeypatch, world_size, local_world_size, fraction, want
 ):
-    """`fraction` is the memory of weights, gradients and optimizer, as a fraction of one GPU's memory."""
+    """`fraction` is the memory for weights, gradients and optimizer state, divided by the memory of one GPU."""
     state = sum(memory.state_bytes(policy, PolicyFlags(), True))
     assert state > 18 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / fraction)
@@ -161,7 +161,7 @@ def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkey
 
 
 def test_a_limited_gpu_is_filled_like_a_smaller_one(policy, monkeypatch):
-    """A GPU of 16 GiB limited to 12 GiB gives the same result as a GPU of 12 GiB with the same free memory."""
+    """A 16 GiB GPU limited to 12 GiB gives the same result as a 12 GiB GPU with the same free memory."""
     set_free_memory(monkeypatch, policy, 2, 9_000)
     available, total = torch.cuda.mem_get_info(GPU)
     used = 12 * 2**30 - (available - memory.MARGIN * (total - 12 * 2**30))
@@ -191,8 +191,8 @@ def test_a_row_that_cannot_fit_reports_the_missing_memory(policy, monkeypatch):
     "flags", [{}, {"train_vision": True}, {"lora_rank": 4}, {"load_in_4bit": True, "lora_rank": 4}]
 )
 def test_no_full_layer_stays_alive_after_sharding(flags, tiny_model, monkeypatch):
-    """FSDP moves a full layer to the device and keeps only the local shard. Full layers that stay alive would fill the
-    device."""
+    """FSDP moves each full layer to the device and keeps only the local shard. If full layers stayed alive, they would
+    fill the device's memory."""
     device, flags = distributed.start(), PolicyFlags(**flags)
     policy = load_policy(tiny_model, flags, device)
     ignored = "model" if flags.load_in_4bit else ".visual."

@@ -36,10 +36,11 @@ def results(tiny_model, tmp_path_factory) -> dict[int, dict]:
 
 
 def difference(a: dict, b: dict) -> float:
-    """Return the largest relative difference of any parameter's gradient: the difference's norm over the gradient's.
+    """Return the largest relative difference between the gradients of any parameter in `a` and `b`.
 
-    For small gradients, the denominator is a thousandth of the norm of all gradients. The gradients of key
-    biases, for example, are zero except for rounding.
+    The relative difference is the norm of the difference divided by the norm of the gradient in `a`. The divisor is at
+    least a thousandth of the norm of all gradients, because some gradients, such as those of key biases, are zero
+    except for rounding.
     """
     assert a.keys() == b.keys()
     names = [name for name in a if not name.startswith("stats/") and name != "batches"]
@@ -80,7 +81,7 @@ def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, p
 
 @pytest.fixture(scope="module")
 def on_machines(tiny_model, tmp_path_factory) -> dict:
-    """Return the gradients of two torchrun launches with two processes each, as on two machines."""
+    """Return the gradients from two simulated machines: two torchrun launches with two processes each."""
     out = tmp_path_factory.mktemp("machines") / "gradients.pt"
     run_on_machines(WORKER, tiny_model, out, "|".join(ON_MACHINES))
     return torch.load(out)
@@ -96,8 +97,8 @@ def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
             assert results[1][variant]["stats/share"] == 1
-            # This is the fraction of completion tokens. The plan also counts prompt tokens, and prompts are longer than
-            # completions here.
+            # The share counts completion tokens only. The plan also counts prompt tokens, and here the prompts are
+            # longer than the completions.
             assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
@@ -108,7 +109,7 @@ def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
 
 
 def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl, tmp_path):
-    """The tower feeds several decoder layers, and the blank image must reach the parameters of each of these paths."""
+    """The tower feeds several decoder layers. A blank image must reach the parameters on each of these paths."""
     variant = "trained vision tower, a process without images"
     gradients = {}
     for processes in (1, 2):
@@ -123,7 +124,7 @@ def test_the_variants_differ_in_their_micro_batches(results):
     counts = {name: results[1][name]["batches"] for name in VARIANTS}
     assert counts["one micro-batch"] == 1
     assert counts["many micro-batches"] > 2
-    assert counts["groups split across micro-batches"] > 5, "only five groups are trained, so some must be split"
+    assert counts["groups split across micro-batches"] > 5, "only five groups are trained on, so some must be split"
 
 
 def test_the_vision_tower_is_trained_only_when_asked(results):
@@ -145,14 +146,14 @@ def test_metrics_are_sums_over_all_processes(results):
 
 
 def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[str]:
-    """Return the command of a run whose second step already has rewards to learn from."""
+    """Return the command line of a short run that has rewards to learn from by its second step."""
     short = {"prompts_per_step": 4, "num_generations": 8, "max_completion_length": 16, "learning_rate": 1e-3, "seed": 2}
     values = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
     return ["grpo.py", *(f"--{name}={value}" for name, value in values.items())]
 
 
-# Hybrid sharding adds in a different order. AdamW can amplify the difference, because it divides by gradients that may
-# be as small as the rounding error.
+# Hybrid sharding sums gradients in a different order. AdamW divides by gradients that may be as small as the rounding
+# error, so it can amplify the difference.
 @pytest.mark.parametrize(
     ("sharding", "tolerance"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)]
 )
@@ -171,7 +172,7 @@ def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_mode
 
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
-    """One machine's torchrun and process are killed and restarted. The run resumes from the newest checkpoint."""
+    """On one machine, torchrun and its worker are killed and restarted. The run resumes from the newest checkpoint."""
     command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
     port = free_port()
     machines = [on_machine(i, port, *command, processes=1, start_new_session=True) for i in range(2)]

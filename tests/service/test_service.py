@@ -37,7 +37,7 @@ SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 
 
 class Service:
-    """`python -m service` as a process that a test can kill and restart."""
+    """Runs `python -m service` as a process that a test can kill and restart."""
 
     def __init__(self, folder: pathlib.Path, model: str, *flags: str):
         self.folder, self.port = folder, free_port()
@@ -129,7 +129,7 @@ def end(service: Service) -> None:
 
 
 def test_from_upload_to_answer(service, archive, tmp_path):
-    """Upload, train, cancel, resume, finish, download and predict, as the API's documentation describes it."""
+    """Upload, train, cancel, resume, finish, download and predict, as the API documentation describes."""
     assert service.call("GET", "/", 200, headers={"Accept": "application/json"}).json()["docs"] == "/docs"
     assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
     file = service.upload(archive)
@@ -169,7 +169,7 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     assert json.loads(result.read("trainer_state.json"))["global_step"] == 12
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
     question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
-    with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and none of them blocks other requests
+    with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and other requests are not blocked
         answers = [pool.submit(service.call, "POST", f"/jobs/{job_id}/predict", **question) for _ in range(45)]
         start = time.monotonic()
         service.call("GET", "/files", 200)
@@ -234,7 +234,7 @@ def test_only_allowed_models(shared, name, archive):
 
 
 def hostile(rng: random.Random) -> tuple[str, bytes]:
-    """Return the name and content of a ZIP with path traversal in its member names or in its own name."""
+    """Return the file name and the content of a ZIP whose file name or member names contain path traversal."""
     names = ["../x", "/etc/x", "a/../../x", "..\\x", "C:\\x", "images/../../x", "main.csv/../../x", "\0x", "x" * 300]
     csv = "images_path,question,answer\n" + f"{rng.choice(names)},How many?,A photo of 1 cat\n"
     with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
@@ -291,7 +291,7 @@ def test_bad_rows_are_listed(shared):
         "cats.zip/main.csv row 3: there is no image 'no.png' in the ZIP or in its folder images/",
         "cats.zip/main.csv row 4: the answer 'none' contains no whole number",
     ]
-    assert str(shared.folder) not in json.dumps(file), "the paths of the service must not be revealed"
+    assert str(shared.folder) not in json.dumps(file), "the service's own paths must not be revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
     assert picture.content.startswith(b"\x89PNG")
 
@@ -394,7 +394,10 @@ def test_a_token_of_any_letters_opens_the_page():
 
 
 def test_no_other_site_may_ask(shared):
-    """Refuse requests from other sites' pages, and requests to a host name that another site points at this machine."""
+    """Requests from other sites' pages are refused.
+
+    So are requests to a host name that another site has pointed at this machine.
+    """
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://[bad"})
@@ -413,7 +416,7 @@ def test_two_services_in_one_folder(service, tiny_model):
 
 @pytest.mark.slow
 def test_kills_of_the_service_and_of_the_job(service, archive):
-    """Kill the service and the job ten times each (or `KILLS` times) at random moments. No job is lost, every status is
+    """Kill the service and a job ten times each (or `KILLS` times) at random moments. No job is lost, every status is
     valid, and all jobs complete in the end."""
     rng = random.Random(1)
     file = service.upload(archive)
@@ -566,7 +569,7 @@ def fake_job(name: str, status: str, step: int = 0, **more) -> dict:
 
 
 def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
-    """Replace the service's responses about jobs with `jobs` and `rows`. The event streams end at once."""
+    """Replace the service's responses about jobs with `jobs` and `rows`. The event streams end immediately."""
     for job in jobs:
         lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
         headers = {"Content-Type": "text/event-stream"}
@@ -577,7 +580,10 @@ def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
 
 
 def test_the_page_shows_a_long_job_at_once(shared, browser):
-    """20,000 steps appear within two seconds. A repeated step replaces the earlier one, and zero has no minus sign."""
+    """A job's 20,000 steps appear within two seconds. A repeated step replaces the earlier one.
+
+    Zero has no minus sign.
+    """
     page = browser.new_page()
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
     fake_responses(page, [fake_job("a", "completed", 20_000)], [*rows, *rows[10_000:]])
@@ -591,13 +597,13 @@ def test_the_page_shows_a_long_job_at_once(shared, browser):
 
 
 def test_the_page_tells_how_jobs_stand(shared, browser):
-    """Show the queue, a job that is stopping, and a connection that is lost and restored."""
+    """The page shows the queue, a job that is stopping, and a connection that is lost and restored."""
     page = browser.new_page()
     jobs = [fake_job("a", "completed", 20_000), fake_job("b", "training", 5, stopping=True), fake_job("c", "queued")]
     fake_responses(page, [*jobs, fake_job("d", "queued")], [])
     page.goto(shared.url)
     page.wait_for_selector("#note:has-text('saves what it has learned')")
-    assert page.url.endswith("#b"), "without a job in the URL, the page must show the training job"
+    assert page.url.endswith("#b"), "without a job in the URL, the page must show the job that is training"
     assert page.is_disabled("#cancel")
     assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
         "2nd in line",

@@ -39,7 +39,7 @@ def test_processes_that_take_turns_at_being_slow_wait_too():
 
 
 def apply(costs_by_rank, transfers):
-    """Return the loads of all ranks after applying `transfers`."""
+    """Return the load of each rank after applying `transfers`."""
     by_rank = [{group.group_index: group for group in costs} for costs in costs_by_rank]
     for transfer in transfers:
         group = by_rank[transfer.source].pop(transfer.group_index)
@@ -66,7 +66,7 @@ def test_moves_make_processes_alike_and_lose_nothing():
             before = [sum(group.cost for group in costs) for costs in costs_by_rank]
             after = apply(costs_by_rank, plan_transfers(costs_by_rank))
             assert max(after) <= max(before)
-            assert sum(after) >= sum(before)  # a prompt on two processes is computed twice
+            assert sum(after) >= sum(before)  # a prompt is computed on every process that has some of its completions
             assert max(after) <= 1.15 * sum(after) / processes, (before, after)
 
 

@@ -1,7 +1,7 @@
 """Saving and resuming: kill -9 at random moments, damaged checkpoints, full disks, signals and dead processes.
 
-Guards against: a resumed run that differs by a single bit, loading a damaged checkpoint, and a save that destroys an
-earlier checkpoint.
+Guards against: a resumed run that differs by even a single bit, loading a damaged checkpoint, and a save that destroys
+an earlier checkpoint.
 """
 
 import json
@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
     ("processes", "kills"), [(1, 8), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
 )
 def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
-    """A run killed at random moments ends with the parameters, moments and metrics of an uninterrupted run."""
+    """Killing and resuming a run at random moments does not change its parameters, moments or metrics."""
     arguments = [tiny_model, shapes, str(tmp_path), str(processes), str(kills), "7"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tests/helpers/kill_worker.py", *arguments]
@@ -60,7 +60,7 @@ def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shap
     first = run_script("grpo.py", *flags, *unsharded, processes=2, env=environment)
     assert first.returncode == 0, first.stderr[-2000:]
     sizes = [path.stat().st_size for path in (tmp_path / "two" / "checkpoint-4").glob("*.distcp")]
-    assert len(sizes) == 2 and max(sizes) < 1.3 * min(sizes), "each process writes about half of the parameters"
+    assert len(sizes) == 2 and max(sizes) < 1.3 * min(sizes), "each process must write about half of the parameters"
     assert any(row["grad_norm"] > 1e-3 for row in read_jsonl(tmp_path / "two" / "metrics.jsonl"))
     (tmp_path / "other").mkdir()
     shutil.copytree(tmp_path / "two" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
@@ -141,7 +141,7 @@ def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatc
 
 
 def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, shapes, tmp_path, capsys):
-    """On a real disk of 24 MB, the first checkpoint and the final model fit, but later checkpoints do not."""
+    """The first checkpoint and the final model fit on a real disk of 24 MB, but later checkpoints do not."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
-    """A signal during the micro-batches of a long step aborts that step; the resumed run repeats it."""
+    """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
     sizes = dict(prompts_per_step=12, num_generations=16 if processes else 8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
@@ -199,7 +199,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     assert process.returncode != 0, "the run ended before the signal"
     assert "stopped after step 1; checkpoint-1 is complete: continue with --resume" in stderr, stderr[-2000:]
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-1") is None
-    if not processes:  # the resumed run is identical to an uninterrupted one
+    if not processes:  # the resumed run is identical to an uninterrupted run
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         flags = sizes | dict(learning_rate=1e-6, max_steps=2, report_every=10)
@@ -211,7 +211,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
 
 
 def start_run(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
-    """Start a run on two processes and wait for its second checkpoint; return torchrun and the pid of one worker."""
+    """Start a run on two processes and wait for its second checkpoint. Return torchrun's process and a worker's pid."""
     command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "grpo.py", *flags]
     command += [f"--output={folder}", "--save_every=1", *(f"--{name}={value}" for name, value in SMALL.items())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -227,7 +227,8 @@ def start_run(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ())
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
-    """A dead process ends the job within 30 seconds, a hung one within `--hang_timeout` plus torchrun's 30 seconds."""
+    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `--hang_timeout` plus
+    torchrun's 30 seconds."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
     process, child = start_run(tmp_path / "run", *flags)
     os.kill(child, how)

@@ -1,7 +1,7 @@
-"""Faults in a single-process run: resuming, signals, full disks, failing rewards and missing images.
+"""Resuming a single-process run, and faults: signals, full disks, failing rewards and missing images.
 
 Guards against: losing a step when a run ends, misleading advice, mixing two runs in one folder, and losing a checkpoint
-because of another one for the same or a later step.
+because there is another checkpoint for the same or a later step.
 """
 
 import json
@@ -45,7 +45,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
-    """A finished run with checkpoints of steps 2 and 4."""
+    """Return the folder of a finished run with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     grpo.main(config(tiny_model, shapes, folder, max_steps=4, save_every=2))
     return folder
@@ -57,7 +57,7 @@ def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tiny_model, shapes, tmp_path):
     """After resuming from step 2, a complete checkpoint-4 and a damaged checkpoint-9 do not displace new checkpoints.
 
-    A partly written checkpoint of a killed run is deleted.
+    The partly written checkpoint that a killed run left behind is deleted.
     """
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(saved / "checkpoint-4", tmp_path / "run" / "checkpoint-9")
@@ -76,10 +76,10 @@ def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tin
 
 
 def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
-    """After a restart by torchrun, a run is replaced only if it belongs to the same launch.
+    """After torchrun restarts a job, the run in the folder is replaced only if it belongs to the same launch.
 
-    A checkpoint from elsewhere cannot be resumed in a folder that contains a run. If there is no checkpoint, the error
-    message does not advise --resume.
+    A checkpoint from another folder cannot be resumed in a folder that already contains a run. If there is no
+    checkpoint, the error message does not advise --resume.
     """
     shutil.copytree(saved, tmp_path / "run")
     monkeypatch.setattr(distributed, "restarted", lambda: True)
@@ -113,7 +113,7 @@ def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
     """
     cfg = config(tiny_model, shapes, tmp_path / "run", max_steps=1, resume="auto")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed before its first checkpoint
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # as if killed before its first checkpoint
     grpo.main(cfg)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=2, resume="auto"))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
@@ -124,8 +124,8 @@ def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes, tmp_path, capsys):
-    """Changing the objective or the rows is an error; other changes are printed. Old checkpoints may lack
-    some settings."""
+    """Resuming with a changed objective or changed rows is an error. Other changes are only printed. Old checkpoints
+    may lack some settings."""
     shutil.copytree(saved, tmp_path / "run")
     flags = dict(resume="newest", max_steps=4)
     for name, value in dict(loss_type="dapo", train_vision=True, num_iterations=2, prompts_per_update=2).items():
@@ -157,8 +157,8 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model,
 
 
 def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """A signal that arrives after an evaluation, while the first step computes its gradient, does not change the result
-    of the resumed run."""
+    """A signal arrives after an evaluation, while the first step computes its gradient. The resumed run must give the
+    same result as an uninterrupted run."""
     flags = dict(max_steps=2, eval_data=shapes, micro_batch_tokens=60)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loss = grpo.batch_loss
@@ -179,9 +179,9 @@ def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_pa
 
 
 def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shapes, tmp_path, monkeypatch):
-    """If an evaluation fails, the preceding step and its metrics are saved. A signal postpones the evaluation.
+    """If an evaluation fails, the preceding step and its metrics are saved. A signal postpones an evaluation.
 
-    After resuming, the scores are identical to those of an uninterrupted run.
+    The resumed run gives the same scores as an uninterrupted run.
     """
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1, keep_best=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
@@ -251,7 +251,7 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
 
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """An older checkpoint of the same step is kept until the new one is complete."""
+    """An older checkpoint of the same step is kept until the new checkpoint is complete."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
     grpo.save_checkpoint(run, last=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
@@ -331,7 +331,7 @@ print("saved", received)
 
 
 def test_who_is_left_alone_ends_and_who_is_not_saves():
-    """On SIGTERM during a long rollout, the process exits if a peer has died, and saves if the job is pre-empted."""
+    """After SIGTERM during a long rollout, a process exits if a peer has died, but saves if the job is pre-empted."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     environment = os.environ | {"GROUP_RANK": "0"}
@@ -376,8 +376,8 @@ def test_rows_are_named_by_whatever_is_not_a_number():
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The oldest heartbeat comes first, because it is probably from the dead process. If the store is unavailable, the
-    text is empty."""
+    """The oldest heartbeat is listed first, because it is probably from the dead process. If the store is unavailable,
+    the message is empty."""
 
     class Store(dict):
         def check(self, keys):
@@ -398,8 +398,8 @@ def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     """torchrun sends SIGTERM to the trainer's whole process group; reward workers ignore the signal.
 
-    A killed worker is replaced and its call is retried. If the replacement also dies, there is no verdict, and the
-    answer is not scored as wrong.
+    A killed worker is replaced, and its call is retried. If the replacement also dies, the completion gets no verdict
+    and is not scored as wrong.
     """
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
     pool = WorkerPool(1, [f"{tmp_path}/r.py:fine"])
@@ -429,8 +429,8 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
     """AdamW's moments are initialised at the start, so that a checkpoint can be saved and loaded at any time.
 
-    Without that, PyTorch would save no moments if an aborted step had left gradients, and would take a dummy step if
-    there were no gradients. The vision tower has no gradients before the first image.
+    Otherwise, PyTorch would save no moments if an aborted step had left gradients, and would take a dummy step if there
+    were no gradients. The vision tower has no gradients before the first image.
     """
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
     state = run.optimizer.state_dict()["state"]

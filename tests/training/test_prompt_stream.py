@@ -45,7 +45,7 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
 
 
 def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
-    """Two engines of two processes each get three prompts each, and no two processes sample the same prompt."""
+    """Each of two engines, with two processes each, gets three prompts. No two processes sample the same prompt."""
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
     assigned = []
     for rank in range(4):
