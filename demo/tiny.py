@@ -119,7 +119,7 @@ def model_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformer
 def build_model(
     tokenizer: transformers.PreTrainedTokenizerFast, seed: int
 ) -> transformers.Qwen2_5_VLForConditionalGeneration:
-    """Build the model of `model_config` with random weights."""
+    """Build the model that `model_config` describes, with random weights."""
     token = tokenizer.convert_tokens_to_ids
     torch.manual_seed(seed)
     model = transformers.Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))

@@ -51,7 +51,7 @@ def _plain_words(text: str) -> str:
 
 
 def _is_words(gold: str) -> bool:
-    """Return whether the gold answer is prose: "Pythagorean theorem" is, "ab", `\\sin x` and "45 degrees" are not."""
+    """Return whether the gold answer is prose: "Pythagorean theorem" is; "ab", `\\sin x` and "45 degrees" are not."""
     text = _plain_words(gold)
     return text in ("no", "on", "up") or bool(re.fullmatch(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*", text))
 

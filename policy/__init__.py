@@ -14,4 +14,4 @@ import transformers.utils
 # SciPy for features that this project does not use, which would add more than a second to every start. Modules imported
 # before this package therefore write `transformers.NAME` instead of importing a model class by name.
 transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its warnings on a CPU concern only speed
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU, it only warns about speed

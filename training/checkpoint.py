@@ -344,7 +344,7 @@ class Checkpoints:
         return folder, verify_checkpoint(folder) or ""
 
     def _is_same_launch(self) -> bool:
-        """Return whether the run in `output` was started by a torchrun of this launch."""
+        """Return whether the run in `output` was started by one of this launch's torchrun launchers."""
         path = self.folder / "config.json"
         launchers = json.loads(path.read_text()).get("launch") if path.is_file() else None
         return bool(set(launchers or []).intersection(distributed.launcher_ids()))
