@@ -248,16 +248,6 @@ class RunFlags:
         require(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to compare checkpoints")
 
 
-# Default (ε_low, ε_high) of each loss type.
-CLIP = {
-    "grpo": (0.2, 0.2),
-    "dr_grpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "gspo": (3e-4, 4e-4),
-    "cispo": (1.0, 4.0),
-}
-
-
 @dataclass(kw_only=True)
 class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model with GRPO."""
@@ -293,8 +283,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     dynamic_sampling_rounds: int = 10
     """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "grpo"
-    """Loss function; see `grpo_loss` and `token_weights` in grpo.py."""
+    loss_type: str = "grpo"
+    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES` in grpo.py."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
     clip_low: float | None = None
@@ -338,11 +328,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
         require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
-        low, high = CLIP[self.loss_type]
-        self.clip_low = low if self.clip_low is None else self.clip_low
-        self.clip_high = high if self.clip_high is None else self.clip_high
-        valid_clip = 0 <= self.clip_low <= 1 and self.clip_high >= 0
-        require(valid_clip, "clip_low must be between 0 and 1, clip_high at least 0")
+        require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
+        require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
 
     @property
     def updates_per_step(self) -> int:

@@ -20,8 +20,9 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
     ARGS = cli.parse(Config)
 
 import math
-import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,11 +30,11 @@ from tqdm import tqdm
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
-from common.records import Group, Rollout, Sample
+from common.records import Completion, Group, Sample, ScoredGroup
 from data import load_split, make_processor, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
-from policy.batches import micro_batches, record_logprobs, vision_cost_per_patch
+from policy.batches import completion_logprobs, micro_batches, vision_cost_per_patch
 from policy.lora import reference_weights
 from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, with_oom_retry
 from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
@@ -43,8 +44,8 @@ from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, make_engine
 from training import guards
 from training.balance import rebalance
-from training.checkpoint import RUN_STATE, Checkpoints, load_checkpoint
-from training.metrics import Clock, step_metrics
+from training.checkpoint import RUN_STATE, Checkpoints, ResumePlan, load_checkpoint
+from training.metrics import Clock, GroupRewards, concatenate, step_metrics
 from training.prompt_stream import PromptStream, prompt_seed
 from training.run_log import RunLog, check_output_folder
 
@@ -75,77 +76,139 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
 def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tensor | None = None) -> Tensor:
     """Return the per-token loss weight of each of the N completions, as (N,), given their `lengths` (N,).
 
-    L_i is the length of completion i. "grpo" and "gspo": 1 / (sequences · L_i), the mean over sequences of the mean
-    over tokens. "dapo" and "cispo": 1 / tokens, the mean over all tokens. "dr_grpo": 1 / (sequences · max_length), a
-    constant. The weights are fixed before a batch is cut into micro-batches. The gradient is therefore a plain sum over
-    the micro-batches, however the batch is cut.
+    The loss type's `average` decides. "sequences": 1 / (sequences · L_i), the mean over sequences of the mean over
+    tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). The weights are
+    fixed before a batch is cut into micro-batches, so the gradient is a plain sum over them, however the batch is cut.
 
-    `totals` (2,) holds the number of sequences and the number of tokens in the batch, summed over all processes. By
-    default, it is computed from `lengths`. Length 0 marks an unscored completion, which is not counted.
+    `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; by default, it is computed
+    from `lengths`. Length 0 marks an unscored completion, which is not counted. Raises ValueError for an unknown loss
+    type.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
     sequences, tokens = totals.clamp(min=1).double()
-    if loss_type in ("dapo", "cispo"):
+    average = get_loss(loss_type).average
+    if average == "tokens":
         weights = torch.ones_like(lengths, dtype=torch.float64) / tokens
-    elif loss_type == "dr_grpo":
+    elif average == "constant":
         weights = torch.ones_like(lengths, dtype=torch.float64) / (sequences * max_length)
     else:
         weights = 1 / (sequences * lengths.clamp(min=1))
     return weights.float()
 
 
-def grpo_loss(  # noqa: PLR0913 - the tensors of the loss and its options
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of `grpo_loss`."""
+
+    loss_type: str = "grpo"
+    """A key of `LOSSES`."""
+    clip_low: float = 0.2
+    """ε_low: the ratio is clipped below at 1 − ε_low."""
+    clip_high: float = 0.2
+    """ε_high: the ratio is clipped above at 1 + ε_high."""
+    beta: float = 0.0
+    """β, the weight of the KL term."""
+
+
+def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
     weights: Tensor,
     row_of_token: Tensor,
-    *,
-    loss_type: str = "grpo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    beta: float = 0.0,
+    options: LossOptions = LossOptions(),
     ref_logp: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensor arguments are (C,).
 
-    With ratio r = π_θ / π_old, advantage A and token weight w, the loss is Σ w · (−objective + β · KL).
-    `loss_type` selects the objective:
-
-    "grpo", "dr_grpo", "dapo": min(r·A, clip(r)·A)   DeepSeekMath eq. 3; Dr. GRPO; DAPO eq. 8 (clip_high > clip_low)
-    "gspo": the same, with r replaced by its geometric mean over the sequence   GSPO eq. 5 and 7, arXiv:2507.18071
-    "cispo": stop_gradient(clip(r)) · A · log π_θ   CISPO eq. 4, arXiv:2506.13585
-
-    KL is the k3 estimate of DeepSeekMath eq. 4. `importance` holds a constant weight for each token's objective.
-    `row_of_token` holds the index (0, 1, …) of each token's completion; only "gspo" uses this index.
+    With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
+    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4. `importance` is a constant
+    weight on the objective of each token. `row_of_token` numbers the completions 0, 1, …
+    Raises ValueError for an unknown loss type.
     """
     counted = weights > 0  # blank micro-batches hold placeholder values, which must stay finite
     log_ratio = torch.where(counted, logp - old_logp, 0.0)
-    if loss_type == "gspo":
-        rows = int(row_of_token[-1]) + 1
-        counts = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, torch.ones_like(logp))
-        sums = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, log_ratio)
-        log_ratio = (sums / counts)[row_of_token]
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if loss_type == "cispo":
-        objective = clipped.detach() * advantages * logp
-        is_clipped = ratio != clipped
-    else:
-        objective = torch.minimum(ratio * advantages, clipped * advantages)
-        is_clipped = clipped * advantages < ratio * advantages
+    objective, is_clipped = get_loss(options.loss_type).objective(logp, log_ratio, advantages, row_of_token, options)
     if importance is not None:
         objective = objective * importance
     per_token = -objective
     kl = torch.zeros_like(logp)
-    if beta:
+    if options.beta:
         difference = torch.where(counted, ref_logp - logp, 0.0)
         kl = difference.exp() - difference - 1
-        per_token = per_token + beta * kl
+        per_token = per_token + options.beta * kl
     stats = {"tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum(), "kl": (kl * counted).sum().detach()}
     return (weights * per_token).sum(), stats
+
+
+def clipped_ratio(log_ratio: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Return the ratio r = exp(`log_ratio`), and r clipped to [1 − ε_low, 1 + ε_high]."""
+    ratio = log_ratio.exp()
+    return ratio, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+
+
+def clipped_objective(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """Return min(r·A, clip(r)·A), and whether the clipped term is the smaller one. All tensors are (C,).
+
+    DeepSeekMath eq. 3; with clip_high > clip_low DAPO eq. 8, arXiv:2503.14476.
+    """
+    ratio, clipped = clipped_ratio(log_ratio, options)
+    return torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+
+
+def sequence_objective(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """Return `clipped_objective` with r replaced by its geometric mean over the completion.
+
+    GSPO eq. 5 and 7, arXiv:2507.18071.
+    """
+    rows = int(row_of_token[-1]) + 1
+    counts = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, torch.ones_like(logp))
+    sums = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, log_ratio)
+    return clipped_objective(logp, (sums / counts)[row_of_token], advantages, row_of_token, options)
+
+
+def cispo_objective(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """Return stop_gradient(clip(r)) · A · log π_θ, and whether r was clipped (CISPO eq. 4, arXiv:2506.13585)."""
+    ratio, clipped = clipped_ratio(log_ratio, options)
+    return clipped.detach() * advantages * logp, ratio != clipped
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A variant of the loss."""
+
+    objective: Callable[[Tensor, Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor]]
+    """The objective of each token and whether it was clipped, from logp, log_ratio, advantages, row_of_token (C,)."""
+    average: Literal["sequences", "tokens", "constant"]
+    """What the loss is a mean over; see `token_weights`."""
+    clip_low: float
+    """The default of `--clip_low`."""
+    clip_high: float
+    """The default of `--clip_high`."""
+
+
+LOSSES = {
+    "grpo": Loss(clipped_objective, "sequences", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300
+    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
+    "dapo": Loss(clipped_objective, "tokens", 0.2, 0.28),  # DAPO, arXiv:2503.14476
+    "gspo": Loss(sequence_objective, "sequences", 3e-4, 4e-4),  # GSPO, arXiv:2507.18071
+    "cispo": Loss(cispo_objective, "tokens", 1.0, 4.0),  # CISPO, arXiv:2506.13585
+}
+
+
+def get_loss(loss_type: str) -> Loss:
+    """Return the loss of that name. Raises ValueError for one that `LOSSES` lacks."""
+    if loss_type not in LOSSES:
+        raise ValueError(f"--loss_type {loss_type}: choose one of {', '.join(LOSSES)}")
+    return LOSSES[loss_type]
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -170,15 +233,14 @@ class Run:
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
-    budget: int = 0  # maximum number of tokens in a micro-batch
-    best: dict[str, float] | None = None  # step and score of the best evaluation so far
+    micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
+    best: dict[str, float] | None = None  # step and score of the best evaluation
     skipped: int = 0  # consecutive updates skipped so far
     skip_reason: str = ""  # why the most recent of these updates was skipped
     unscored: bool = False  # whether an evaluation is due
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
     norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
-    micro_batch_logps: guards.MicroBatchLogps = field(default_factory=list)  # for the current update
-    features: dict[bytes, Tensor] = field(default_factory=dict)  # a frozen vision tower's features, by image digest
+    features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -191,151 +253,193 @@ def train_step(run: Run) -> dict[str, float]:
     with run.clock("sleep"):
         run.engine.sleep()
     advantages = group_advantages(rewards, cfg.scale_rewards)  # line 9, (P, G)
-    for group in groups:
-        for rollout, advantage in zip(group.rollouts, advantages[group.group_index].tolist()):
-            rollout.advantage = advantage
-    run.log.completions(run.step + 1, groups)
-    minibatches = split_into_minibatches(run, groups)
-    groups = [group for minibatch in minibatches for group in minibatch]
+    run.log.completions(run.step + 1, groups, advantages)
+    minibatches = make_minibatches(run, groups, advantages)
     if cfg.beta:
-        recompute_logprobs(run, run.reference, groups, "ref_logp")
+        minibatches = with_ref_logp(run, minibatches)
     if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
-        recompute_logprobs(run, run.policy, groups, "old_logp")
+        minibatches = with_old_logp(run, minibatches)
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
             updates.append(update(run, minibatch))  # line 11
-    return step_metrics(run.scorer.names, groups, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
 
-def sample_round(run: Run) -> tuple[list[Group], Tensor]:
-    """Sample and score completions of the next P prompts.
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
-    Returns this process's groups and the rewards (P, G, 2 + K) of all processes' groups in prompt order. The 2 + K
-    values of a completion are the total, the total before the overlong penalty, and the value of each reward function.
-    Raises StepFailed if a user-defined reward function fails.
+
+def collect(run: Run) -> tuple[list[ScoredGroup], Tensor, GroupRewards]:
+    """Sample the groups to train on.
+
+    Returns this process's groups, the rewards (P, G) of all groups to train on, and the rewards of all groups sampled.
+    With dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are
+    repeated until P groups are kept or the limit is reached; the step trains on what was kept. Groups stay in data
+    order on any number of processes. Raises StepFailed when too many completions are unscored.
     """
     cfg = run.cfg
-    workload = (cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
-    group_indices, positions = run.stream.assign_prompts(run.position, *workload)
+    kept, rounds, drawn = [], [], []  # kept and rounds: pairs of a group's rewards (G,) and, if it is local, the group
+    for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
+        groups, rewards = sample_round(run)
+        raise_if_interrupted(run)
+        drawn.append(rewards)
+        check_scored(run, concatenate(drawn))
+        local = {group.index: group for group in groups}
+        rounds.append([(total, local.get(i)) for i, total in enumerate(rewards.total)])
+        varied = group_advantages(rewards.raw, "none").any(1).tolist()
+        usable = [pair for pair, differs in zip(rounds[-1], varied) if differs or not cfg.dynamic_sampling]
+        kept += usable[: cfg.prompts_per_step - len(kept)]
+        if len(kept) == cfg.prompts_per_step:
+            break
+    if not kept:  # no round has anything to learn from: take a step with zero gradient
+        kept = rounds[-1]
+    groups = [replace(group, index=index) for index, (_, group) in enumerate(kept) if group is not None]
+    return groups, torch.stack([total for total, _ in kept]), concatenate(drawn)
+
+
+def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
+    """Sample and score the next P prompts: this process's groups, and the rewards of all processes in prompt order.
+
+    Raises StepFailed on every process when a row cannot be read any more, or when a user's reward fails.
+    """
+    cfg = run.cfg
+    indices, positions = next_prompts(run)
     run.position += cfg.prompts_per_step
     samples = run.stream.rows(positions)
-    seeds = [prompt_seed(cfg.seed, position) for position in positions]
     with run.clock("prompts"):
         prompts = run.stream.get(positions)
         cache_image_features(run.policy, prompts, run.features)
+    seeds = [prompt_seed(cfg.seed, position) for position in positions]
     with run.clock("rollout"):
         rollouts = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
-    groups = [Group(*fields) for fields in zip(prompts, rollouts, group_indices, samples)]
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.has_image = bool(group.prompt.images)
     with run.clock("reward"):
-        error = run.scorer([(group.sample, group.rollouts) for group in groups], cfg.max_completion_length)
-    names = run.scorer.names
-    rewards = [[[r.reward, r.raw_reward, *(r.rewards[n] for n in names)] for r in g.rollouts] for g in groups]
-    lengths = [[len(r.ids) for r in g.rollouts] for g in groups]
-    gathered = distributed.all_gather((error, list(zip(group_indices, positions, lengths, rewards))))
-    if error := next((error for error, _ in gathered if error), None):
-        raise StepFailed(error)
-    in_order = sorted(row for _, rows in gathered for row in rows)  # sorted by group index
-    for _, position, group_lengths, _ in in_order:
-        run.stream.record_length(position, group_lengths)
-    _, next_positions = run.stream.assign_prompts(run.position, *workload)
-    run.stream.prefetch(next_positions)
-    return groups, torch.tensor([group_rewards for *_, group_rewards in in_order])
+        rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
+    distributed.raise_first_error(error, StepFailed)
+    groups = [ScoredGroup(*fields) for fields in zip(samples, prompts, rollouts, rewards, indices)]
+    return groups, share_results(run, groups, positions)
 
 
-def collect(run: Run) -> tuple[list[Group], Tensor, Tensor]:
-    """Sample the groups to train on.
-
-    Returns this process's groups, the rewards (P, G) of all groups to train on, and the rewards (groups, G, 2 + K) of
-    all groups that were sampled. With dynamic sampling, a group is kept only if its rewards before the overlong penalty
-    are not all equal. Rounds are repeated until P groups have been kept or the maximum number of rounds is reached. The
-    step trains on the groups that were kept. Groups stay in data order, whatever the number of processes. Raises
-    StepFailed if too many completions are unscored.
-    """
+def next_prompts(run: Run) -> tuple[list[int], list[int]]:
+    """Return the index within the step and the stream position of each prompt that this process samples next."""
     cfg = run.cfg
-    groups, kept_rewards, drawn = [], [], []
-    for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
-        sampled, rewards = sample_round(run)
-        raise_if_interrupted(run)
-        drawn.append(rewards)
-        unscored = torch.cat(drawn)[..., 0].isnan().double().mean().item()
-        if unscored > MAX_UNSCORED:
-            reason = next(filter(None, distributed.all_gather(run.scorer.why_none)), "unknown")
-            limit = f"at most {MAX_UNSCORED:.0%} may have none"
-            raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
-        varied = group_advantages(rewards[..., 1], "none").any(1).tolist()
-        usable = [i for i in range(len(rewards)) if varied[i] or not cfg.dynamic_sampling]
-        kept = usable[: cfg.prompts_per_step - len(kept_rewards)]
-        new_index = {old: len(kept_rewards) + i for i, old in enumerate(kept)}
-        for group in sampled:
-            if group.group_index in new_index:
-                groups.append(replace(group, group_index=new_index[group.group_index]))
-        kept_rewards += [rewards[i, :, 0] for i in kept]
-        if len(kept_rewards) == cfg.prompts_per_step:
-            break
-    if not kept_rewards:  # no round produced anything to learn from: take a step with zero gradient
-        groups, kept_rewards = sampled, list(rewards[..., 0])
-    return groups, torch.stack(kept_rewards), torch.cat(drawn)
+    return run.stream.assign_prompts(
+        run.position, cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel
+    )
 
 
-def split_into_minibatches(run: Run, groups: list[Group]) -> list[list[Group]]:
-    """Return this process's groups for each update, after moving completions between processes to balance the work."""
+def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
+    """Gather the rewards of all processes, record completion lengths, and start encoding the next prompts."""
+    lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
+    local = [(g.index, position, sizes, g.rewards) for g, position, sizes in zip(groups, positions, lengths)]
+    everyone = [row for rows in distributed.all_gather(local) for row in rows]
+    everyone.sort(key=lambda row: row[0])  # by index within the step
+    for _, position, sizes, _ in everyone:
+        run.stream.record_length(position, sizes)
+    _, next_positions = next_prompts(run)
+    run.stream.prefetch(next_positions)
+    rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
+    return GroupRewards(
+        total=torch.tensor([[each.total for each in group] for group in rewards]),
+        raw=torch.tensor([[each.raw for each in group] for group in rewards]),
+        parts={
+            name: torch.tensor([[each.parts[name] for each in group] for group in rewards]) for name in run.scorer.names
+        },
+    )
+
+
+def check_scored(run: Run, drawn: GroupRewards) -> None:
+    """Raise StepFailed when too many of the step's completions are unscored."""
+    unscored = drawn.total.isnan().double().mean().item()
+    if unscored > MAX_UNSCORED:
+        reason = next(filter(None, distributed.all_gather(run.scorer.why_none)), "unknown")
+        limit = f"at most {MAX_UNSCORED:.0%} may have none"
+        raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) -> list[list[Group]]:
+    """Return what this process trains on in each update, after moving completions so that all have equal work."""
     cfg, patch_cost = run.cfg, vision_cost_per_patch(run.policy)
     minibatches = []
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
-        minibatch = [g for g in groups if first <= g.group_index < first + cfg.prompts_per_update]
-        minibatches.append(rebalance(minibatch, lambda rollout: has_gradient(run, rollout), patch_cost))
+        chosen = [group for group in groups if first <= group.index < first + cfg.prompts_per_update]
+        minibatches.append(rebalance(training_groups(cfg, chosen, advantages), patch_cost))
     return minibatches
 
 
-def has_gradient(run: Run, rollout: Rollout) -> bool:
-    """Return whether the loss depends on `rollout`: it must be scored and have a non-zero advantage or a KL term."""
-    return not math.isnan(rollout.reward) and bool(rollout.advantage or run.cfg.beta)
+def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
+    """Return the completions of one update that the loss depends on, with their advantages and token weights.
 
-
-def with_gradient(run: Run, groups: list[Group]) -> list[Group]:
-    """Return `groups` with only the completions that the loss depends on.
-
-    The token weights are computed from all completions, so dropping the others saves work without changing the
-    gradient.
+    The loss depends on a completion that is scored, and has a non-zero advantage or a KL term. The weights count every
+    scored completion of all processes, so leaving out the others saves work without changing the gradient.
     """
-    kept = [replace(group, rollouts=[r for r in group.rollouts if has_gradient(run, r)]) for group in groups]
-    return [group for group in kept if group.rollouts]
+    pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
+    lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs])
+    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum().long()]))
+    weights = iter(token_weights(lengths.long(), cfg.loss_type, cfg.max_completion_length, totals).tolist())
+    trained = []
+    for group in groups:
+        completions = []
+        for rollout, rewards, advantage in zip(group.rollouts, group.rewards, advantages[group.index].tolist()):
+            weight = next(weights)
+            if not math.isnan(rewards.total) and (advantage or cfg.beta):
+                has_image = bool(group.prompt.images)
+                completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, has_image))
+        if completions:
+            trained.append(Group(group.prompt, completions, group.index))
+    return trained
 
 
-def recompute_logprobs(run: Run, policy: Policy, groups: list[Group], name: str) -> None:
-    """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
-    is_reference = name == "ref_logp"
-    trained = with_gradient(run, groups)
-    with run.clock("reference" if is_reference else name), reference_weights(policy.model, is_reference):
-        run.budget, _ = with_oom_retry(
-            policy, run.budget, lambda budget: record_logprobs(policy, trained, name, run.cfg.temperature, budget)
-        )
+def with_ref_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]:
+    """Return `minibatches` with the log-probabilities under the reference."""
+    with run.clock("reference"), reference_weights(run.reference.model):
+        logps = recompute_logprobs(run, run.reference, minibatches)
+    return map_completions(minibatches, lambda completion: replace(completion, ref_logp=next(logps)))
+
+
+def with_old_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]:
+    """Return `minibatches` with the log-probabilities under the policy that sampled them."""
+    with run.clock("old_logp"):
+        logps = recompute_logprobs(run, run.policy, minibatches)
+    return map_completions(minibatches, lambda completion: replace(completion, old_logp=next(logps)))
+
+
+def map_completions(minibatches: list[list[Group]], change: Callable[[Completion], Completion]) -> list[list[Group]]:
+    """Return `minibatches` with `change` applied to each completion, in order."""
+    return [
+        [replace(group, completions=[change(completion) for completion in group.completions]) for group in minibatch]
+        for minibatch in minibatches
+    ]
+
+
+def recompute_logprobs(run: Run, policy: Policy, minibatches: list[list[Group]]) -> Iterator[Tensor]:
+    """Return the (L,) log-probabilities under `policy` of each completion, in order."""
+    groups = [group for minibatch in minibatches for group in minibatch]
+    run.micro_batch_tokens, logps = with_oom_retry(
+        policy,
+        run.micro_batch_tokens,
+        lambda budget: completion_logprobs(policy, groups, run.cfg.temperature, budget),
+    )
+    return iter(logps)
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     """Take one optimizer step on `groups`; return sums over all processes' tokens, from which metrics are computed."""
     cfg = run.cfg
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = torch.tensor([0 if math.isnan(r.reward) else len(r.ids) for r in rollouts], dtype=torch.long)
-    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum()]))
-    weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals)
-    for rollout, weight in zip(rollouts, weights.tolist()):
-        rollout.weight = weight
     with run.clock("train"):
-        run.budget, sums = with_oom_retry(run.policy, run.budget, lambda budget: accumulate(run, groups, budget))
+        run.micro_batch_tokens, (sums, logps) = with_oom_retry(
+            run.policy, run.micro_batch_tokens, lambda budget: accumulate(run, groups, budget)
+        )
         stats = distributed.reduce_stats(sums)
     grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
-    is_first = "optimizer" not in run.clock.laps
-    problem = guards.describe_nonfinite(stats, grad_norm, groups, run.micro_batch_logps)
+    problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
-        if console.is_main():
-            print(f"step {run.step + 1}: {problem}; this update is skipped", file=sys.stderr)
-    elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, is_first):
+        console.warn(f"step {run.step + 1}: {problem}; this update is skipped")
+    elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, before_first_update(run)):
         raise StepFailed(mismatch)
     else:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
@@ -349,57 +453,54 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     return stats | {"grad_norm": grad_norm} | flags
 
 
-def raise_if_interrupted(run: Run) -> None:
-    """Before the first update of a step, raise Interrupted on every process if any process was asked to stop."""
-    if "optimizer" not in run.clock.laps and distributed.all_max(torch.tensor(len(run.interrupted))):
-        raise Interrupted
+def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    """Accumulate the gradient of `groups` in micro-batches of `budget` tokens.
 
-
-def accumulate(run: Run, groups: list[Group], budget: int) -> list[dict[str, Tensor]]:
-    """Accumulate the gradient of `groups` in micro-batches of at most `budget` tokens.
-
-    Returns the sums over the tokens of each micro-batch, from which metrics are computed.
+    Returns each micro-batch's sums over tokens, and the (L,) log-probabilities of each completion, in order.
     """
-    sums = []
-    run.micro_batch_logps.clear()
+    sums, logps = [], []
     with unsharded(run.policy):
-        for batch in micro_batches(run.policy, with_gradient(run, groups), budget):
+        for batch in micro_batches(run.policy, groups, budget):
             raise_if_interrupted(run)
             logp, entropy = run.policy(batch, run.cfg.temperature)
-            run.micro_batch_logps.append((batch.rollouts, logp.detach()))
+            logps += logp.detach().split(batch.lengths)
             loss, stats = batch_loss(run.cfg, batch, logp)
             # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
             (loss * distributed.world_size()).backward()
-            sums.append(stats | {"entropy": (entropy * (batch.column("weight") > 0)).sum()})
-    return sums
+            sums.append(stats | {"entropy": (entropy * (batch.values.weights > 0)).sum()})
+    return sums, logps
 
 
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `grpo_loss` of one micro-batch, computed from the values stored with its completions."""
-    sampling_logp = batch.column("sampling_logp")
+    """Return `grpo_loss` of one micro-batch, and sums over its tokens for the metrics. `logp` is (C,)."""
+    values = batch.values
     if cfg.old_logp == "sampler":
-        old_logp = sampling_logp
+        old_logp = values.sampling_logp
     elif cfg.updates_per_step == 1:
         old_logp = logp.detach()
     else:
-        old_logp = batch.column("old_logp")
-    importance = (old_logp - sampling_logp).exp().clamp(max=cfg.importance_cap) if cfg.importance_cap else None
+        old_logp = values.old_logp
+    importance = None
+    if cfg.importance_cap:
+        importance = (old_logp - values.sampling_logp).exp().clamp(max=cfg.importance_cap)
+    options = LossOptions(cfg.loss_type, cfg.clip_low, cfg.clip_high, cfg.beta)
     loss, stats = grpo_loss(
-        logp,
-        old_logp,
-        batch.column("advantage"),
-        batch.column("weight"),
-        batch.row_of_token,
-        loss_type=cfg.loss_type,
-        clip_low=cfg.clip_low,
-        clip_high=cfg.clip_high,
-        beta=cfg.beta,
-        ref_logp=batch.column("ref_logp") if cfg.beta else None,
-        importance=importance,
+        logp, old_logp, values.advantages, values.weights, batch.row_of_token, options, values.ref_logp, importance
     )
     trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
     stats |= {"loss": loss.detach()} | guards.logp_difference(batch, trainer_logp)
     return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
+
+
+def before_first_update(run: Run) -> bool:
+    """Return whether the policy has not been updated in this step yet."""
+    return "optimizer" not in run.clock.laps
+
+
+def raise_if_interrupted(run: Run) -> None:
+    """Raise Interrupted on every process if any was asked to stop before the first update of this step."""
+    if before_first_update(run) and distributed.all_max(torch.tensor(len(run.interrupted))):
+        raise Interrupted
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -449,13 +550,14 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
 
     A run that is asked to stop saves a checkpoint first; the evaluation takes place when the run is resumed.
     """
-    cfg, problem, save_best = run.cfg, None, False
+    cfg, problem = run.cfg, None
     status = torch.tensor([len(run.interrupted), run.checkpoints.write_failed()])
     interrupted, write_failed = distributed.all_max(status).tolist()
     if run.skipped >= cfg.max_skipped:
-        problem = f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); "
-        problem += guards.NONFINITE_HINT
-        run.checkpoints.keep_last = 0  # keep all checkpoints, because the last good one may be older
+        problem = (
+            f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); {guards.NONFINITE_HINT}"
+        )
+        run.checkpoints.keep_last = 0  # keep all: the last good one may be an earlier one
     elif run.unscored and not interrupted:
         try:
             metrics |= evaluate_policy(run)
@@ -463,16 +565,25 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
         except UserError as error:
             problem = f"evaluation after step {run.step}: {error}"
     run.log.metrics(run.step, metrics)
-    score = metrics.get("eval/reward", -math.inf)
-    if run.step and score > (run.best["score"] if run.best else -math.inf):
-        run.best, save_best = {"step": run.step, "score": score}, cfg.keep_best
-    save_due = run.step and cfg.save_every and run.step % cfg.save_every == 0
-    if interrupted or write_failed or problem or save_due or save_best or run.checkpoints.save_failed:
-        save_checkpoint(run, last=bool(interrupted or problem))
+    is_best = record_best(run, metrics)
+    stopping = bool(problem or interrupted)
+    retry = write_failed or run.checkpoints.save_failed
+    due = run.step and cfg.save_every and run.step % cfg.save_every == 0
+    if stopping or retry or due or (is_best and cfg.keep_best):
+        save_checkpoint(run, last=stopping)
     if problem:
         raise RunStopped(f"{problem}; {run.checkpoints.resume_hint()}", status=1)
     if interrupted:
         end_run(run)
+
+
+def record_best(run: Run, metrics: dict[str, float]) -> bool:
+    """Record the step and score of the best evaluation so far; return whether it is this one."""
+    score = metrics.get("eval/reward", -math.inf)
+    is_best = bool(run.step) and score > (run.best["score"] if run.best else -math.inf)
+    if is_best:
+        run.best = {"step": run.step, "score": score}
+    return is_best
 
 
 def save_checkpoint(run: Run, last: bool = False) -> None:
@@ -491,47 +602,119 @@ def end_run(run: Run) -> None:
 
 def evaluate_policy(run: Run) -> dict[str, float]:
     """Return the scores of the current policy on the held-out rows."""
-    held_out = (run.stream.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length)
-    return score_policy(run.policy, run.engine, *held_out)
+    return score_policy(
+        run.policy, run.engine, run.stream.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length
+    )
+
+
+# --- setting up -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Inputs:
+    """What a run reads: rows, prompts and rewards."""
+
+    stream: PromptStream
+    eval_samples: list[Sample]
+    scorer: Scorer
+    max_length: int  # maximum tokens of a prompt with its completion
+    max_images: int  # maximum images of a prompt
+
+
+@dataclass
+class Models:
+    """What a run computes with."""
+
+    policy: Policy
+    reference: Policy | None
+    engine: Engine
+    micro_batch_tokens: int
 
 
 def set_up(cfg: Config) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
-    The data is checked before the models are loaded, so that a bad row is found within seconds.
+    The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
+    sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
+    sized when everything else has its memory. The output folder is changed last, when nothing can be refused any more.
     """
     device = distributed.start(cfg.hang_timeout)
+    resolve_loss(cfg)
     checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
-    resume_from = checkpoints.find(cfg.resume)
-    same_output = checkpoints.is_own(resume_from)
-    check_output_folder(cfg.output, cfg.overwrite or checkpoints.replaces, same_output)
+    resume = checkpoints.plan_resume(cfg.resume)
+    check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
+    inputs = check_inputs(cfg)
+    models = load_models(cfg, inputs, device)
+    return restore(cfg, inputs, models, checkpoints, resume)
+
+
+def resolve_loss(cfg: Config) -> None:
+    """Set the clip range to the loss type's own where the flags leave it open. Raises UserError for an unknown type."""
+    try:
+        loss = get_loss(cfg.loss_type)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
+    cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
+
+
+def check_inputs(cfg: Config) -> Inputs:
+    """Read and check every row and reward."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = make_processor(cfg, cfg.model, cfg.task)
     samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
     eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
-    dtype = compute_dtype(cfg.dtype, device)
-    limits = (cfg.max_prompt_length + cfg.max_completion_length, max_images([*samples, *eval_samples]))
+    max_length = cfg.max_prompt_length + cfg.max_completion_length
+    return Inputs(stream, eval_samples, scorer, max_length, max_images([*samples, *eval_samples]))
+
+
+def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
+    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep."""
+    dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
-    sharding = choose_sharding(policy, cfg, bool(cfg.beta), device, cfg.gpu_memory)
-    check_gpu_memory(policy, cfg, bool(cfg.beta), device, cfg.vllm_memory, cfg.gpu_memory, sharding)
-    engine = make_engine(cfg, cfg.model, processor, device, dtype, *limits, with_weights=False)
+    sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
+    check_gpu_memory(policy, cfg, has_reference, device, cfg.vllm_memory, cfg.gpu_memory, sharding)
+    engine = make_engine(
+        cfg, cfg.model, inputs.stream.processor, device, dtype, inputs.max_length, inputs.max_images, with_weights=False
+    )
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
-    reference = load_reference(cfg.model, cfg, device, policy, sharding) if cfg.beta else None
-    budget = choose_micro_batch_size(policy, reference, cfg, limits[0], device, cfg.gpu_memory, sharding)
-    total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(samples) / cfg.prompts_per_step)
-    optimizer, scheduler = make_optimizer(policy, cfg, total_steps * cfg.updates_per_step)
-    state = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(eval_samples)}
-    if resume_from:
-        state = load_checkpoint(resume_from, policy, optimizer, scheduler, asdict(cfg) | stream.fingerprint)
+    reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
+    micro_batch_tokens = choose_micro_batch_size(
+        policy, reference, cfg, inputs.max_length, device, cfg.gpu_memory, sharding
+    )
+    return Models(policy, reference, engine, micro_batch_tokens)
+
+
+def restore(cfg: Config, inputs: Inputs, models: Models, checkpoints: Checkpoints, resume: ResumePlan) -> Run:
+    """Make the optimizer, load the checkpoint that is resumed, and open the log files."""
+    stream = inputs.stream
+    total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(stream.samples) / cfg.prompts_per_step)
+    optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
+    state = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(inputs.eval_samples)}
+    if resume.checkpoint:
+        config = asdict(cfg) | stream.fingerprint
+        state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
     stream.lengths = state.get("lengths", {})
-    resumed_step = state["step"] if same_output else None
+    resumed_step = state["step"] if resume.continues_output else None
     checkpoints.prepare_output(resumed_step)
-    log = RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step)
-    models = (policy, reference, engine, scorer, optimizer, scheduler)
-    run = Run(cfg, stream, eval_samples, *models, log, checkpoints, total_steps, budget=budget)
+    run = Run(
+        cfg=cfg,
+        stream=stream,
+        eval_samples=inputs.eval_samples,
+        policy=models.policy,
+        reference=models.reference,
+        engine=models.engine,
+        scorer=inputs.scorer,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
+        checkpoints=checkpoints,
+        total_steps=total_steps,
+        micro_batch_tokens=models.micro_batch_tokens,
+    )
     vars(run).update({name: state[name] for name in RUN_STATE if name in state})
     return run
 

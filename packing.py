@@ -20,14 +20,17 @@ otherwise 1).
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.records import Group, Rollout
+from common.records import Completion, Group
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,6 +50,19 @@ class Segments:
 
 
 @dataclass
+class TokenValues:
+    """What the loss needs of each completion token. All tensors are (C,); a value per completion is repeated."""
+
+    sampling_logp: Tensor
+    advantages: Tensor
+    weights: Tensor
+    has_image: Tensor
+    """Whether the prompt has an image, bool."""
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+
+@dataclass
 class PackedBatch:
     """One micro-batch: several groups packed into one sequence."""
 
@@ -61,9 +77,11 @@ class PackedBatch:
     targets: Tensor
     """(C,) token ids of the completion tokens."""
     row_of_token: Tensor
-    """(C,) index in `rollouts` of the completion that each completion token belongs to: 0, 0, ..., 1, ..."""
-    rollouts: list[Rollout]
-    """The completions, in packed order."""
+    """(C,) index of the completion that each token belongs to: 0, 0, ..., 1, ..."""
+    lengths: list[int]
+    """Length of each completion in tokens, on the host, in packed order."""
+    values: TokenValues
+    """What the loss needs of each completion token."""
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images."""
@@ -74,26 +92,19 @@ class PackedBatch:
     dummy_vision: bool = False
     """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
 
-    def column(self, name: str) -> Tensor:
-        """Return the attribute `name` of the completions as a (C,) tensor on the batch's device.
-
-        If the attribute has only one value per completion, this value is repeated for each token of the completion.
-        """
-        values = [getattr(rollout, name) for rollout in self.rollouts]
-        values = [v if isinstance(v, Tensor) else torch.full((len(r.ids),), v) for v, r in zip(values, self.rollouts)]
-        return to_device(torch.cat(values), self.targets.device)
-
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch with all tensors on `device`."""
         move = functools.partial(to_device, device=torch.device(device))
-        segments = replace(
-            self.segments,
-            kv_index=move(self.segments.kv_index),
-            cu_q=move(self.segments.cu_q),
-            cu_k=move(self.segments.cu_k),
+        vision = {name: move(tensor) for name, tensor in self.vision.items()}
+        moved = replace(
+            self, segments=_move_tensors(self.segments, move), values=_move_tensors(self.values, move), vision=vision
         )
-        tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, segments=segments, vision={k: move(v) for k, v in self.vision.items()})
+        return _move_tensors(moved, move)
+
+
+def _move_tensors(record: T, move: Callable[[Tensor], Tensor]) -> T:
+    """Return a copy of a data class with `move` applied to its tensors."""
+    return replace(record, **{name: move(value) for name, value in vars(record).items() if isinstance(value, Tensor)})
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -115,7 +126,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     """
     ids, positions, image_tokens = [], [], []
     kv_index, q_lens, k_lens = [], [], []
-    predict_from, rollouts = [], []
+    predict_from, completions = [], []
     t = 0  # packed tokens so far
     for group in groups:
         s = len(group.prompt.ids)
@@ -129,19 +140,20 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         k_lens.append(s)
         t += s
         next_position = int(group.prompt.positions.max()) + 1
-        for rollout in group.rollouts:
-            length = len(rollout.ids)
+        for completion in group.completions:
+            length = len(completion.ids)
             if length == 0:
-                raise ValueError(f"prompt {group.group_index} has a completion without tokens")
-            completion = torch.arange(t, t + length)
-            ids.append(-1 - rollout.ids)
+                raise ValueError(f"prompt {group.index} has a completion without tokens")
+            tokens = torch.arange(t, t + length)
+            ids.append(-1 - completion.ids)
             positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
-            kv_index += [prompt, completion]
+            kv_index += [prompt, tokens]
             q_lens.append(length)
             k_lens.append(s + length)
-            predict_from += [prompt[-1:], completion[:-1]]
-            rollouts.append(rollout)
+            predict_from += [prompt[-1:], tokens[:-1]]
+            completions.append(completion)
             t += length
+    lengths = [len(completion.ids) for completion in completions]
     position_ids = torch.cat(positions, dim=1)  # (R, T)
     with_images = [group.prompt for group in groups if group.prompt.vision]
     cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
@@ -151,11 +163,28 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(torch.cat(kv_index), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
         predict_from=torch.cat(predict_from),
-        targets=torch.cat([rollout.ids for rollout in rollouts]),
-        row_of_token=torch.repeat_interleave(torch.tensor([len(rollout.ids) for rollout in rollouts])),
-        rollouts=rollouts,
+        targets=torch.cat([completion.ids for completion in completions]),
+        row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
+        lengths=lengths,
+        values=_token_values(completions, lengths),
         vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
         image_tokens=torch.cat([*image_tokens, torch.empty(0, dtype=torch.long)]),
+    )
+
+
+def _token_values(completions: list[Completion], lengths: list[int]) -> TokenValues:
+    repeats = torch.tensor(lengths)
+
+    def join(tensors: list[Tensor | None]) -> Tensor | None:
+        return None if any(tensor is None for tensor in tensors) else torch.cat(tensors)
+
+    return TokenValues(
+        sampling_logp=torch.cat([completion.sampling_logp for completion in completions]),
+        advantages=torch.tensor([completion.advantage for completion in completions]).repeat_interleave(repeats),
+        weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
+        has_image=torch.tensor([completion.has_image for completion in completions]).repeat_interleave(repeats),
+        old_logp=join([completion.old_logp for completion in completions]),
+        ref_logp=join([completion.ref_logp for completion in completions]),
     )
 
 
@@ -178,15 +207,15 @@ def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
 
 
 def _split(group: Group, budget: int) -> list[Group]:
-    chunks: list[list[Rollout]] = []
+    chunks: list[list[Completion]] = []
     remaining = 0
-    for rollout in group.rollouts:
-        if not chunks or len(rollout.ids) > remaining:
+    for completion in group.completions:
+        if not chunks or len(completion.ids) > remaining:
             chunks.append([])
             remaining = budget - len(group.prompt.ids)
-        chunks[-1].append(rollout)
-        remaining -= len(rollout.ids)
-    return [replace(group, rollouts=chunk) for chunk in chunks]
+        chunks[-1].append(completion)
+        remaining -= len(completion.ids)
+    return [replace(group, completions=chunk) for chunk in chunks]
 
 
 def _cumulative(lengths: list[int]) -> Tensor:

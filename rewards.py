@@ -22,7 +22,7 @@ from typing import Any
 
 from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
-from common.records import TAG, Rollout, Sample
+from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.sandbox import WorkerPool, load_function
@@ -277,7 +277,7 @@ class Scorer:
 
     @property
     def names(self) -> list[str]:
-        """Names of the rewards, as they appear in `Rollout.rewards` and in the metrics."""
+        """Names of the rewards, as they appear in `Rewards.parts` and in the metrics."""
         return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
 
     def _add(self, text: str) -> None:
@@ -305,36 +305,42 @@ class Scorer:
         self.weights[function], self.user_functions[function] = weight, name
         self.parameters[function] = None if accepts_any else set(parameters)
 
-    def __call__(self, groups: Sequence[tuple[Sample, list[Rollout]]], max_length: int | None = None) -> str | None:
-        """Set `rewards` (by name) and `reward` (their weighted sum) of every completion; NaN means unscored.
+    def __call__(
+        self, samples: Sequence[Sample], rollouts: Sequence[list[Rollout]], max_length: int | None = None
+    ) -> tuple[list[list[Rewards]], str | None]:
+        """Return the rewards of each sample's completions, and the first error of a user-defined reward or None.
 
-        `max_length` is the completion length limit in tokens, for the overlong penalty; None turns the penalty off.
-        Returns the first error of a user-defined reward, or None. The error is returned rather than raised, so that all
-        processes can stop together.
+        `max_length` is the completion length limit in tokens for the overlong penalty; None turns the penalty off.
         """
         if self.verifier:
             self.verifier.reset_failures()
-        jobs = [(name, sample, rollout) for sample, rollouts in groups for rollout in rollouts for name in self.weights]
+        pairs = [(sample, rollout) for sample, group in zip(samples, rollouts, strict=True) for rollout in group]
+        jobs = [(name, sample, rollout) for sample, rollout in pairs for name in self.weights]
         uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
         threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
         with ThreadPoolExecutor(threads) as pool:
             values = pool.map(lambda job: self._value(*job), jobs)
-            results = list(console.progress(values, "rewards", total=len(jobs), unit="call", leave=False))
-        error = None
-        for (name, sample, rollout), (value, problem) in zip(jobs, results):
-            rollout.rewards[name] = value
-            if problem and error is None:
-                function = self.user_functions[name]
-                error = f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}"
-        for _, rollouts in groups:
-            for rollout in rollouts:
-                rollout.reward = sum(weight * rollout.rewards[name] for name, weight in self.weights.items() if weight)
-                rollout.raw_reward = rollout.reward
-                if self.overlong_buffer and max_length:
-                    penalty = overlong_penalty(len(rollout.ids), max_length, self.overlong_buffer)
-                    rollout.rewards["overlong"] = penalty
-                    rollout.reward += penalty
-        return error
+            results = iter(list(console.progress(values, "rewards", total=len(jobs), unit="call", leave=False)))
+        errors, scored = [], []
+        for sample, group in zip(samples, rollouts):
+            scored.append([])
+            for rollout in group:
+                parts = {}
+                for name in self.weights:
+                    parts[name], problem = next(results)
+                    if problem:
+                        function = self.user_functions[name]
+                        errors.append(f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}")
+                scored[-1].append(self._sum(parts, len(rollout.ids), max_length))
+        return scored, errors[0] if errors else None
+
+    def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
+        """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""
+        raw = sum(weight * parts[name] for name, weight in self.weights.items() if weight)
+        if not (self.overlong_buffer and max_length):
+            return Rewards(raw, raw, parts)
+        penalty = overlong_penalty(length, max_length, self.overlong_buffer)
+        return Rewards(raw + penalty, raw, parts | {"overlong": penalty})
 
     def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
         """Compute one reward of a completion and return (value, error).

@@ -244,6 +244,12 @@ def first_error(value: T | None) -> T | None:
     return next((error for error in all_gather(value) if error is not None), None)
 
 
+def raise_first_error(error: str | None, exception: type[Exception]) -> None:
+    """Raise `exception` with the first error message of any process, on every process; do nothing without one."""
+    if first := first_error(error):
+        raise exception(first)
+
+
 def gather_shards(local_items: list[T]) -> list[T]:
     """Return the items of all processes in their original order: the inverse of `shard`."""
     shards = all_gather(local_items)

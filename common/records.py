@@ -1,4 +1,8 @@
-"""Data classes shared by all packages: a data row (`Sample`), an encoded `Prompt`, a completion (`Rollout`), a `Group`.
+"""Data classes that travel between the rooms.
+
+A row of a data set is a `Sample`, and encoded it is a `Prompt`. A completion passes through three stages: sampled
+(`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and as an update trains on it (`Completion` in a
+`Group`). All three are frozen.
 
 Shapes: S prompt tokens, L completion tokens, R rows of position ids (3 with M-RoPE, else 1).
 """
@@ -82,9 +86,9 @@ class Prompt:
     have the longest expected completions."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rollout:
-    """One completion and everything that a step computes for it."""
+    """A completion as it was sampled."""
 
     ids: Tensor
     """(L,) token ids, including the stop token when one was sampled."""
@@ -94,36 +98,65 @@ class Rollout:
     """Whether the completion reached the length limit before a stop token."""
     text: str = ""
     """The decoded tokens, without the stop token."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards by name; NaN for a reward that returned no verdict."""
-    reward: float = math.nan
-    """Weighted sum of the rewards. NaN excludes the completion from its group."""
-    raw_reward: float = math.nan
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of one completion."""
+
+    total: float = math.nan
+    """Weighted sum of the rewards. NaN marks an unscored completion, which is excluded from its group."""
+    raw: float = math.nan
     """The weighted sum before the overlong penalty."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Each reward by name; NaN when it returned no verdict."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A prompt with its sampled completions and their rewards."""
+
+    sample: Sample
+    """The row that the prompt comes from."""
+    prompt: Prompt
+    rollouts: list[Rollout]
+    """The G completions of the prompt."""
+    rewards: list[Rewards]
+    """The rewards of each completion."""
+    index: int
+    """Index of the prompt within the step."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion as an update trains on it."""
+
+    ids: Tensor
+    """(L,) token ids."""
+    sampling_logp: Tensor
+    """(L,) log-probabilities under the distribution it was sampled from."""
     advantage: float = 0.0
     """Advantage of the completion within its group."""
     weight: float = 0.0
-    """Weight of each token in the loss, as returned by `token_weights`."""
-    old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy that sampled the completion; only if a step makes several updates."""
-    ref_logp: Tensor | None = None
-    """(L,) log-probabilities under the reference model; only if there is a KL term."""
+    """Weight of each of its tokens in the loss, from `grpo.token_weights`."""
     has_image: bool = False
-    """Whether the prompt has an image."""
+    """Whether its prompt has an image."""
+    old_logp: Tensor | None = None
+    """(L,) log-probabilities under the policy that sampled it, if the policy has several updates per step."""
+    ref_logp: Tensor | None = None
+    """(L,) log-probabilities under the reference model, if there is a KL term."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
-    """A prompt with some or all of its completions."""
+    """A prompt with the completions that an update trains on, or with some of them."""
 
     prompt: Prompt
-    rollouts: list[Rollout]
-    group_index: int = 0
+    completions: list[Completion]
+    index: int = 0
     """Index of the prompt within the step."""
-    sample: Sample | None = None
-    """The row that the prompt comes from."""
 
     @property
     def tokens(self) -> int:
-        """Total length in tokens of the prompt and its completions; the prompt is counted once."""
-        return len(self.prompt.ids) + sum(len(rollout.ids) for rollout in self.rollouts)
+        """Length of the prompt and its completions in tokens; the prompt counts once."""
+        return len(self.prompt.ids) + sum(len(completion.ids) for completion in self.completions)

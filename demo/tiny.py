@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from common import cli
-from common.records import Group, Prompt, Rollout, Sample
+from common.records import Completion, Group, Prompt, Sample
 from data import Processor, encode_prompt, load_processor, load_samples
 from packing import pack
 from policy.forward import enable_packed_forward
@@ -257,7 +257,7 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
 
 def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, flip: bool) -> Group:
     reply = torch.tensor(processor.tokenizer(noisy_label(cfg.task, sample, flip) + "<|im_end|>").input_ids)
-    return Group(prompt, [Rollout(reply, torch.zeros(len(reply)))])
+    return Group(prompt, [Completion(reply, torch.zeros(len(reply)))])
 
 
 # --- command ----------------------------------------------------------------------------------------------------------

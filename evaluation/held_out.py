@@ -83,20 +83,17 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     The result is the same on every process. Raises UserError when a user-defined reward fails.
     """
     empty, task = torch.zeros(0), scorer.task
-    groups = [
-        (sample, [Rollout(empty, empty, text=text) for text in output["responses"]])
-        for sample, output in distributed.shard(list(zip(samples, outputs)))
-    ]
-    error = scorer(groups)
-    if error := next(filter(None, distributed.all_gather(error)), None):
-        raise UserError(error)
+    local_samples, local_outputs = distributed.shard(samples), distributed.shard(outputs)
+    rollouts = [[Rollout(empty, empty, text=text) for text in output["responses"]] for output in local_outputs]
+    rewards, error = scorer(local_samples, rollouts)
+    distributed.raise_first_error(error, UserError)
     judgements = distributed.gather_shards(
         [
             {
-                "exact": [exact_match(task, r.text, sample.answer, r.rewards[task]) for r in rollouts],
-                "rewards": [None if math.isnan(r.reward) else r.reward for r in rollouts],
+                "exact": [exact_match(task, r.text, sample.answer, each.parts[task]) for r, each in zip(group, scored)],
+                "rewards": [None if math.isnan(each.total) else each.total for each in scored],
             }
-            for sample, rollouts in groups
+            for sample, group, scored in zip(local_samples, rollouts, rewards)
         ]
     )
     return [

@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common import distributed
-from common.records import Group, Prompt, Rollout
+from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, pack_groups
 from policy.forward import language_model
 from policy.model import Policy, vision_parameters
@@ -25,7 +26,8 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     if len(batches) < num_batches:
         token = torch.zeros(1, dtype=torch.long)
         rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
-        blank = Rollout(token, torch.zeros(1), old_logp=torch.zeros(1), ref_logp=torch.zeros(1))
+        zero = torch.zeros(1)
+        blank = Completion(token, zero, old_logp=zero, ref_logp=zero)
         prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
         batches += [pack([Group(prompt, [blank])]) for _ in range(num_batches - len(batches))]
     if any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
@@ -87,10 +89,10 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 
 
 @torch.no_grad()
-def record_logprobs(policy: Policy, groups: list[Group], name: str, temperature: float, budget: int) -> None:
-    """Compute each completion's log-probabilities under `policy` and store them in its attribute `name`."""
+def completion_logprobs(policy: Policy, groups: list[Group], temperature: float, budget: int) -> list[Tensor]:
+    """Return the (L,) log-probabilities under `policy` of each completion of `groups`, in order, in host memory."""
     with unsharded(policy):
-        results = [(batch.rollouts, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
-    for rollouts, logp in results:  # copy to the host only here, so that no micro-batch waits for the previous one
-        for rollout, rollout_logp in zip(rollouts, logp.cpu().split([len(r.ids) for r in rollouts])):
-            setattr(rollout, name, rollout_logp)
+        packed = [(batch.lengths, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
+    # copied to the host only now, so that no micro-batch waits for the previous one
+    logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]
+    return logps[: sum(len(group.completions) for group in groups)]  # the rest is of blank micro-batches

@@ -10,8 +10,9 @@ import math
 import pytest
 import torch
 
+from common.errors import UserError
 from config import Config
-from grpo import group_advantages, grpo_loss, token_weights
+from grpo import LossOptions, group_advantages, grpo_loss, resolve_loss, token_weights
 
 NAN = math.nan
 
@@ -121,10 +122,7 @@ def test_losses_against_loops(loss_type, beta):
         torch.tensor(advantage)[rows],
         weights,
         rows,
-        loss_type=loss_type,
-        clip_low=0.1,
-        clip_high=0.3,
-        beta=beta,
+        LossOptions(loss_type, clip_low=0.1, clip_high=0.3, beta=beta),
         ref_logp=ref,
     )
     want = by_hand(loss_type, logp.tolist(), old.tolist(), advantage, lengths, 0.1, 0.3, beta, ref.tolist())
@@ -136,7 +134,7 @@ def grad_of(loss_type, log_ratio, advantage, **kwargs):
     old = logp.detach() - log_ratio
     one = torch.ones(1)
     row = torch.zeros(1, dtype=torch.long)
-    loss, stats = grpo_loss(logp, old, one * advantage, one, row, loss_type=loss_type, **kwargs)
+    loss, stats = grpo_loss(logp, old, one * advantage, one, row, LossOptions(loss_type, **kwargs))
     loss.backward()
     return logp.grad.item(), stats
 
@@ -170,7 +168,9 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
     for ref, sign in ((-1.0, 0), (-0.5, -1), (-1.5, 1)):
         logp = torch.tensor([-1.0], requires_grad=True)
         zero, one, row = torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.long)
-        loss, stats = grpo_loss(logp, logp.detach(), zero, one, row, beta=1.0, ref_logp=torch.tensor([ref]))
+        loss, stats = grpo_loss(
+            logp, logp.detach(), zero, one, row, LossOptions(beta=1.0), ref_logp=torch.tensor([ref])
+        )
         loss.backward()
         assert (stats["kl"] > 0) == (sign != 0)
         assert math.copysign(1, logp.grad.item()) * (logp.grad.item() != 0) == sign
@@ -181,7 +181,7 @@ def test_tokens_without_weight_never_make_the_loss_infinite():
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])
-    loss, stats = grpo_loss(logp, zero, zero, weights, row, beta=0.1, ref_logp=torch.tensor([0.0, -1.0]))
+    loss, stats = grpo_loss(logp, zero, zero, weights, row, LossOptions(beta=0.1), ref_logp=torch.tensor([0.0, -1.0]))
     loss.backward()
     assert loss.isfinite()
     assert stats["kl"] == 0
@@ -220,6 +220,18 @@ def test_config_refuses_what_cannot_work(bad, message):
 
 
 def test_clip_defaults_follow_the_loss():
-    assert (Config(data="x").clip_low, Config(data="x").clip_high) == (0.2, 0.2)
-    assert Config(data="x", loss_type="dapo").clip_high == 0.28
-    assert Config(data="x", loss_type="gspo", clip_high=0.1).clip_high == 0.1
+    for flags, clip_range in (({}, (0.2, 0.2)), ({"loss_type": "dapo"}, (0.2, 0.28)), ({"clip_high": 0.1}, (0.2, 0.1))):
+        cfg = Config(data="x", **flags)
+        resolve_loss(cfg)
+        assert (cfg.clip_low, cfg.clip_high) == clip_range
+
+
+def test_an_unknown_loss_is_refused():
+    """It must not train anything else instead."""
+    with pytest.raises(UserError, match="--loss_type grp: choose one of grpo, dr_grpo, dapo, gspo, cispo"):
+        resolve_loss(Config(data="x", loss_type="grp"))
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="choose one of grpo"):
+        grpo_loss(one, one, one, one, torch.zeros(1, dtype=torch.long), LossOptions("grp"))
+    with pytest.raises(ValueError, match="choose one of grpo"):
+        token_weights(LENGTHS, "grp", 8)

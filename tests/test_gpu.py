@@ -231,10 +231,8 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
     )
     run = grpo.set_up(cfg)
     run.engine.wake_up()
-    groups, _, _ = grpo.collect(run)
-    for group in groups:
-        for rollout in group.rollouts:
-            rollout.advantage = 1.0
+    scored, _, _ = grpo.collect(run)
+    (groups,) = grpo.make_minibatches(run, scored, torch.ones(cfg.prompts_per_step, cfg.num_generations))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -249,5 +247,5 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "reducing micro-batches to 7000 tokens" in capsys.readouterr().err
-    assert run.budget == 7000
+    assert run.micro_batch_tokens == 7000
     assert stats["grad_norm"].isfinite()

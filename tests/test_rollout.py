@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 
 from common.errors import UserError
-from common.records import Group, Sample
+from common.records import Completion, Group, Sample
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
@@ -51,12 +51,13 @@ def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
     rollouts = engine.generate(prompts, 24, [1, 2, 3], max_tokens=40, temperature=0.8)
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
     enable_packed_forward(model)
-    batch = pack([Group(p, r) for p, r in zip(prompts, rollouts)])
+    completions = [[Completion(r.ids, r.sampling_logp) for r in group] for group in rollouts]
+    batch = pack([Group(p, c) for p, c in zip(prompts, completions)])
     placeholder = model.config.image_token_id
     assert (batch.targets == placeholder).any(), "no completion contains a placeholder: sample more"
     with torch.no_grad():
         logp, _ = token_logprobs(model, batch, temperature=0.8)
-    torch.testing.assert_close(logp, batch.column("sampling_logp"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logp, batch.values.sampling_logp, atol=1e-5, rtol=0)
 
 
 def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):

@@ -453,3 +453,16 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
     assert not output.exists()
     with pytest.raises(UserError, match="contains a run: continue it with --resume or replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, run, max_steps=1))
+
+
+def test_a_loss_from_a_file_of_its_own_trains(tiny_model, shapes, tmp_path):
+    """As the README says: an entry in `LOSSES`, and nothing else."""
+
+    def reinforce(logp, log_ratio, advantages, row_of_token, options):
+        return advantages * logp, torch.zeros_like(logp, dtype=torch.bool)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(grpo.LOSSES, "reinforce", grpo.Loss(reinforce, "tokens", 0.2, 0.2))
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, loss_type="reinforce"))
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2] and all(row["clip_ratio"] == 0 for row in rows)

@@ -4,14 +4,13 @@ Every process computes the same plan from the same costs. The plan decides which
 not affect the result: gradients are sums over completions, regardless of which process computes them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from common import distributed
-from common.records import Group, Rollout
+from common.records import Group
 
 MIN_GAIN = 0.02  # a transfer itself takes time, so it must save at least this fraction of the mean load
 
@@ -77,35 +76,33 @@ def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
         transfers.append(Transfer(group.group_index, source, target, count))
 
 
-def rebalance(groups: list[Group], is_trained: Callable[[Rollout], bool], patch_cost: float = 0.0) -> list[Group]:
+def rebalance(groups: list[Group], patch_cost: float = 0.0) -> list[Group]:
     """Return this process's groups after the planned transfers. Call it on every process.
 
-    `is_trained` tells whether the loss depends on a completion. `patch_cost` is the cost of an image patch in tokens;
-    it is 0 when the vision tower is not run again during training.
+    `patch_cost` is the cost of an image patch in tokens; it is 0 when the vision tower is not run again in training.
     """
     if distributed.world_size() == 1:
         return groups
     costs = []
     for group in groups:
-        if lengths := tuple(len(r.ids) for r in group.rollouts if is_trained(r)):
-            patches = len(group.prompt.vision["pixel_values"]) if group.prompt.vision else 0
-            costs.append(GroupCost(group.group_index, len(group.prompt.ids) + patch_cost * patches, lengths))
-    local_groups = {group.group_index: group for group in groups}
+        patches = len(group.prompt.vision["pixel_values"]) if group.prompt.vision else 0
+        lengths = tuple(len(completion.ids) for completion in group.completions)
+        costs.append(GroupCost(group.index, len(group.prompt.ids) + patch_cost * patches, lengths))
+    local_groups = {group.index: group for group in groups}
     for transfer in plan_transfers(distributed.all_gather(costs)):
         if distributed.rank() == transfer.source:
             group = local_groups.pop(transfer.group_index)
-            sent = [r for r in group.rollouts if is_trained(r)][-transfer.count :]
-            remaining = [r for r in group.rollouts if all(r is not other for other in sent)]
-            if remaining:
-                local_groups[transfer.group_index] = replace(group, rollouts=remaining)
-            payload = _without_images(replace(group, rollouts=sent))
+            kept, sent = group.completions[: -transfer.count], group.completions[-transfer.count :]
+            if kept:
+                local_groups[transfer.group_index] = replace(group, completions=kept)
+            payload = _without_images(replace(group, completions=sent))
             dist.send_object_list([payload], transfer.target, device=torch.device("cpu"))
         elif distributed.rank() == transfer.target:
             received: list[Group | None] = [None]
             dist.recv_object_list(received, transfer.source, device=torch.device("cpu"))
             (group,) = received
             if existing := local_groups.get(transfer.group_index):
-                group = replace(existing, rollouts=[*existing.rollouts, *group.rollouts])
+                group = replace(existing, completions=[*existing.completions, *group.completions])
             local_groups[transfer.group_index] = group
     return [local_groups[index] for index in sorted(local_groups)]
 
@@ -115,5 +112,4 @@ def _without_images(group: Group) -> Group:
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
         prompt = replace(prompt, vision={"image_grid_thw": prompt.vision["image_grid_thw"]})
-    sample = replace(group.sample, images=[], fields={}) if group.sample else None
-    return replace(group, prompt=prompt, sample=sample)
+    return replace(group, prompt=prompt)

@@ -83,6 +83,18 @@ class Config:
     """Folder for the model or adapter; it must not exist yet."""
 
 
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a run starts."""
+
+    checkpoint: pathlib.Path | None
+    """The checkpoint to resume from; None for a new run."""
+    continues_output: bool
+    """Whether that checkpoint is of the run in the output folder, which is then continued."""
+    replaces_output: bool
+    """Whether a run in the output folder may be replaced without `--overwrite`."""
+
+
 class Checkpoints:
     """The checkpoints of a run: saved in the background, pruned, and found when the run is resumed."""
 
@@ -304,6 +316,11 @@ class Checkpoints:
     def is_own(self, folder: pathlib.Path | None) -> bool:
         """Return whether `folder` is a checkpoint of the run in `output`."""
         return folder is not None and folder.resolve().parent == self.folder.resolve()
+
+    def plan_resume(self, requested: str | None) -> ResumePlan:
+        """Decide, the same on every process, what `--resume` means here; see `find`."""
+        checkpoint = self.find(requested)
+        return ResumePlan(checkpoint, self.is_own(checkpoint), self.replaces)
 
     def find(self, requested: str | None) -> pathlib.Path | None:
         """Return the checkpoint to resume from, or None to start a new run. The result is the same on every process.

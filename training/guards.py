@@ -6,33 +6,30 @@ import statistics
 from torch import Tensor
 
 from common import distributed
-from common.records import Group, Rollout
+from common.records import Group
 from packing import PackedBatch
 
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
-MicroBatchLogps = list[tuple[list[Rollout], Tensor]]  # per micro-batch: its completions and their (C,) logp
 
 
 def describe_nonfinite(
-    stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], micro_batch_logps: MicroBatchLogps
+    stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], logps: list[Tensor]
 ) -> str | None:
     """Describe a non-finite loss or gradient norm and name the rows at fault. Return None when both values are finite.
 
-    `stats` and `grad_norm` cover all processes; `groups` and `micro_batch_logps` cover only this process.
+    `stats` and `grad_norm` are those of all processes. `groups` are this process's, and `logps` are the (L,)
+    log-probabilities of their completions, in order.
     """
     if stats["loss"].isfinite() and grad_norm.isfinite():
         return None
-    bad_rollouts = set()
-    for rollouts, packed_logp in micro_batch_logps:
-        for rollout, logp in zip(rollouts, packed_logp.split([len(r.ids) for r in rollouts])):
-            tensors = [logp, rollout.sampling_logp, rollout.old_logp, rollout.ref_logp]
-            if not (all(t.isfinite().all() for t in tensors if t is not None) and math.isfinite(rollout.advantage)):
-                bad_rollouts.add(id(rollout))
-    bad_rows = [
-        group.sample.source if group.sample else f"prompt {group.group_index}"
-        for group in groups
-        if any(id(rollout) in bad_rollouts for rollout in group.rollouts)
-    ]
+    bad_rows = []
+    remaining = iter(logps)
+    for group in groups:
+        for completion in group.completions:
+            tensors = [next(remaining, None), completion.sampling_logp, completion.old_logp, completion.ref_logp]
+            finite = all(tensor.isfinite().all() for tensor in tensors if tensor is not None)
+            if not (finite and math.isfinite(completion.advantage)):
+                bad_rows.append(group.prompt.source or f"prompt {group.index}")
     names = sorted({name for names in distributed.all_gather(bad_rows) for name in names})
     rows = f" ({', '.join(names[:5])})" if names else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
@@ -44,9 +41,9 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
     They are the sum and the maximum over all prompts, and the sum and the number of tokens for prompts with images.
     `trainer_logp` (C,) holds the trainer's log-probabilities of the batch's tokens.
     """
-    counted = batch.column("weight") > 0
-    with_image = batch.column("has_image") & counted
-    difference = (trainer_logp - batch.column("sampling_logp")).abs() * counted
+    counted = batch.values.weights > 0
+    with_image = batch.values.has_image & counted
+    difference = (trainer_logp - batch.values.sampling_logp).abs() * counted
     sums = {"difference": difference.sum(), "difference_max": difference.max()}
     return sums | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 

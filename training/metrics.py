@@ -4,11 +4,13 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from common import distributed
-from common.records import Group
+from common.records import Rollout
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -44,26 +46,39 @@ def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
     return total, 1 - sum(map(sum, rounds)) / len(laps) / total
 
 
+@dataclass
+class GroupRewards:
+    """The rewards of several groups, of all processes. Unscored completions are NaN."""
+
+    total: Tensor
+    """(groups, G) weighted sums of the rewards."""
+    raw: Tensor
+    """(groups, G) the same before the overlong penalty."""
+    parts: dict[str, Tensor]
+    """(groups, G) each reward by name."""
+
+
+def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
+    """Join the rewards of several rounds of sampling."""
+    parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
+    return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)
+
+
 def step_metrics(
-    reward_names: list[str],
-    groups: list[Group],
-    drawn: torch.Tensor,
-    updates: list[dict[str, torch.Tensor]],
-    clock: Clock,
+    rollouts: list[Rollout], rewards: GroupRewards, updates: list[dict[str, Tensor]], clock: Clock
 ) -> dict[str, float]:
     """Return the metrics of a step over all processes; docs/metrics.md explains each of them.
 
-    `drawn` (groups, G, 2 + K) holds the rewards of every sampled completion: the total, the total before the overlong
-    penalty, and one value for each of the K `reward_names`. `updates` holds each update's sums over tokens.
+    `rollouts` are this process's completions that the step kept, and `rewards` are those of every completion that was
+    sampled. `updates` holds each update's sums over tokens.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = torch.tensor([len(r.ids) for r in rollouts], dtype=torch.float64)
-    truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.float64)
+    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
+    truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
     count = torch.tensor(len(rollouts)).double()
     total_length, num_truncated, num_rollouts = distributed.all_sum(
         torch.stack([lengths.sum(), truncated.sum(), count])
     )
-    max_length = distributed.all_max(torch.tensor([max((len(r.ids) for r in rollouts), default=0)]))
+    max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     tokens = sum(u["tokens"] for u in updates).clamp(min=1)
     rollout_seconds, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
     seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
@@ -71,19 +86,19 @@ def step_metrics(
     def mean(name: str) -> float:
         return (sum(u[name] for u in updates) / tokens).item()
 
-    rewards, by_function = drawn[..., 0], drawn[..., 2:]
     step_time = time.perf_counter() - clock.started
-    scored = ~rewards.isnan()
-    varied = rewards.nan_to_num(nan=-math.inf).amax(1) > rewards.nan_to_num(nan=math.inf).amin(1)
-    centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num()
+    total = rewards.total
+    scored = ~total.isnan()
+    varied = total.nan_to_num(nan=-math.inf).amax(1) > total.nan_to_num(nan=math.inf).amin(1)
+    centred = (total - total.nanmean(1, keepdim=True)).nan_to_num()
     group_std = (centred.square().sum(1) / (scored.sum(1) - 1).clamp(min=1)).sqrt()
     return {
-        "reward": rewards.nanmean().item(),
+        "reward": total.nanmean().item(),
         "reward_std": group_std.mean().item(),
-        **{f"rewards/{name}": by_function[..., i].nanmean().item() for i, name in enumerate(reward_names)},
+        **{f"rewards/{name}": values.nanmean().item() for name, values in rewards.parts.items()},
         "rewards/no_verdict": 1 - scored.double().mean().item(),
         "frac_reward_zero_std": 1 - varied.double().mean().item(),
-        "groups_drawn": len(rewards),
+        "groups_drawn": len(total),
         "completions/mean_length": (total_length / num_rollouts).item(),
         "completions/max_length": max_length.item(),
         "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
@@ -107,7 +122,7 @@ def step_metrics(
     }
 
 
-def _ratio(updates: list[dict[str, torch.Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
+def _ratio(updates: list[dict[str, Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
     """Return the ratio of two sums over `updates`, or NaN if the denominator is 0.
 
     If `minus` is given, the numerator and the denominator are each reduced by the sum of the same name with that

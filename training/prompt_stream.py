@@ -78,8 +78,7 @@ class PromptStream:
             prompts = future.result()
         except UserError as failure:
             error = str(failure)
-        if error := distributed.first_error(error):
-            raise StepFailed(error)
+        distributed.raise_first_error(error, StepFailed)
         for position, prompt in zip(positions, prompts):
             prompt.expected_length = self.lengths.get(str(self.row(position)), 0.0)
         return prompts

@@ -17,11 +17,13 @@ import time
 import uuid
 from typing import Any
 
+from torch import Tensor
+
 from common import console, distributed
 from common.errors import UserError
 from common.figures import thumbnail
 from common.files import git_commit, read_jsonl
-from common.records import TAG, Group
+from common.records import TAG, ScoredGroup
 from training.report import draw_curves, write_page
 
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
@@ -98,21 +100,32 @@ class RunLog:
         if step % self.every == 0 and step:
             self.refresh()
 
-    def completions(self, step: int, groups: list[Group]) -> None:
-        """Log the first groups of the main process, at step 1 and every `every` steps."""
+    def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
+        """Log the first groups of the main process, at step 1 and every `every` steps.
+
+        `advantages` (P, G) are those of all groups of the step.
+        """
         if not console.is_main() or (step % self.every and step != 1):
             return
         for group in groups[:GROUPS_PER_REPORT]:
+            completions = [
+                {
+                    "text": rollout.text,
+                    "reward": _finite(rewards.total),
+                    "advantage": advantage,
+                    "truncated": rollout.truncated,
+                }
+                for rollout, rewards, advantage in zip(
+                    group.rollouts, group.rewards, advantages[group.index].tolist(), strict=True
+                )
+            ]
             row = {
                 "step": step,
                 "source": group.sample.source,
                 "question": group.sample.prompt.replace(TAG, "").strip(),
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
-                "completions": [
-                    {"text": r.text, "reward": _finite(r.reward), "advantage": r.advantage, "truncated": r.truncated}
-                    for r in group.rollouts
-                ],
+                "completions": completions,
             }
             self._append("completions.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
 

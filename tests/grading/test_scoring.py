@@ -264,32 +264,32 @@ def scored(user_file: str, *flags: str, task: str = "count", texts=("3", "4 or s
     scorer = Scorer(
         task, RewardFlags(reward=tuple(flag.replace("user:", f"{user_file}:") for flag in flags), **more), buffer
     )
-    group = rollouts(*texts)
-    error = scorer([(Sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5}), group)], 10)
-    return scorer, group, error
+    sample = Sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5})
+    [rewards], error = scorer([sample], [rollouts(*texts)], 10)
+    return scorer, rewards, error
 
 
 def test_own_rewards_add_up_with_their_weights(user_file):
     scorer, group, error = scored(user_file, "user:brief=0.5", "user:level=-1", "format", buffer=5)
     assert error is None
     assert scorer.names == ["count", "brief", "level", "format", "overlong"]
-    assert [r.rewards for r in group] == [
+    assert [r.parts for r in group] == [
         {"count": 1.0, "brief": -0.1, "level": 5.0, "format": 0.0, "overlong": 0.0},
         {"count": 0.85, "brief": -0.7, "level": 5.0, "format": 0.0, "overlong": pytest.approx(-0.4)},
     ]
-    assert [r.reward for r in group] == pytest.approx([1 - 0.05 - 5, 0.85 - 0.35 - 5 - 0.4])
+    assert [r.total for r in group] == pytest.approx([1 - 0.05 - 5, 0.85 - 0.35 - 5 - 0.4])
 
 
 def test_the_tasks_own_weight_can_be_set(user_file):
     _, group, _ = scored(user_file, "count=0", "user:brief=1e1")
-    assert [r.reward for r in group] == pytest.approx([-1.0, -7.0])
+    assert [r.total for r in group] == pytest.approx([-1.0, -7.0])
 
 
 def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(user_file):
     start = time.perf_counter()
     scorer, group, error = scored(user_file, "user:slow", texts=("3", "slow 1", "3", "slow 2", "3"), reward_timeout=1.0)
     assert error is None
-    assert [r.reward == r.reward for r in group] == [True, False, True, False, True]
+    assert [r.total == r.total for r in group] == [True, False, True, False, True]
     assert "user.py:slow took longer than 1 s" in scorer.why_none
     assert time.perf_counter() - start < 10
 
@@ -302,19 +302,20 @@ def test_a_reward_that_fails_names_row_and_completion(user_file, name, message):
     _, group, error = scored(user_file, f"user:{name}")
     assert f"user.py:{name} on d.csv row 2, '3': " in error
     assert message in error
-    assert group[0].reward != group[0].reward
+    assert group[0].total != group[0].total
 
 
 def test_columns_of_any_name_reach_a_reward(user_file):
     scorer = Scorer("count", RewardFlags(reward=(f"{user_file}:brief",)))
     fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
-    assert scorer([(Sample("<image>?", "3", [], "r", fields), rollouts("3"))]) is None
+    _, error = scorer([Sample("<image>?", "3", [], "r", fields)], [rollouts("3")])
+    assert error is None
 
 
 def test_none_means_no_verdict(user_file):
     scorer, group, error = scored(user_file, "user:nothing")
     assert error is None
-    assert all(r.reward != r.reward for r in group)
+    assert all(r.total != r.total for r in group)
     assert "user.py:nothing returned None" in scorer.why_none
 
 

@@ -1,10 +1,13 @@
 """The verifier client with a real OpenAI-compatible server on loopback, which may be slow, failing or unreachable."""
 
+import itertools
 import json
+import math
 import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,10 +232,9 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
     server.reply = reply
     texts = [think("good answer"), think("bad answer"), think("odd answer"), "no format", think("7")]
     group = [Rollout(torch.zeros(1), torch.zeros(1), text=text) for text in texts]
-    assert scorer([(Sample("<image>How many?", "7", [], "row 1"), group)]) is None
-    assert [r.reward for r in group[:2]] == [1, -1]
-    assert group[2].reward != group[2].reward
-    assert [r.reward for r in group[3:]] == [-1, 1]
+    [rewards], error = scorer([Sample("<image>How many?", "7", [], "row 1")], [group])
+    assert error is None
+    assert [each.total for each in rewards] == pytest.approx([1, -1, math.nan, -1, 1], nan_ok=True)
     assert "it replied 'maybe'" in scorer.why_none
     assert "How many?" in server.requests[-1]["messages"][1]["content"]
     assert "<image>" not in server.requests[-1]["messages"][1]["content"]
@@ -243,10 +245,11 @@ def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(ser
     collect = rollout.HFEngine._collect
 
     def well_formed(self, *args):
-        groups = collect(self, *args)
-        for number, completion in enumerate(completion for group in groups for completion in group):
-            completion.text = think(f"word {number} {len(completion.ids)} and another")
-        return groups
+        numbers = itertools.count()
+        return [
+            [replace(r, text=think(f"word {next(numbers)} {len(r.ids)} and another")) for r in group]
+            for group in collect(self, *args)
+        ]
 
     monkeypatch.setattr(rollout.HFEngine, "_collect", well_formed)
     server.reply = lambda body: "Correct" if len(body["messages"][1]["content"]) % 2 else "Incorrect"

@@ -7,6 +7,7 @@ tests/policy/test_sharding.py runs this script and compares the gradients.
 
 import pathlib
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -18,9 +19,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from common import console, distributed
 from config import Config
 from data import load_processor
-from grpo import group_advantages, split_into_minibatches, update, with_gradient
+from grpo import (
+    group_advantages,
+    make_minibatches,
+    map_completions,
+    resolve_loss,
+    training_groups,
+    update,
+)
 from packing import pack_groups
-from policy.batches import record_logprobs
+from policy.batches import completion_logprobs
 from policy.memory import keep_unsharded
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
@@ -94,14 +102,13 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     cfg = Config(
         data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
     )
+    resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
     keep_unsharded(policy, None, cfg, (0, 0))
-    groups = [fixed_groups(processor, images_at_even_indices=interleave)[i] for i in order]
-    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    for group, advantages in zip(groups, group_advantages(rewards).tolist()):
-        for rollout, advantage in zip(group.rollouts, advantages):
-            rollout.advantage = advantage
+    groups = fixed_groups(processor, images_at_even_indices=interleave)
+    groups = [replace(groups[old], index=new) for new, old in enumerate(order)]
+    advantages = group_advantages(torch.tensor([[rewards.total for rewards in group.rewards] for group in groups]))
     optimizer = KeepGradients(policy)
     run = SimpleNamespace(
         cfg=cfg,
@@ -110,25 +117,26 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         scheduler=SimpleNamespace(step=lambda: None),
         step=0,
         clock=Clock(),
-        micro_batch_logps=[],
         interrupted=[],
         skipped=0,
         norms=[],
-        budget=cfg.micro_batch_tokens or 16384,
+        micro_batch_tokens=cfg.micro_batch_tokens or 16384,
     )
-    local_groups = distributed.shard(groups)
     if evened_out:
-        local_groups = groups if console.is_main() else []
-        (local_groups,) = split_into_minibatches(run, local_groups)
+        (minibatch,) = make_minibatches(run, groups if console.is_main() else [], advantages)
+    else:
+        minibatch = training_groups(cfg, distributed.shard(groups), advantages)
     gathers = count_gathers(policy) if cfg.gather == "update" else {}
     if cfg.beta or gathers:
-        record_logprobs(policy, local_groups, "old_logp", 1.0, run.budget)
+        completion_logprobs(policy, minibatch, 1.0, run.micro_batch_tokens)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
-    stats = update(run, local_groups)
-    assert set(gathers.values()) <= {2}, "each unit must be gathered at most once per pass"
-    tokens = sum(len(rollout.ids) for group in local_groups for rollout in group.rollouts)
-    batches = len(pack_groups(with_gradient(run, groups), run.budget))
-    stats["share"] = distributed.all_max(torch.tensor(tokens / sum(len(r.ids) for g in groups for r in g.rollouts)))
+    (minibatch,) = map_completions([minibatch], lambda c: replace(c, ref_logp=-10.5 - c.sampling_logp))
+    stats = update(run, minibatch)
+    assert set(gathers.values()) <= {2}, "each of the two passes must gather once"
+    everything = training_groups(cfg, groups, advantages)
+    local, total = (sum(len(c.ids) for group in each for c in group.completions) for each in (minibatch, everything))
+    stats["share"] = distributed.all_max(torch.tensor(local / total))
+    batches = len(pack_groups(everything, run.micro_batch_tokens))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.idefics3 import Idefics3VisionConfig
 
-from common.records import Group, Prompt, Rollout, Sample
+from common.records import Completion, Group, Prompt, Rewards, Rollout, Sample, ScoredGroup
 from data import Processor, encode_prompt, prompt_positions
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
@@ -139,7 +139,7 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
     positions = prompt_positions(model.model, prompt_ids, vision)
     digest = vision["pixel_values"].numpy().tobytes() if vision else b""
     prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=digest)
-    return Group(prompt, [Rollout(random_tokens(n), torch.zeros(n)) for n in lengths])
+    return Group(prompt, [Completion(random_tokens(n), torch.zeros(n)) for n in lengths])
 
 
 def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
@@ -156,8 +156,8 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
     return logp.gather(-1, completion[:, None])[:, 0]
 
 
-def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Group]:
-    """Return six groups of four completions each for the tiny model. They are identical on every process.
+def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[ScoredGroup]:
+    """Return six groups of four completions for the tiny model, the same on every process.
 
     Some prompts have images and some do not. One completion is unscored, and all rewards of one group are equal.
     """
@@ -169,11 +169,12 @@ def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Gro
         sample = Sample("<image>?" if with_image else "?", "1", [image] if with_image else [], f"row {i}")
         processor = replace(processor, system=None)
         prompt = encode_prompt(sample, processor)
-        rollouts = []
+        rollouts, rewards = [], []
         for j in range(4):
             ids = torch.randint(0, 256, (1 + (3 * i + 5 * j) % 11,), generator=g)
             reward = math.nan if (i, j) == (2, 1) else 1.0 if i == 3 else float(torch.rand(1, generator=g))
             noise = torch.rand(len(ids), generator=g)
-            rollouts.append(Rollout(ids, -5 - noise, reward=reward, ref_logp=-5.5 + noise))
-        groups.append(Group(prompt, rollouts, i, sample))
+            rollouts.append(Rollout(ids, -5 - noise))
+            rewards.append(Rewards(reward, reward))
+        groups.append(ScoredGroup(sample, prompt, rollouts, rewards, i))
     return groups

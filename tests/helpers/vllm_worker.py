@@ -17,26 +17,24 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 from common import distributed
 from common.errors import UserError
-from common.records import Group, Sample
+from common.records import Completion, Group, Sample
 from config import EngineFlags, PolicyFlags
 from data import encode_prompts, load_processor, load_samples
-from policy.batches import record_logprobs
+from policy.batches import completion_logprobs
 from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
 from rollout import check_pixels, make_engine
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
-    """Return the mean absolute difference between the sampler's and the trainer's log-probabilities.
-
-    The result has one value for prompts with images and one for prompts without.
-    """
-    packed = [Group(prompt, rollouts) for prompt, rollouts in zip(prompts, groups)]
-    record_logprobs(policy, packed, "old_logp", 1.0, 4096)
+    """Return the mean absolute difference of log-probabilities between sampler and trainer, with and without images."""
+    completions = [[Completion(r.ids, r.sampling_logp) for r in rollouts] for rollouts in groups]
+    packed = [Group(prompt, group) for prompt, group in zip(prompts, completions)]
+    logps = iter(completion_logprobs(policy, packed, 1.0, 4096))
     kinds: dict[str, list] = {"image": [], "text": []}
     for prompt, rollouts in zip(prompts, groups):
         for rollout in rollouts:
-            difference = (rollout.old_logp - rollout.sampling_logp).abs()
+            difference = (next(logps) - rollout.sampling_logp).abs()
             kinds["image" if prompt.images else "text"].append(difference)
     return {kind: torch.cat(tensors).mean().item() for kind, tensors in kinds.items()}
 

@@ -67,7 +67,7 @@ def test_gradients_equal_the_plain_forward(family, vision):
     enable_packed_forward(packed)
     batch = pack(groups)
     weight = torch.randn(len(batch.targets), generator=g)
-    want = torch.cat([plain_logprobs(base, group, r.ids) for group in groups for r in group.rollouts])
+    want = torch.cat([plain_logprobs(base, group, r.ids) for group in groups for r in group.completions])
     got, _ = token_logprobs(packed, batch)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     (want * weight).sum().backward()

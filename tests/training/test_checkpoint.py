@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
+from policy.model import Policy
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import checkpoint
@@ -253,15 +254,15 @@ def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
 
 def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes, tmp_path, monkeypatch, capsys):
     """In step 2, a log-probability of the first prompt is NaN. Three such steps in a row end the run."""
-    bad, loss = {"steps": (2,)}, grpo.batch_loss
+    bad, forward = {"steps": (2,)}, Policy.forward
 
-    def broken(cfg, batch, logp):
+    def broken(policy, batch, temperature):
+        logp, entropy = forward(policy, batch, temperature)
         if run.step + 1 in bad["steps"]:
             logp = torch.cat([logp[:1] * float("nan"), logp[1:]])
-            run.micro_batch_logps[-1] = (batch.rollouts, logp.detach())
-        return loss(cfg, batch, logp)
+        return logp, entropy
 
-    monkeypatch.setattr(grpo, "batch_loss", broken)
+    monkeypatch.setattr(Policy, "forward", broken)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "one", max_steps=3))
     grpo.train(run)
     stderr = capsys.readouterr().err

@@ -23,7 +23,7 @@ import rewards
 from common import distributed, files
 from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
-from common.records import Group, Rollout, Sample
+from common.records import Completion, Group, Prompt, Rollout, Sample
 from config import RewardFlags
 from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
@@ -369,10 +369,11 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
 def test_rows_are_named_by_whatever_is_not_a_number():
     nan, finite = torch.tensor([0.0, float("nan")]), torch.zeros(2)
     for field in ("sampling_logp", "old_logp", "ref_logp"):
-        rollout = Rollout(torch.zeros(2), **({"sampling_logp": finite} | {field: nan}), advantage=1.0)
-        group = Group(None, [rollout], 0, Sample("", "", [], f"row with {field}"))
-        stats, logps = {"loss": torch.tensor(math.nan)}, [([rollout], finite)]
-        assert f"(row with {field})" in describe_nonfinite(stats, torch.tensor(1.0), [group], logps)
+        completion = Completion(torch.zeros(2), **({"sampling_logp": finite} | {field: nan}), advantage=1.0)
+        prompt = Prompt(torch.zeros(1), [0], torch.zeros(1, 1), source=f"row with {field}")
+        stats = {"loss": torch.tensor(math.nan)}
+        message = describe_nonfinite(stats, torch.tensor(1.0), [Group(prompt, [completion])], [finite])
+        assert f"(row with {field})" in message
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
@@ -422,8 +423,8 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
         patch.setattr(rewards, "check_math", lambda: None)
         scorer = rewards.Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
-        assert scorer([(Sample("?", "1/2", [], "row"), [completion])]) is None
-    assert math.isnan(completion.reward) and "worker process died" in scorer.why_none
+        [[scored]], error = scorer([Sample("?", "1/2", [], "row")], [[completion]])
+    assert error is None and math.isnan(scored.total) and "worker process died" in scorer.why_none
 
 
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
