@@ -10,7 +10,7 @@ corrects for the small difference between the sampler's and the trainer's log-pr
 Efficient RL Framework Secretly Brings You Off-Policy RL Training"). The flags are defined in config.py.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
-in one completion, C completion tokens in one micro-batch, K reward functions.
+in one completion, C completion tokens in one micro-batch.
 """
 
 from common import cli

@@ -54,8 +54,7 @@ def sample_rows(
             prompts = encode_prompts([samples[index] for index in indices], processor)
         except UserError as problem:
             error = str(problem)
-        if error := distributed.first_error(error):
-            raise UserError(error)
+        distributed.raise_first_error(error, UserError)
         seeds = [prompt_seed(seed, index) for index in indices]
         groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
         outputs = [

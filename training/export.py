@@ -61,8 +61,7 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
             model = load_model(source, saved_dtype(source))
         except UserError as error:
             message = str(error)
-    if message := distributed.first_error(message):
-        raise UserError(message)
+    distributed.raise_first_error(message, UserError)
     parameters = dict(model.named_parameters()) if model is not None else {}
     for name, weight in full_weights(policy):  # gathers one weight at a time, on all processes
         if model is not None:
