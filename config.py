@@ -252,8 +252,8 @@ class RunFlags:
 class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Train a vision-language model with GRPO."""
 
-    task: Literal["count", "math", "vqa"] = "count"
-    """The task, which determines the prompt template and the reward."""
+    task: str = "count"
+    """The task, which determines the prompt and the reward: count, vqa, math, or one added to `TASKS` in rewards.py."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0

@@ -40,7 +40,7 @@ from common.records import TAG, Folder, ImageSource, Prompt, Sample
 from config import Columns, DataFlags
 from inputs.images import check_image, fit_image, fitted_size, read_source
 from inputs.rows import Cell, Row, data_sets, easyr1_row, read_rows, read_text
-from rewards import TASKS
+from rewards import get_task
 
 
 @dataclass
@@ -112,7 +112,9 @@ def load_processor(
         ) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
-    system, text = TASKS[task] if template is None else (None, read_text(template, "--template"))
+    system, text = get_task(task).system, get_task(task).template
+    if template is not None:
+        system, text = None, read_text(template, "--template")
     limits = (min_pixels, max_pixels, max_side)
     processor = Processor(tokenizer, image_processor, _skeleton(config), system, _template(text, template), *limits)
     if image_processor is not None and max_pixels < processor.factor**2:
@@ -427,7 +429,7 @@ class Config:
     """The file to write. Images that are not files on disk are saved in a folder next to this file."""
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the input."""
-    task: Literal["count", "math", "vqa"] | None = None
+    task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
     prompt_column: str | None = None
     """Name of the prompt column; by default, "prompt", "problem" or "question"."""

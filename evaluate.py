@@ -11,7 +11,7 @@ The scores of a task are
 
     n               number of rows
     reward          mean reward of the task
-    exact_match     fraction of correct completions (`rewards.exact_match`); equals pass@1
+    exact_match     fraction of correct completions (`exact_match` of the task in `rewards.TASKS`); equals pass@1
     exact_match_95  95% bootstrap interval of exact_match over rows
     format_rate     fraction of completions in the task's format
     mean_length     mean completion length in tokens
@@ -84,7 +84,7 @@ class Config(EngineFlags, RewardFlags, DataFlags):
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
     benchmark."""
-    task: Literal["count", "math", "vqa"] = "count"
+    task: str = "count"
     """Task whose prompt template and reward are used; ignored with a benchmark."""
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""

@@ -262,15 +262,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
-    max_lens = max(segments.q_lens), max(segments.k_lens)
+    max_q, max_k = max(segments.q_lens), max(segments.k_lens)
     if (flash := _flash_attn()) is not None:
-        return flash(q, k, v, segments.cu_q, segments.cu_k, *max_lens, softmax_scale=scale, causal=causal)
+        return flash(q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, *max_lens, **options)
+    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:

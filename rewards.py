@@ -4,8 +4,8 @@ A reward is a plain function of text, `fn(completion, answer, **sample_fields) -
 decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
 group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
-`TASKS` holds each task's prompts, and `REWARDS` holds each task's reward. `exact_match` decides which completions count
-as correct in evaluation. Answer parsing, math-verify and the verifier model are in `grading/`.
+`TASKS` holds the tasks: prompt, reward, form, and what counts as correct in evaluation. Answer parsing, math-verify and
+the verifier model are in `grading/`.
 """
 
 import functools
@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from common import console
@@ -29,24 +30,23 @@ from grading.sandbox import WorkerPool, load_function
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
 __all__ = [
-    "BUILT_IN",
-    "FORMATS",
     "MAX_UNSCORED",
-    "REWARDS",
     "TASKS",
     "Reward",
     "Scorer",
+    "Task",
     "check_math",
     "count_format",
     "count_reward",
-    "exact_match",
     "extract_choice",
     "format_reward",
+    "get_task",
     "gold_problem",
     "math_reward",
     "overlong_penalty",
     "parse_verdict",
     "same_answer",
+    "vqa_exact_match",
     "vqa_reward",
 ]
 
@@ -211,48 +211,84 @@ def math_reward(
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
 
-COUNT_SYSTEM = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
+
+def has_full_reward(completion: str, answer: str, reward: float) -> bool:
+    """Return whether the reward is 1."""
+    return reward == 1.0
+
+
+def vqa_exact_match(completion: str, answer: str, reward: float) -> bool:
+    """Return whether the answer has the full reward and, unless it is yes or no, the gold words in the same order."""
+    gold = words(str(answer))
+    return reward == 1.0 and (gold in (["yes"], ["no"]) or words(split_think_answer(completion)[1]) == gold)
+
+
+def _count_gold_problem(answer: str) -> str | None:
+    return None if first_count(answer) is not None else f"the answer {answer[:40]!r} contains no whole number"
+
+
+def _vqa_gold_problem(answer: str) -> str | None:
+    return None if words(answer) else f"the answer {answer[:40]!r} contains no words to compare"
+
+
+def _math_gold_problem(answer: str) -> str | None:
+    if balanced(answer):
+        return None
+    return f"the answer {answer[:40]!r} has unbalanced braces: no completion can match it"
+
+
 THINK_ANSWER = (
     "{{ content }}\n\nReason first, then answer, as <think>reasoning</think><answer>answer</answer> and nothing else."
 )
-TASKS = {  # task: (system prompt or None, template of the user's turn)
-    "count": (COUNT_SYSTEM, "{{ content }}"),
-    "vqa": (None, THINK_ANSWER),
-    "math": (None, THINK_ANSWER),
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run trains for: `--task` is a key of `TASKS`."""
+
+    reward: Reward
+    """The reward; 1 is the full reward."""
+    system: str | None = None
+    """The system prompt of rows that have none."""
+    template: str = THINK_ANSWER
+    """Jinja template of the user's turn; {{ content }} is the question."""
+    format: Reward = format_reward
+    """1 if a completion has the requested form, else 0; reported in evaluation."""
+    exact_match: Callable[[str, str, float], bool] = has_full_reward
+    """Whether (completion, answer, reward) counts as correct in evaluation."""
+    gold_problem: Callable[[str], str | None] = lambda answer: None
+    """Why no completion could match this gold answer, or None."""
+
+
+TASKS = {
+    "count": Task(
+        count_reward,
+        system="Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]",
+        template="{{ content }}",
+        format=count_format,
+        gold_problem=_count_gold_problem,
+    ),
+    "vqa": Task(vqa_reward, exact_match=vqa_exact_match, gold_problem=_vqa_gold_problem),
+    "math": Task(math_reward, gold_problem=_math_gold_problem),
 }
-REWARDS: dict[str, Reward] = {"count": count_reward, "vqa": vqa_reward, "math": math_reward}
-FORMATS: dict[str, Reward] = {"count": count_format, "vqa": format_reward, "math": format_reward}
 
 
-def exact_match(task: str, completion: str, answer: str, reward: float | None = None) -> bool:
-    """Return whether the answer is exactly right.
-
-    It must get the full reward of the task. For VQA, it must also have the gold answer's words in the same order. Pass
-    the task's `reward` if the reward is already known.
-    """
-    full_reward = (REWARDS[task](completion, answer) if reward is None else reward) == 1.0
-    gold = words(str(answer))
-    if not full_reward or task != "vqa" or gold in (["yes"], ["no"]):
-        return full_reward
-    return words(split_think_answer(completion)[1]) == gold
+def get_task(name: str) -> Task:
+    """Return the task of that name. Raises UserError for one that `TASKS` lacks."""
+    if name not in TASKS:
+        raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task to TASKS in rewards.py")
+    return TASKS[name]
 
 
 def gold_problem(task: str | None, answer: str) -> str | None:
     """Return the reason why no completion could match this gold answer, or None if the answer is usable."""
     if not str(answer).strip():
         return "the answer is empty"
-    if task == "math" and not balanced(answer):
-        return f"the answer {str(answer)[:40]!r} has unbalanced braces: no completion can match it"
-    if task == "count" and first_count(str(answer)) is None:
-        return f"the answer {str(answer)[:40]!r} contains no whole number"
-    if task == "vqa" and not words(str(answer)):
-        return f"the answer {str(answer)[:40]!r} contains no words to compare"
-    return None
+    return get_task(task).gold_problem(str(answer)) if task else None
 
 
 # --- scoring a run ----------------------------------------------------------------------------------------------------
 
-BUILT_IN: dict[str, Reward] = REWARDS | {"format": format_reward}
 MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
 
@@ -263,7 +299,9 @@ class Scorer:
     """
 
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
+        get_task(task)
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
+        self.built_in = {name: each.reward for name, each in TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # parameters of each function; None if it accepts any
@@ -284,16 +322,16 @@ class Scorer:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
-        if name in BUILT_IN:
+        if name in self.built_in:
             self.weights[name] = weight
             return
         file, _, function = name.rpartition(":")
         if not file.endswith(".py"):
             raise UserError(
-                f"--reward {text}: give file.py:function or one of {', '.join(BUILT_IN)}, "
+                f"--reward {text}: give file.py:function or one of {', '.join(self.built_in)}, "
                 "optionally followed by =WEIGHT"
             )
-        if function in self.weights or function in (*BUILT_IN, "overlong", "no_verdict"):
+        if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
             parameters = inspect.signature(load_function(name)).parameters
@@ -352,7 +390,7 @@ class Scorer:
         if name not in self.user_functions:
             fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
             try:
-                value = BUILT_IN[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
+                value = self.built_in[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
             except WorkerLost as error:
                 self.why_none = f"{name}: {error}"
                 return math.nan, None

@@ -45,7 +45,7 @@ from grading.answers import (
 )
 from grading.verifier import Verifier
 from inputs.rows import Cell, Problem, RowError, add_image_tags, raw_rows, resolve_image
-from rewards import exact_match, same_answer
+from rewards import same_answer, vqa_exact_match, vqa_reward
 
 Row = dict[str, Any]
 CHOOSE = "Answer with the letter of the right choice alone."
@@ -157,8 +157,9 @@ def is_closed(row: Row) -> bool:
 def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
     answer_words, gold_words = words(text), words(str(row["answer"]))
-    completion = f"<think>-</think><answer>{text}</answer>"  # the format that `exact_match` expects
-    correct = bool(answer_words) and exact_match("vqa", completion, str(row["answer"]))
+    completion = f"<think>-</think><answer>{text}</answer>"  # the format that `vqa_reward` expects
+    gold = str(row["answer"])
+    correct = bool(answer_words) and vqa_exact_match(completion, gold, vqa_reward(completion, gold))
     if is_closed(row):
         return Judgement(text or None, correct)
     num_common = (Counter(answer_words) & Counter(gold_words)).total()

@@ -15,7 +15,7 @@ from data import Processor, encode_prompts
 from evaluation.metrics import summarise
 from evaluation.progress import EvalProgress
 from policy.model import Policy
-from rewards import Scorer, exact_match
+from rewards import TASKS, Scorer
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
@@ -81,7 +81,8 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
 
     The result is the same on every process. Raises UserError when a user-defined reward fails.
     """
-    empty, task = torch.zeros(0), scorer.task
+    empty, name = torch.zeros(0), scorer.task
+    is_exact = TASKS[name].exact_match
     local_samples, local_outputs = distributed.shard(samples), distributed.shard(outputs)
     rollouts = [[Rollout(empty, empty, text=text) for text in output["responses"]] for output in local_outputs]
     rewards, error = scorer(local_samples, rollouts)
@@ -89,7 +90,7 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     judgements = distributed.gather_shards(
         [
             {
-                "exact": [exact_match(task, r.text, sample.answer, each.parts[task]) for r, each in zip(group, scored)],
+                "exact": [is_exact(r.text, sample.answer, each.parts[name]) for r, each in zip(group, scored)],
                 "rewards": [None if math.isnan(each.total) else each.total for each in scored],
             }
             for sample, group, scored in zip(local_samples, rollouts, rewards)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import UserError
-from rewards import FORMATS, MAX_UNSCORED
+from rewards import MAX_UNSCORED, TASKS
 
 RESAMPLES = 2000
 
@@ -99,7 +99,7 @@ def summarise(predictions: list[dict], task: str) -> dict:
         "reward": mean([reward for _, reward in completions if reward is not None]),
         "exact_match": mean(accuracies),
         "exact_match_95": bootstrap_interval(accuracies),
-        "format_rate": mean([FORMATS[task](response) for response, _ in completions]),
+        "format_rate": mean([TASKS[task].format(response) for response, _ in completions]),
         "no_verdict": no_verdict,
     }
     return scores | length_scores(predictions) | pass_at_k_scores(exact_by_row, predictions)

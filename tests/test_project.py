@@ -115,6 +115,34 @@ def test_files_and_public_functions_say_what_they_are_for(path):
             assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arguments_are_named_where_they_are_passed(path):
+    """No call unpacks a tuple, list or dict that the same function wrote out, and no statement holds two walruses."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        written_out = {
+            target.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List) and node.value.elts
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(function):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call):
+                splatted = {arg.value.id for arg in node.args if _is_splatted_name(arg)}
+                assert not splatted & written_out, f"{where}: pass {splatted & written_out} one by one"
+            elif isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                heads = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+                walruses = [x for head in heads for x in ast.walk(head) if isinstance(x, ast.NamedExpr)]
+                assert len(walruses) <= 1, f"{where}: two walruses in one statement"
+
+
+def _is_splatted_name(arg: ast.expr) -> bool:
+    return isinstance(arg, ast.Starred) and isinstance(arg.value, ast.Name)
+
+
 def test_every_flag_is_explained():
     classes = [
         (path.name, node)
@@ -190,7 +218,8 @@ def test_links_files_and_commands_that_are_named_exist(path):
             f"{path.name} names {name}, which does not exist"
         )
     for script in re.findall(r"(?:python|torchrun[^`\n]*?|pytest(?: --slow)?) ((?:\w+/)*\w+\.py)\b", text):
-        assert (ROOT / script).is_file(), f"{path.name} runs {script}, which does not exist"
+        is_readers_own = f"# {script}, in the project's folder" in text
+        assert is_readers_own or (ROOT / script).is_file(), f"{path.name} runs {script}, which does not exist"
     for module in re.findall(r"python -m ((?!torch|pytest|venv|pip)[\w.]+)", text):
         file = ROOT / module.replace(".", "/")
         assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), (

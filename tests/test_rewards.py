@@ -116,11 +116,15 @@ def test_gold_problems_are_named():
 
 def test_exact_match_is_stricter_than_a_full_reward():
     assert rewards.vqa_reward(think("right to left"), "left to right") == 1.0  # the same words in a different order
-    assert not rewards.exact_match("vqa", think("right to left"), "left to right")
-    assert rewards.exact_match("vqa", think("Left to right."), "left to right")
-    assert rewards.exact_match("vqa", think("yes, clearly"), "yes")
-    assert rewards.exact_match("count", "A photo of 3 cats", "3")
-    assert not rewards.exact_match("count", "A photo of 4 cats", "3")
+    assert not exact_match("vqa", think("right to left"), "left to right")
+    assert exact_match("vqa", think("Left to right."), "left to right")
+    assert exact_match("vqa", think("yes, clearly"), "yes")
+    assert exact_match("count", "A photo of 3 cats", "3")
+    assert not exact_match("count", "A photo of 4 cats", "3")
+
+
+def exact_match(task: str, completion: str, answer: str) -> bool:
+    return rewards.TASKS[task].exact_match(completion, answer, rewards.TASKS[task].reward(completion, answer))
 
 
 def test_count_format():

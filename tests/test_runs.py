@@ -8,11 +8,13 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,7 +179,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
         calls.append(completion)
         return float(len(calls) % 2) if (len(calls) - 1) // 4 % 2 else 0.5
 
-    monkeypatch.setitem(rewards.BUILT_IN, "count", reward)
+    monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
     flags = dict(max_steps=2, dynamic_sampling=True)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     for row in read_jsonl(tmp_path / "metrics.jsonl"):
@@ -186,7 +188,8 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
 
 
 def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tmp_path, monkeypatch):
-    monkeypatch.setitem(rewards.BUILT_IN, "count", lambda completion, answer, **_: 0.3)
+    constant = replace(rewards.TASKS["count"], reward=lambda completion, answer, **_: 0.3)
+    monkeypatch.setitem(rewards.TASKS, "count", constant)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -455,14 +458,19 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         grpo.main(config(tiny_model, shapes, run, max_steps=1))
 
 
-def test_a_loss_from_a_file_of_its_own_trains(tiny_model, shapes, tmp_path):
-    """As the README says: an entry in `LOSSES`, and nothing else."""
-
-    def reinforce(logp, log_ratio, advantages, row_of_token, options):
-        return advantages * logp, torch.zeros_like(logp, dtype=torch.bool)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(grpo.LOSSES, "reinforce", grpo.Loss(reinforce, "tokens", 0.2, 0.2))
-        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, loss_type="reinforce"))
-    rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2] and all(row["clip_ratio"] == 0 for row in rows)
+def test_a_task_and_a_loss_are_added_as_the_readme_says(tiny_model, shapes, tmp_path):
+    """The README's own file trains two steps with its task and its loss."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    mine = tmp_path / "mine.py"
+    mine.write_text(code)
+    flags = {"data": shapes, "model": tiny_model, "max_steps": 2, **SMALL}
+    flags |= {"task": "first_digit", "loss_type": "reinforce", "output": tmp_path / "run"}
+    done = run_script(mine, *(f"--{key}={value}" for key, value in flags.items()))
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["clip_ratio"] == 0 and "rewards/first_digit" in row for row in rows)
+    unknown = run_script(mine, "--task", "counting", "--data", shapes, "--output", tmp_path / "none")
+    assert unknown.returncode == 2
+    choices = "count, vqa, math, first_digit"
+    assert f"error: --task counting: choose one of {choices}, or add a task to TASKS" in unknown.stderr
