@@ -29,13 +29,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import console, distributed
-from common.errors import RunStopped, UserError
+from common.errors import UserError
 from common.records import Prompt, Rollout
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
+from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs, unfused_weights
 
 
 class Engine(Protocol):
@@ -206,22 +207,14 @@ class VLLMEngine:
         stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
         self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
         if self.flags.check_sync:
-            self._check_sync(policy)
+            (vllm_weights,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
+            check_weights(sampler_weights(policy), vllm_weights)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
         # Both caches were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
-
-    def _check_sync(self, policy: Policy) -> None:
-        """Raise RunStopped if a weight of the trainer is missing in vLLM or differs after rounding to vLLM's dtype."""
-        (vllm_weights,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
-        for name, weight in sampler_weights(policy):
-            synced = vllm_weights.pop(name, None)
-            if synced is None or not torch.equal(synced[: len(weight)], weight.to(synced.dtype)):
-                problem = "is missing in vLLM" if synced is None else "differs between vLLM and the trainer"
-                raise RunStopped(f"--check_sync: {name} {problem} after the sync; --engine hf samples without vLLM", 1)
 
     def generate(
         self,
@@ -266,12 +259,14 @@ class VLLMEngine:
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
-        with self._record_tower_inputs() as tower_inputs:
-            outputs = self.llm.generate(requests, params, use_tqdm=bar)
         sent_as_images = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
-        if not self.pixels_checked and sent_as_images:
+        if sent_as_images and not self.pixels_checked:
+            with record_tower_inputs(self.llm) as tower_inputs:
+                outputs = self.llm.generate(requests, params, use_tqdm=bar)
             check_pixels(sent_as_images, tower_inputs)
             self.pixels_checked = True
+        else:
+            outputs = self.llm.generate(requests, params, use_tqdm=bar)
         for prompt, output in zip(prompts, outputs):
             if output.prompt_token_ids != prompt.ids.tolist():
                 raise UserError(
@@ -312,49 +307,6 @@ class VLLMEngine:
         """
         return prompt.features is not None and prompt.features.shape[-1] == self.hidden_size
 
-    @contextlib.contextmanager
-    def _record_tower_inputs(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Record the (pixels, grids) of every call to vLLM's vision tower, unless pixels have already been checked."""
-        tower_inputs: list[tuple[Tensor, Tensor]] = []
-
-        def hook(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-            tower_inputs.append((args[0].detach().float().cpu(), torch.as_tensor(grid).cpu()))
-
-        handles = []
-        if not self.pixels_checked:
-            (handles,) = self.llm.apply_model(
-                lambda model: (
-                    [model.visual.register_forward_pre_hook(hook, with_kwargs=True)] if hasattr(model, "visual") else []
-                )
-            )
-        try:
-            yield tower_inputs
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Tensor]]) -> None:
-    """Check that vLLM's vision tower received the trainer's pixels, up to bfloat16 rounding.
-
-    `tower_inputs` holds the (pixels, grids) of each call to the tower. The order of the images is not compared, because
-    vLLM batches images in its own order and encodes a repeated image only once. Raises UserError, naming the first
-    prompt whose pixels are missing.
-    """
-    received: dict[tuple[int, ...], list[Tensor]] = {}
-    for pixels, grids in tower_inputs:
-        for grid, image in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
-            received.setdefault(tuple(grid), []).append(image)
-    for prompt in prompts:
-        grids = prompt.vision["image_grid_thw"]
-        for grid, image in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
-            if not any((image - other).abs().max() < 0.02 for other in received.get(tuple(grid), [])):
-                raise UserError(
-                    f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
-                    "differs (rescaling, mean or resizing); use --engine hf, which uses the trainer's"
-                )
-
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:
     """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
@@ -367,26 +319,6 @@ def keep_logits_in_float32(model: torch.nn.Module) -> None:
         return float32_logits(x, layer.weight)
 
     head.quant_method.apply = apply
-
-
-def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in transformers, tensor) for every weight of vLLM's `model`, with fused weights split."""
-    modules = dict(model.named_modules())
-    for name, weight in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        name = name.replace("language_model.lm_head.", "lm_head.")
-        name = name.replace("language_model.model.", "model.language_model.")
-        name = f"model.{name}" if name.startswith("visual.") else name
-        if ".qkv_proj." in name:
-            layer = modules[owner]
-            heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-            splits = zip(("q_proj", "k_proj", "v_proj"), weight.split([h * layer.head_size for h in heads]))
-            yield from ((name.replace("qkv_proj", projection), split) for projection, split in splits)
-        elif ".gate_up_proj." in name:
-            splits = zip(("gate_proj", "up_proj"), weight.chunk(2))
-            yield from ((name.replace("gate_up_proj", projection), split) for projection, split in splits)
-        else:
-            yield name, weight
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------

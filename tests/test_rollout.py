@@ -20,7 +20,8 @@ from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import cache_image_features, load_policy, stop_tokens
-from rollout import HFEngine, VLLMEngine, check_pixels, make_engine, sample
+from policy.vllm_checks import check_pixels
+from rollout import HFEngine, VLLMEngine, make_engine, sample
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from data import encode_prompts, load_processor, load_samples
 from policy.batches import completion_logprobs
 from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
-from rollout import check_pixels, make_engine
+from policy.vllm_checks import check_pixels
+from rollout import make_engine
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
