@@ -126,11 +126,13 @@ class PolicyFlags:
     train_vision: bool = False
     """Train the vision tower, which is frozen by default."""
     micro_batch_tokens: int = 0
-    """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory. The
-    gradient does not depend on this number."""
+    """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
+    most 10240 (16384 without a GPU). The gradient does not depend on this number."""
+    explain_memory: bool = False
+    """On a GPU, print what the memory is spent on when the size of the micro-batches is chosen."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
-    full: all layers, which takes a third more compute; auto: as few layers as the GPU's memory allows."""
+    full: all layers, which takes a third more compute; auto: as few layers as allow micro-batches of 8192 tokens."""
     compile: bool = True
     """On a GPU, fuse the small operations of each layer with torch.compile. Compilation takes a minute at the start."""
     lora_rank: int = 0

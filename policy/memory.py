@@ -5,6 +5,7 @@ The activation sizes per layer were measured on one H200, in bfloat16, with laye
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -157,6 +158,53 @@ def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) ->
     return blocks * config.spatial_merge_size**2  # patches per token
 
 
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What a process's GPU memory is spent on when micro-batches are sized, in bytes."""
+
+    total: float
+    """Memory of the GPU, or the limit `--gpu_memory`."""
+    margin: float
+    """The part of it that the allocator cannot use."""
+    in_use: float
+    """Weights, the reference, and what the sleeping sampler keeps."""
+    optimizer: float
+    """Gradients and moments, which the first update allocates."""
+    logits: float
+    """Float32 logits of `LOGIT_ROWS` tokens and their derivatives."""
+    layers: float
+    """Two gathered layers."""
+
+    @property
+    def activations(self) -> float:
+        """What is left for the activations of a micro-batch."""
+        return self.total - self.margin - self.in_use - self.optimizer - self.logits - self.layers
+
+    def __str__(self) -> str:
+        names = ("total", "margin", "in_use", "optimizer", "logits", "layers", "activations")
+        return "\n".join(f"{name:12}{getattr(self, name) / 2**30:8.2f} GiB" for name in names)
+
+
+def measure_memory(
+    policy: Policy, flags: PolicyFlags, device: torch.device, limit: float = 0.0, sharding: str = "full"
+) -> MemoryBudget:
+    """Return the memory budget of this process. `limit`: GiB that the run may use on the GPU (0: no limit)."""
+    torch.cuda.empty_cache()
+    free, gpu_size = torch.cuda.mem_get_info(device)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
+    decoder = language_model(policy.model)
+    vocab_size = decoder.embed_tokens.weight.shape[0]
+    total = limit * 2**30 or gpu_size
+    return MemoryBudget(
+        total=total,
+        margin=MARGIN * total,
+        in_use=gpu_size - free,
+        optimizer=(4 if flags.offload_optimizer else 12) * trained,
+        logits=(12 if flags.compile else 28) * LOGIT_ROWS * vocab_size,
+        layers=12 * sum(p.numel() for p in decoder.layers[0].parameters()),
+    )
+
+
 def choose_micro_batch_size(
     policy: Policy,
     reference: Policy | None,
@@ -173,48 +221,44 @@ def choose_micro_batch_size(
     which cannot be split. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises UserError if not
     even one prompt with one completion fits.
     """
-    num_layers, budget = len(language_model(policy.model).layers), flags.micro_batch_tokens
+    num_layers, requested = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
         keep_unsharded(policy, reference, flags, (0, 0))
-        return budget or CPU_MICRO_BATCH_TOKENS
-    torch.cuda.empty_cache()
-    trained_params = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
-    vocab_size = language_model(policy.model).embed_tokens.weight.shape[0]
-    layer_params = sum(p.numel() for p in language_model(policy.model).layers[0].parameters())
-    free, gpu_size = torch.cuda.mem_get_info(device)
-    total = limit * 2**30 or gpu_size
-    free -= gpu_size - total
-    # Still to be allocated: gradients and moments, float32 logits with their derivatives, and two gathered layers.
-    state_size, logit_size = 4 if flags.offload_optimizer else 12, 12 if flags.compile else 28  # bytes per value
-    available = (
-        free - MARGIN * total - state_size * trained_params - logit_size * LOGIT_ROWS * vocab_size - 12 * layer_params
-    )
-    target = max(longest, budget or TARGET_MICRO_BATCH_TOKENS)
-    token_bytes = {n: bytes_per_token(policy, n, flags.compile, compute_dtype(flags.dtype, device)) for n in choice}
-    max_tokens = {n: int(available / token_bytes[n]) for n in choice}
+        return requested or CPU_MICRO_BATCH_TOKENS
+    memory = measure_memory(policy, flags, device, limit, sharding)
+    dtype = compute_dtype(flags.dtype, device)
+    token_bytes = {n: bytes_per_token(policy, n, flags.compile, dtype) for n in choice}
+    max_tokens = {n: int(memory.activations / token_bytes[n]) for n in choice}
+    target = max(longest, requested or TARGET_MICRO_BATCH_TOKENS)
     num_checkpointed = next((n for n, tokens in max_tokens.items() if tokens >= target), choice[-1])
     num_checkpointed = int(distributed.all_max(torch.tensor(num_checkpointed)))
     tokens = -int(distributed.all_max(torch.tensor(-max_tokens[num_checkpointed])))
-    if tokens < longest and not budget:
+    if tokens < longest and not requested:
         missing = (longest - tokens) * token_bytes[num_checkpointed] / 2**30
         raise UserError(
             f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
             f"shorter ones (--max_prompt_length, --max_completion_length), {OOM_ACTIVATION_HINT}"
         )
-    budget = budget or min(tokens, MAX_MICRO_BATCH_TOKENS)
+    size = requested or min(tokens, MAX_MICRO_BATCH_TOKENS)
     # Without gradients, a token takes at most as much memory as with all layers checkpointed.
-    forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, compute_dtype(flags.dtype, device))
-    free_bytes = (available - budget * token_bytes[num_checkpointed], available - budget * forward_token_bytes)
-    keep_unsharded(policy, reference, flags, free_bytes)
+    forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, dtype)
+    free = memory.activations - size * token_bytes[num_checkpointed]
+    keep_unsharded(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
     set_checkpointing(policy, num_checkpointed)
     if console.is_main():
         checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
         gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
-        print(f"micro-batches of {budget} tokens, {checkpointing}{gathering}", file=sys.stderr)
-    return budget
+        print(f"micro-batches of {size} tokens, {checkpointing}{gathering}", file=sys.stderr)
+        if flags.explain_memory:
+            per_token = token_bytes[num_checkpointed] / 2**20
+            print(
+                f"{memory}\nof which    {size * per_token / 1024:8.2f} GiB, {per_token:.3f} MiB a token",
+                file=sys.stderr,
+            )
+    return size
 
 
 def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -42,27 +42,36 @@ def apply_fsdp(
 ) -> Policy:
     """Shard `policy` over the processes, in place, as `PolicyFlags.sharding` describes.
 
-    Each decoder layer is an FSDP unit; the root unit holds the rest (embedding, lm_head). Master weights stay in
-    float32, compute runs in `dtype`, and gradients are averaged in float32. A frozen vision tower stays whole on every
-    process, so that a batch without images needs no collective for the tower. A 4-bit model also stays whole.
-
-    `offload`: keep the shards in host memory until their layer runs. If only the main process has loaded the weights
-    (see `load_model`), it sends the other processes their shards.
+    Master weights stay in float32, compute runs in `dtype`, and gradients are averaged in float32. `offload`: keep the
+    shards in host memory until their layer runs. If only the main process has loaded the weights (see `load_model`), it
+    sends the other processes their shards.
     """
-    # Do not hold a reference to any parameter here. FSDP moves each parameter to the device before cutting it into
-    # shards, and a remaining reference would keep the full tensor on the device.
-    empty = any(tensor.is_meta for tensor in itertools.chain(policy.parameters(), policy.buffers()))
-    empty = bool(distributed.all_max(torch.tensor(int(empty))))
-    full_state = {
-        name: tensor.detach() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()] if empty
-    }
-    # Inputs are not cast, so that the residual stream stays in float32.
-    precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
-    options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
-    vision = vision_parameters(policy.model)
+    # No function here may hold a reference to a parameter that is sharded. FSDP moves each parameter to the device
+    # before cutting it into shards, and a remaining reference would keep the full tensor on the device.
+    full_state = _state_to_send(policy)
+    frozen = _cast_frozen(policy, device, dtype)
+    _shard(policy, frozen, device, dtype, sharding, offload)
+    if full_state:
+        _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
+    return policy
+
+
+def _state_to_send(policy: Policy) -> dict[str, Tensor]:
+    """Return all tensors of `policy` if a process has no weights yet, else nothing."""
+    tensors = dict([*policy.named_parameters(), *policy.named_buffers()])
+    is_empty = torch.tensor(int(any(tensor.is_meta for tensor in tensors.values())))
+    return {name: tensor.detach() for name, tensor in tensors.items()} if distributed.all_max(is_empty) else {}
+
+
+def _cast_frozen(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Move buffers and weights that are not sharded to `device`, cast the latter to `dtype`, and return the latter.
+
+    A frozen vision tower stays whole on every process, so that a batch without images needs no collective for the
+    tower. A 4-bit model also stays whole.
+    """
     quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
-    frozen = {p for p in (policy.parameters() if quantised else vision) if not p.requires_grad}
+    whole = policy.parameters() if quantised else vision_parameters(policy.model)
+    frozen = {parameter for parameter in whole if not parameter.requires_grad}
     # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
     # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the
     # KL term would not start at zero.
@@ -73,21 +82,31 @@ def apply_fsdp(
         parameter.data = parameter.data.to("meta" if parameter.is_meta else device, new_dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
-    vision_trained = bool(vision) and not frozen.intersection(vision)
-    del vision, exported  # these hold references to parameters; see above
-    if vision_trained:
+    return frozen
+
+
+def _shard(
+    policy: Policy, frozen: set[nn.Parameter], device: torch.device, dtype: torch.dtype, sharding: str, offload: bool
+) -> None:
+    """Make each decoder layer, and each block of a trained vision tower, an FSDP unit; the root unit holds the rest."""
+    # Inputs are not cast, so that the residual stream stays in float32.
+    precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
+    options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
+    if _is_trained(vision_parameters(policy.model)):
         for block in policy.model.model.visual.blocks:
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
     for layer in layers:
         fully_shard(layer, **options, ignored_params=frozen)
     fully_shard(policy, ignored_params=frozen, **options)
-    if empty:
-        _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
     # Gather the next layer while the current layer computes. By default, FSDP does this only in the backward pass.
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
-    return policy
+
+
+def _is_trained(parameters: list[nn.Parameter]) -> bool:
+    return bool(parameters) and all(parameter.requires_grad for parameter in parameters)
 
 
 @torch.no_grad()
