@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
-from common.records import Completion, Group, Sample, ScoredGroup
+from common.records import Completion, Group, Sample, Sampling, ScoredGroup
 from data import load_split, make_processor, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
@@ -312,7 +312,8 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
         cache_image_features(run.policy, prompts, run.features)
     seeds = [prompt_seed(cfg.seed, position) for position in positions]
     with run.clock("rollout"):
-        rollouts = run.engine.generate(prompts, cfg.num_generations, seeds, cfg.max_completion_length, cfg.temperature)
+        sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
+        rollouts = run.engine.generate(prompts, seeds, sampling)
     with run.clock("reward"):
         rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
     distributed.raise_first_error(error, StepFailed)

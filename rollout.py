@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Prompt, Rollout
+from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
@@ -42,16 +42,8 @@ from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs,
 class Engine(Protocol):
     """The interface that training and evaluation expect of a sampler."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        seeds: Sequence[int],
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-    ) -> list[list[Rollout]]:
-        """Sample n completions of each prompt, using that prompt's seed. Temperature 0 means greedy decoding."""
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+        """Sample `how.n` completions of each prompt, using that prompt's seed."""
         ...
 
     def sync_weights(self, policy: Policy) -> None:
@@ -216,15 +208,7 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        seeds: Sequence[int],
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-    ) -> list[list[Rollout]]:
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
@@ -233,21 +217,21 @@ class VLLMEngine:
             start = sum(len(rank_prompts) for rank_prompts, _ in gathered[: dist.get_rank(self.group)])
             rollouts = []
             if all_prompts:
-                rollouts = self._generate(all_prompts, n, all_seeds, max_tokens, temperature, top_p)
+                rollouts = self._generate(all_prompts, all_seeds, how)
             return rollouts[start : start + len(prompts)]
-        return self._generate(prompts, n, seeds, max_tokens, temperature, top_p) if prompts else []
+        return self._generate(prompts, seeds, how) if prompts else []
 
-    def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         requests = [{"prompt_token_ids": p.engine_ids} | self._multi_modal_data(p) for p in prompts]
         params = [
             self.sampling_params(
-                n=n,
+                n=how.n,
                 seed=seed,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_tokens,
+                temperature=how.temperature,
+                top_p=how.top_p,
+                max_tokens=how.max_tokens,
                 ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
                 stop_token_ids=self.stop,
                 logprobs=0,  # return only the sampled token's log-probability
@@ -284,7 +268,7 @@ class VLLMEngine:
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
             for ids, c, end, text in zip(token_ids, completions, stopped, texts)
         ]
-        return [rollouts[n * i : n * i + n] for i in sorted(range(len(order)), key=order.__getitem__)]
+        return [rollouts[how.n * i : how.n * (i + 1)] for i in sorted(range(len(order)), key=order.__getitem__)]
 
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
         """Return the image part of a request: the trainer's features if vLLM accepts them, else resized images.
@@ -347,38 +331,30 @@ class HFEngine:
     def wake_up(self) -> None:
         self.model.to(self.device)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        seeds: Sequence[int],
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-    ) -> list[list[Rollout]]:
-        batch_size = max(1, self.max_sequences // n)
+    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+        batch_size = max(1, self.max_sequences // how.n)
         rollouts = []
         with console.progress(desc="sampling", total=len(prompts), unit="prompt", leave=False) as bar:
             for i in range(0, len(prompts), batch_size):
                 batch = prompts[i : i + batch_size]
-                rollouts += self._generate(batch, n, seeds[i : i + batch_size], max_tokens, temperature, top_p)
+                rollouts += self._generate(batch, seeds[i : i + batch_size], how)
                 bar.update(len(batch))
         return rollouts
 
     @torch.inference_mode()
-    def _generate(self, prompts, n, seeds, max_tokens, temperature, top_p) -> list[list[Rollout]]:
-        uniforms = torch.stack([_uniforms(seed, n, max_tokens) for seed in seeds]).flatten(0, 1).to(self.device)
-        logits, cache, mask, position = self._prefill(prompts, n)
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+        uniforms = torch.cat([_uniforms(seed, how.n, how.max_tokens) for seed in seeds]).to(self.device)
+        logits, cache, mask, position = self._prefill(prompts, how.n)
         ids, logps = [], []
         running = torch.ones(len(logits), dtype=torch.bool, device=self.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=self.device)
-        for t in range(max_tokens):
-            token, logp = sample(logits, uniforms[:, t], temperature, top_p)
+        for t in range(how.max_tokens):
+            token, logp = sample(logits, uniforms[:, t], how.temperature, how.top_p)
             ids.append(token)
             logps.append(logp)
             lengths += running
             running = running & ~torch.isin(token, self.stop)
-            if t == max_tokens - 1 or not running.any():
+            if t == how.max_tokens - 1 or not running.any():
                 break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             out = self.model(
@@ -389,7 +365,7 @@ class HFEngine:
                 use_cache=True,
             )
             logits, cache = out.logits[:, -1], out.past_key_values
-        return self._collect(torch.stack(ids, 1), torch.stack(logps, 1), lengths, running, n)
+        return self._collect(torch.stack(ids, 1), torch.stack(logps, 1), lengths, running, how.n)
 
     def _prefill(self, prompts: Sequence[Prompt], n: int):
         """Run the model once on every prompt, then repeat each prompt's cache for its n completions.

@@ -10,7 +10,7 @@ import torch
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Rollout, Sample
+from common.records import Rollout, Sample, Sampling
 from data import Processor, encode_prompts
 from evaluation.metrics import summarise
 from evaluation.progress import EvalProgress
@@ -56,7 +56,7 @@ def sample_rows(
             error = str(problem)
         distributed.raise_first_error(error, UserError)
         seeds = [prompt_seed(seed, index) for index in indices]
-        groups = engine.generate(prompts, n, seeds, max_tokens, temperature, top_p)
+        groups = engine.generate(prompts, seeds, Sampling(n, max_tokens, temperature, top_p))
         outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 
 from common.errors import UserError
-from common.records import Completion, Group, Sample
+from common.records import Completion, Group, Sample, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
@@ -49,7 +49,7 @@ def prompts(processor):
 
 def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
     """Sampler and trainer agree on every token, including image placeholders that were sampled as text."""
-    rollouts = engine.generate(prompts, 24, [1, 2, 3], max_tokens=40, temperature=0.8)
+    rollouts = engine.generate(prompts, [1, 2, 3], Sampling(24, 40, temperature=0.8))
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
     enable_packed_forward(model)
     completions = [[Completion(r.ids, r.sampling_logp) for r in group] for group in rollouts]
@@ -63,7 +63,7 @@ def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
 
 def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
     model = AutoModelForImageTextToText.from_pretrained(tiny_model).eval()
-    got = engine.generate(prompts, 1, [0, 0, 0], max_tokens=12, temperature=0)
+    got = engine.generate(prompts, [0, 0, 0], Sampling(1, 12, temperature=0))
     for prompt, (rollout,) in zip(prompts, got):
         ids = prompt.ids[None]
         inputs = {**prompt.vision, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
@@ -72,19 +72,19 @@ def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
 
 
 def test_completions_depend_on_their_seed_alone(engine, prompts):
-    together = engine.generate(prompts, 3, [7, 8, 9], max_tokens=10)
+    together = engine.generate(prompts, [7, 8, 9], Sampling(3, 10))
     for i, prompt in enumerate(prompts):
-        alone = engine.generate([prompt], 3, [7 + i], max_tokens=10)[0]
+        alone = engine.generate([prompt], [7 + i], Sampling(3, 10))[0]
         assert [r.ids.tolist() for r in alone] == [r.ids.tolist() for r in together[i]]
-    other = engine.generate(prompts[:1], 3, [70], max_tokens=10)[0]
+    other = engine.generate(prompts[:1], [70], Sampling(3, 10))[0]
     assert [r.ids.tolist() for r in other] != [r.ids.tolist() for r in together[0]]
     assert len({tuple(r.ids.tolist()) for r in together[0]}) == 3, "completions of a group must differ"
 
 
 def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts, monkeypatch):
-    frequent = torch.cat([r.ids for r in engine.generate(prompts, 8, [1, 2, 3], max_tokens=30)[1]]).mode().values
+    frequent = torch.cat([r.ids for r in engine.generate(prompts, [1, 2, 3], Sampling(8, 30))[1]]).mode().values
     monkeypatch.setattr(engine, "stop", frequent[None])
-    rollouts = [r for group in engine.generate(prompts, 8, [1, 2, 3], max_tokens=30) for r in group]
+    rollouts = [r for group in engine.generate(prompts, [1, 2, 3], Sampling(8, 30)) for r in group]
     ended = [r for r in rollouts if not r.truncated]
     assert ended
     assert len(ended) < len(rollouts)
@@ -124,7 +124,7 @@ def test_every_end_token_of_the_generation_config_counts(tiny_model):
 
 
 def test_a_completion_of_one_token(engine, prompts):
-    rollouts = engine.generate(prompts, 2, [1, 2, 3], max_tokens=1)
+    rollouts = engine.generate(prompts, [1, 2, 3], Sampling(2, 1))
     assert all(len(r.ids) == 1 for group in rollouts for r in group)
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 from common import distributed
 from common.errors import UserError
-from common.records import Completion, Group, Sample
+from common.records import Completion, Group, Sample, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompts, load_processor, load_samples
 from policy.batches import completion_logprobs
@@ -65,12 +65,12 @@ def main(model: str, data: str, out: str) -> None:
         if number == 1:
             cache_image_features(policy, prompts, {})
         seeds = list(range(10 * number, 10 * number + len(prompts)))
-        groups = engine.generate(prompts, 3, seeds, 24)
+        groups = engine.generate(prompts, seeds, Sampling(3, 24))
         engine.sleep()
         engine.wake_up()
         engine.sync_weights(policy)
-        second_groups = engine.generate(prompts, 3, seeds, 24)
-        greedy = engine.generate(prompts, 1, seeds, 24, temperature=0.0)
+        second_groups = engine.generate(prompts, seeds, Sampling(3, 24))
+        greedy = engine.generate(prompts, seeds, Sampling(1, 24, temperature=0.0))
         engine.sleep()
         rollouts = [rollout for group in groups for rollout in group]
         repeated = [rollout for group in second_groups for rollout in group]
@@ -99,7 +99,7 @@ def main(model: str, data: str, out: str) -> None:
     engine.sync_weights(policy)
     try:
         other = dataclasses.replace(prompts[0], ids=prompts[0].ids[:-1])
-        engine.generate([other], 1, [0], 4)
+        engine.generate([other], [0], Sampling(1, 4))
         results["wrong_ids"] = "accepted"
     except UserError as error:
         results["wrong_ids"] = str(error)
