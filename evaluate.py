@@ -60,7 +60,7 @@ from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, raw_rows
 from policy.model import Policy, auto_class, compute_dtype, load_policy
 from rewards import Scorer, check_math
-from rollout import make_engine
+from rollout import RequestLimits, make_engine
 
 __all__ = ["pass_at_k"]
 
@@ -242,10 +242,10 @@ def generate_responses(
     """
     processor = make_processor(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
     samples = load_rows(cfg, processor)
-    limits = (cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
+    limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
     baseline = load_baseline(cfg) if cfg.baseline else None
     adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
-    engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), *limits)
+    engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), limits)
     if adapted is not None:
         engine.sync_weights(adapted)
     output = pathlib.Path(cfg.output)

@@ -41,7 +41,7 @@ from policy.model import Policy, cache_image_features, check_trained, compute_dt
 from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference, unsharded
 from rewards import MAX_UNSCORED, Scorer
-from rollout import Engine, make_engine
+from rollout import Engine, RequestLimits, make_engine
 from training import guards
 from training.balance import rebalance
 from training.checkpoint import RUN_STATE, Checkpoints, ResumePlan, load_checkpoint
@@ -618,8 +618,7 @@ class Inputs:
     stream: PromptStream
     eval_samples: list[Sample]
     scorer: Scorer
-    max_length: int  # maximum tokens of a prompt with its completion
-    max_images: int  # maximum images of a prompt
+    limits: RequestLimits
 
 
 @dataclass
@@ -666,8 +665,8 @@ def check_inputs(cfg: Config) -> Inputs:
     samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
     eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
-    max_length = cfg.max_prompt_length + cfg.max_completion_length
-    return Inputs(stream, eval_samples, scorer, max_length, max_images([*samples, *eval_samples]))
+    longest = cfg.max_prompt_length + cfg.max_completion_length
+    return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
 
 
 def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
@@ -677,14 +676,12 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
     check_gpu_memory(policy, cfg, has_reference, device, cfg.vllm_memory, cfg.gpu_memory, sharding)
-    engine = make_engine(
-        cfg, cfg.model, inputs.stream.processor, device, dtype, inputs.max_length, inputs.max_images, with_weights=False
-    )
+    engine = make_engine(cfg, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, with_weights=False)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
     micro_batch_tokens = choose_micro_batch_size(
-        policy, reference, cfg, inputs.max_length, device, cfg.gpu_memory, sharding
+        policy, reference, cfg, inputs.limits.tokens, device, cfg.gpu_memory, sharding
     )
     return Models(policy, reference, engine, micro_batch_tokens)
 

@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,16 @@ from policy.forward import float32_logits
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs, unfused_weights
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The largest request that a sampler must accept."""
+
+    tokens: int
+    """Tokens of a prompt with its completion."""
+    images: int
+    """Images of a prompt."""
 
 
 class Engine(Protocol):
@@ -65,15 +76,13 @@ def make_engine(
     processor: Processor,
     device: torch.device,
     dtype: torch.dtype,
-    max_length: int,
-    max_images: int,
+    limits: RequestLimits,
     with_weights: bool = True,
 ) -> Engine:
     """Build the sampler that `flags` select, with the weights saved at `model`; print which sampler "auto" selects.
 
-    `max_length` is the maximum number of tokens in a prompt plus its completion, and `max_images` is the maximum number
-    of images in a prompt. Pass `with_weights=False` if `sync_weights` will be called before `generate`; vLLM then does
-    not read the saved weights. Raises UserError if the sampler is not available.
+    Pass `with_weights=False` if `sync_weights` will be called before `generate`; vLLM then does not read the saved
+    weights. Raises UserError if the sampler is not available.
     """
     if distributed.world_size() % flags.tensor_parallel:
         raise UserError(
@@ -91,7 +100,7 @@ def make_engine(
     if not installed or device.type != "cuda":
         missing = "vLLM is not installed" if not installed else "there is no GPU"
         raise UserError(f"--engine vllm: {missing}; run pip install -r requirements-gpu.txt or use --engine hf")
-    return VLLMEngine(flags, model, processor, dtype, max_length, max_images, with_weights)
+    return VLLMEngine(flags, model, processor, dtype, limits, with_weights)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -131,8 +140,7 @@ class VLLMEngine:
         model: str,
         processor: Processor,
         dtype: torch.dtype,
-        max_length: int,
-        max_images: int,
+        limits: RequestLimits,
         with_weights: bool = True,
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
@@ -142,7 +150,7 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
             os.environ.setdefault(name, "0")
-        options: dict[str, Any] = {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
+        options: dict[str, Any] = {"limit_mm_per_prompt": {"image": limits.images, "video": 0}}
         if processor.image_processor is not None:
             # Images arrive already resized; these limits keep vLLM from resizing them again.
             options["enable_mm_embeds"] = True
@@ -158,7 +166,7 @@ class VLLMEngine:
                     dtype=dtype,
                     load_format="auto" if with_weights else "dummy",
                     seed=0,
-                    max_model_len=max_length,
+                    max_model_len=limits.tokens,
                     max_num_seqs=flags.vllm_sequences,
                     gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
                     tensor_parallel_size=flags.tensor_parallel,

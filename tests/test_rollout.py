@@ -21,7 +21,7 @@ from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import cache_image_features, load_policy, stop_tokens
 from policy.vllm_checks import check_pixels
-from rollout import HFEngine, VLLMEngine, make_engine, sample
+from rollout import HFEngine, RequestLimits, VLLMEngine, make_engine, sample
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,9 @@ def processor(tiny_model):
 
 @pytest.fixture(scope="module")
 def engine(tiny_model, processor) -> HFEngine:
-    return make_engine(EngineFlags(engine="hf"), tiny_model, processor, torch.device("cpu"), torch.float32, 0, 1)
+    return make_engine(
+        EngineFlags(engine="hf"), tiny_model, processor, torch.device("cpu"), torch.float32, RequestLimits(0, 1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +162,7 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     flags, cpu = EngineFlags(engine="vllm"), torch.device("cpu")
     if importlib.util.find_spec("vllm") is None:
         with pytest.raises(UserError, match=r"vLLM is not installed; run pip install -r requirements-gpu"):
-            make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
+            make_engine(flags, tiny_model, processor, cpu, torch.float32, RequestLimits(100, 1))
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('undefined symbol: built for another torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -168,13 +170,13 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     for name in ("RANK", "LOCAL_RANK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*or use --engine hf"):
-        VLLMEngine(flags, tiny_model, processor, torch.bfloat16, 100, 1)
+        VLLMEngine(flags, tiny_model, processor, torch.bfloat16, RequestLimits(100, 1))
     with pytest.raises(UserError, match="there is no GPU"):
-        make_engine(flags, tiny_model, processor, cpu, torch.float32, 100, 1)
+        make_engine(flags, tiny_model, processor, cpu, torch.float32, RequestLimits(100, 1))
 
 
 def test_auto_says_what_it_chose(tiny_model, processor, capsys):
-    make_engine(EngineFlags(), tiny_model, processor, torch.device("cpu"), torch.float32, 100, 1)
+    make_engine(EngineFlags(), tiny_model, processor, torch.device("cpu"), torch.float32, RequestLimits(100, 1))
     assert re.search(r"sampler: transformers \d.* \(there is no GPU\)", capsys.readouterr().err)
 
 

@@ -24,7 +24,7 @@ from policy.batches import completion_logprobs
 from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
 from policy.vllm_checks import check_pixels
-from rollout import make_engine
+from rollout import RequestLimits, make_engine
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
@@ -48,7 +48,7 @@ def main(model: str, data: str, out: str) -> None:
     samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
     flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
-    engine = make_engine(flags, model, processor, device, torch.bfloat16, 1024, 2)
+    engine = make_engine(flags, model, processor, device, torch.bfloat16, RequestLimits(1024, 2))
     engine.sleep()
     policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, torch.bfloat16)
     results: dict = {"rounds": []}
