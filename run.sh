@@ -80,21 +80,16 @@ set_up() {
   echo "$stamp" > .venv/installed
 }
 
-sort_flags() {  # put flags for training and evaluation into shared_given, and flags for training only into given_flags
-  local flag target=given_flags
+read_flags() {  # put the flags for training into given_flags
   for flag in "$@"; do
     case $flag in
       --smoke)
         [ "$NNODES" = 1 ] || fail "--smoke with NNODES=$NNODES: it makes its own model and rows, on one machine"
-        smoke=yes
-        continue ;;
+        smoke=yes ;;
       --output* | --model* | --adapter* | --data | --data=*)
-        fail "$flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment, so that training and evaluation agree" ;;
-      --*pixels* | --max_side* | --image_dir* | --*_column* | --template* | --skip_bad_rows | --max_prompt_length* | \
-        --reward* | --verifier* | --engine* | --vllm* | --tensor_parallel*) target=shared_given ;;
-      --*) target=given_flags ;;
+        fail "$flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment" ;;
+      *) given_flags+=("$flag") ;;
     esac
-    [ $target = shared_given ] && shared_given+=("$flag") || given_flags+=("$flag")
   done
 }
 
@@ -112,15 +107,7 @@ train() {  # run grpo.py on every GPU of every machine
   show "${launch[@]}" grpo.py "$@"
 }
 
-evaluate() {  # before|after, then the --model and --adapter flags
-  local when=$1
-  shift
-  heading "Evaluation $when training"
-  show .venv/bin/python evaluate.py --task "$task" "$@" --data "$test_data" --output "$output/$when" \
-    "${shared_flags[@]}" "${eval_flags[@]}"
-}
-
-# Train with the settings from the recipe's file. If there is test data, evaluate before and after training.
+# Train with the settings from the recipe's file. If there is test data, compare the trained model with its base.
 run_recipe() {
   local adapter=()
   model=${MODEL:-$model} data=${DATA:-$data} test_data=${TEST_DATA-$test_data} output=${OUTPUT:-runs/$name}
@@ -132,31 +119,27 @@ run_recipe() {
     smoke_flags=(--max_steps 2 --prompts_per_step 4 --prompts_per_update 2 --num_generations 4
       --max_completion_length 32 --overwrite)
     smoke_data "$output/made"
-    eval_flags+=(--max_tokens 32)
   fi
-  shared_flags+=("${shared_given[@]}")
   [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER")
   train --task "$task" --model "$model" --data "$data" --output "$output" "${adapter[@]}" "${train_flags[@]}" \
-    "${smoke_flags[@]}" "${shared_flags[@]}" "${given_flags[@]}"
+    "${smoke_flags[@]}" "${given_flags[@]}"
   [ -n "$test_data" ] && [ "$NODE_RANK" = 0 ] || return 0  # only the first machine evaluates
-  evaluate before --model "$model" "${adapter[@]}"
-  if [ -f "$output/final/adapter_config.json" ]; then
-    evaluate after --model "$model" --adapter "$output/final"
-  else
-    evaluate after --model "$output/final"
-  fi
-  show .venv/bin/python -m training.report --run "$output" --before "$output/before" --after "$output/after"
+  TEST_DATA=$test_data evaluate_run "$output" "${eval_flags[@]}"
 }
 
 evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base; FLAGS are passed to evaluate.py
-  local run=${1:-} flags launch=(.venv/bin/python) model
+  local run=${1:-} flags launch=(.venv/bin/python)
   [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run, for example: ./run.sh eval runs/vqa"
   flags=$(.venv/bin/python -m evaluation.run_flags "$run" "${TEST_DATA:-}" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
-  show "${launch[@]}" evaluate.py "${flags[@]}" --output "${OUTPUT:-$run/eval}" "$@"
+  heading "The trained model and its base, row by row"
+  show "${launch[@]}" evaluate.py "${flags[@]}" --output "$run/eval" "$@"
+}
+
+recommend_lmms_eval() {  # RUN: print the commands that score the same model in lmms-eval
+  local run=$1 model=$1/final
   heading "The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):"
-  model=$run/final
   if [ -f "$run/final/adapter_config.json" ]; then
     model=$run/merged
     echo "  .venv/bin/python merge_lora.py --base_model BASE --lora_model $run/final --output_path $model"
@@ -166,23 +149,22 @@ evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base
 }
 
 recipe=${1:-demo} name=${1:-demo} kind='' smoke=''
-shared_flags=() eval_flags=() train_flags=() smoke_flags=() shared_given=() given_flags=()
+eval_flags=() train_flags=() smoke_flags=() given_flags=()
 [ $# -gt 0 ] && shift
 require_number N_GPUS 1 1
 require_number RESTARTS 0 0
 case $recipe in vqa | math | count) check_machines ;; *) NNODES=1 ;; esac
 case $recipe in
   demo | digits)
-    sort_flags "$@"
+    read_flags "$@"
     set_up
-    given_flags+=("${shared_given[@]}")
     . recipes/demo.sh ;;
   vqa | math | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
       case $kind in text | image | mixed) shift ;; *) fail "./run.sh math needs text, image or mixed after it, not '$kind'" ;; esac
     fi
-    sort_flags "$@"
+    read_flags "$@"
     if [ "$recipe" = count ] && [ -z "$smoke" ] && [ -z "${DATA:-}" ]; then
       fail "./run.sh count has no data of its own: DATA=folder_or.zip ./run.sh count (main.csv beside images/)"
     fi
@@ -191,7 +173,8 @@ case $recipe in
     run_recipe ;;
   eval)
     set_up
-    evaluate_run "$@" ;;
+    evaluate_run "$@" ${OUTPUT:+--output "$OUTPUT"}
+    recommend_lmms_eval "$1" ;;
   serve)
     set_up
     show .venv/bin/python -m service "$@" ;;

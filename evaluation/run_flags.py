@@ -36,8 +36,8 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
 
 
 def _held_out_rows(run: pathlib.Path, config: dict[str, Any]) -> str:
-    """Return the run's `eval_data`, or the data that its recipe used for evaluation."""
-    scores = run / "after" / "scores.json"
+    """Return the run's `eval_data`, or the data of its last evaluation."""
+    scores = run / "eval" / "scores.json"
     data = config["eval_data"] or (json.loads(scores.read_text())["data"] if scores.is_file() else None)
     if data is None:
         sys.exit("error: the run has no eval_data; use TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")

@@ -4,9 +4,8 @@ model=Qwen/Qwen2.5-VL-3B-Instruct
 data=''  # set by the user: DATA=folder_or.zip
 test_data=''
 
-shared_flags=(--max_side 512)
-eval_flags=(--max_tokens 256)
 train_flags=(
+  --max_side 512
   --max_completion_length 256 --prompts_per_step 8 --num_generations 8
   --learning_rate 5e-5 --epochs 50 --seed 43
   --load_in_4bit --vllm_memory 0.55 --save_every 50

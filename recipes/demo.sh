@@ -8,21 +8,16 @@ case $recipe in
     kind=digits task=vqa suffix=/data.jsonl
     train_flags=(--max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02) ;;
 esac
-run=runs/$recipe tiny=runs/tiny/$kind-$seed tokens=64
+run=runs/$recipe tiny=runs/tiny/$kind-$seed
 
-heading "1/4  A tiny Qwen2.5-VL and its data"
+heading "1/3  A tiny Qwen2.5-VL and its data"
 show .venv/bin/python -m demo.tiny --task "$kind" --seed "$seed" --output "$tiny"
 
-heading "2/4  Before training, on held-out images"
-show .venv/bin/python evaluate.py --model "$tiny/model" --data "$tiny/test$suffix" --task "$task" \
-  --max_tokens "$tokens" --output "$run/before"
-
-heading "3/4  GRPO"
+heading "2/3  GRPO, scored on held-out images before, during and after training"
 show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny/train$suffix" \
-  --eval_data "$tiny/test$suffix" --output "$run" --overwrite --seed "$seed" --max_completion_length "$tokens" \
+  --eval_data "$tiny/test$suffix" --output "$run" --overwrite --seed "$seed" --max_completion_length 64 \
   "${train_flags[@]}" "${given_flags[@]}"
 
-heading "4/4  After training, on the same held-out images"
-show .venv/bin/python evaluate.py --model "$run/final" --data "$tiny/test$suffix" --task "$task" \
-  --max_tokens "$tokens" --output "$run/after"
-show .venv/bin/python -m training.report --run "$run" --before "$run/before" --after "$run/after"
+heading "3/3  Before and after, on the same held-out images"
+evaluate_run "$run"
+printf '\ncurves       %s\ncompletions  %s\n' "$run/curves.png" "$run/completions.html"

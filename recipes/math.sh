@@ -8,11 +8,10 @@ image=FanqingM/MMK12@train
 case $kind in text) data=$text ;; image) data=$image ;; mixed) data=$text,$image ;; esac
 test_data=''
 
-shared_flags=(--skip_bad_rows --max_prompt_length 4096)
-eval_flags=(--n 8 --temperature 0.6 --max_tokens 8192)
+eval_flags=(--n 8 --temperature 0.6)
 # A step has 8 updates, so the warm-up of 80 updates takes 10 steps.
 train_flags=(
-  --max_completion_length 8192 --overlong_buffer 2048
+  --skip_bad_rows --max_prompt_length 4096 --max_completion_length 8192 --overlong_buffer 2048
   --prompts_per_step 64 --prompts_per_update 8 --num_generations 16
   --learning_rate 1e-6 --warmup 80 --weight_decay 0.1
   --loss_type dapo --clip_low 0.2 --clip_high 0.28 --dynamic_sampling --dynamic_sampling_rounds 10

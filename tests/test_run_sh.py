@@ -1,5 +1,6 @@
 """run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import grpo
 from common.files import read_jsonl
+from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT
 
 RECIPES = ["vqa", "math mixed", "count"]
@@ -90,10 +93,17 @@ def sh(tmp_path):
     return run
 
 
-def test_an_sft_adapter_is_trained_on_and_scored_before(sh):
+def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     said = sh("vqa", ADAPTER="sft").stdout
-    for script in ("grpo.py", "evaluate.py"):
-        assert re.search(rf"^\+ \S*python {script} .*--adapter sft ", said, re.MULTILINE), said
+    assert re.search(r"^\+ \S*python grpo.py .*--adapter sft ", said, re.MULTILINE), said
+    assert re.search(r"^\+ \S*python evaluate.py .*--output runs/vqa/eval --temperature 0.6", said, re.MULTILINE), said
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "adapter_config.json").touch()
+    cfg = grpo.Config(data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    flags = run_flags(tmp_path, "test", benchmark=False)
+    expected = {"model": "base", "adapter": f"{tmp_path}/final", "baseline": "sft", "data": "test", "max_pixels": 7056}
+    assert expected.items() <= flags.items()
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
