@@ -169,7 +169,7 @@ def test_saved_data_sets_and_their_splits(folder):
     )
     geometry.save_to_disk(str(folder / "one"))
     assert [len(s.images) for s in load_samples(f"{folder}/one", "math")] == [2, 1]
-    with pytest.raises(UserError, match="has only one split: remove @test"):
+    with pytest.raises(UserError, match=r"one' has no split test; it has train: write .*one@SPLIT"):
         load_samples(f"{folder}/one@test", "math")
 
 
@@ -190,7 +190,7 @@ def test_what_is_no_table(folder):
         load_samples(str(folder / "empty"), "math")
     with pytest.raises(UserError, match=r"no data at 'someone/something': not a local path, and not on the hub"):
         load_samples("someone/something@test", "math")
-    with pytest.raises(UserError, match=r"'.*a\.parquet' has no splits: remove @test"):
+    with pytest.raises(UserError, match=r"'.*a\.parquet' has no split test; it has train"):
         load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": "1"}]) + "@test", "math")
 
 
@@ -292,7 +292,7 @@ BAD_ROWS = {
     "an invalid file name": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
     "an osf row without a question": (
         {k: v for k, v in OSF.items() if k != "question"},
-        "no prompt text",
+        "no text under 'prompt', 'problem' or 'question'",
     ),
 }
 
