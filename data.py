@@ -3,14 +3,11 @@
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
-decides the order in which the rows are used.
+decides the order in which the rows are used. Every row is checked before a model is loaded. `convert` writes a data set
+of any supported format as EasyR1 JSONL.
 
 The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
 The trainer gets the same prompt with each image expanded to its tokens.
-
-Every row is checked before a model is loaded. If there are bad rows, they are counted, the first few are listed, and
-the run stops. With `skip_bad_rows`, bad rows are also listed, but they are left out and the run continues. `convert`
-writes a data set of any supported format as EasyR1 JSONL.
 """
 
 from __future__ import annotations
@@ -109,7 +106,7 @@ def load_processor(
         raise UserError(problem) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
-    system, text = TASKS[task] if template is None else (None, read_text(pathlib.Path(template), "--template"))
+    system, text = TASKS[task] if template is None else (None, read_text(template, "--template"))
     jinja_template, skeleton = _template(text, template), _skeleton(config)
     processor = Processor(
         tokenizer, image_processor, skeleton, system, jinja_template, min_pixels, max_pixels, max_side
@@ -163,8 +160,8 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     """Compute the token ids, fitted images, vision inputs and positions of `sample`.
 
-    Raises ValueError if the question contains a control token, or if the number of image placeholders differs from the
-    number of images. Raises UserError, naming the row, if an image can no longer be read.
+    Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
+    UserError, naming the row, if an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
     ids = torch.tensor(engine_ids)
@@ -213,10 +210,8 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
-        raise ValueError(
-            f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt: does the "
-            f"template or the question contain {TAG} or a special token?"
-        )
+        problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
+        raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
     return ids
 
 
@@ -247,16 +242,14 @@ def validate_rows(
     skip_bad_rows: bool = False,
     keep_repeats: bool = False,
 ) -> list[Sample]:
-    """Check the image tags, images, answers and prompt lengths of `rows`, read from `data`. Return the usable ones.
+    """Check the gold answers, images and prompts of `rows`, read from `data`, and return the usable rows.
 
-    Images are checked but not kept in memory. Prompts are checked only if there is a `processor`. A row is bad if its
-    prompt, including the image tokens, is longer than `max_prompt_length`. Without a `task`, a gold answer only has to
-    be non-empty.
+    Images are not kept in memory. Prompts are checked only if there is a `processor`: with their image tokens, they
+    must not be longer than `max_prompt_length`. Without a `task`, a gold answer only has to be non-empty.
 
-    Duplicate rows are listed. `skip_bad_rows` also leaves out duplicate rows, unless `keep_repeats` is set, as it is
-    for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off, or if a data set has no usable row.
-
-    All processes must call this function together. Each process checks a shard of the rows.
+    Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves both out, but duplicates
+    stay if `keep_repeats` is set, as it is for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off,
+    or if a data set has no usable row. All processes must call this function together; each checks a shard of the rows.
     """
     image_sizes: dict[str, tuple[int, int]] = {}
     check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)

@@ -50,8 +50,6 @@ def check_image(source: ImageSource) -> tuple[int, int]:
     This is faster than full decoding. For PNG, the checksums are verified. JPEG is decoded at an eighth of its size,
     which still reads every byte. Other formats are decoded in full.
     """
-    if isinstance(source, Image.Image):
-        return source.height, source.width
     with _readable():
         image = _open(source)
         width, height = image.size

@@ -45,7 +45,7 @@ MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited be
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
-IMAGE_COLUMNS = ("images", "image", "image_name")
+IMAGE_COLUMNS = ("images", "image")
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], Folder]  # from the path of an image, as a row has it, to where the image is
 
@@ -127,10 +127,10 @@ def _locate(folders: Sequence[Folder], image: str) -> Folder:
     return folders[0] / image
 
 
-def read_text(path: Folder, flag: str) -> str:
+def read_text(path: str | Folder, flag: str) -> str:
     """Read a UTF-8 text file that the user named with `flag`. Raises UserError when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{str(path)!r} is not UTF-8 text ({error}): save it as UTF-8") from None
     except UNREADABLE as error:
@@ -145,10 +145,11 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if isinstance(row, RowError):
         raise row
     row = dict(row)
-    images = _images(row.pop(_column(row, IMAGE_COLUMNS, columns.images), None))
-    row = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS or value}
     is_conversation = "conversations" in row and "prompt" not in row and columns.prompt is None
     adapter = _from_conversation if is_conversation else _from_columns
+    image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
+    images = _images(row.pop(_column(row, image_columns, columns.images), None))
+    row = {name: value for name, value in row.items() if name not in image_columns or value}
     prompt, answer, system, turn_images = adapter(row, columns)
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
@@ -224,7 +225,9 @@ def _answer_text(answer: object) -> str:
 
 
 def _images(value: object) -> list:
-    images = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    images = value if isinstance(value, list) else [value]
     for image in images:
         if not isinstance(image, str | bytes | dict | Cell) or image == "":
             raise RowError("'images' is not a list of paths or images")
@@ -315,17 +318,16 @@ def _json_rows(path: pathlib.Path, split: str | None) -> Iterator[tuple[str, dic
         if not isinstance(row, dict):
             yield source, row if isinstance(row, RowError) else RowError("not an object with columns")
             continue
-        phrase = row.get("phrase_type") if "image_name" in row and "prompt" not in row else None  # VQA-RAD from the OSF
-        if isinstance(phrase, str):
-            row_split = "test" if phrase.strip().startswith("test_") else "train"
+        is_osf = "image_name" in row and "prompt" not in row  # VQA-RAD from the OSF
+        if is_osf and isinstance(row.get("phrase_type"), str):
+            row_split = "test" if row["phrase_type"].strip().startswith("test_") else "train"
             if row_split not in (split or "train").split("+"):
                 left_out += 1
                 continue
-            texts = {name: row[name] for name in ("answer_type", "question_type") if isinstance(row.get(name), str)}
-            row |= {name: text.strip() for name, text in texts.items()}
         elif split is not None:
             raise UserError(f"{source} has no 'phrase_type' column to tell its split: remove @{split}")
-        yield source, row
+        types = [name for name in ("answer_type", "question_type") if is_osf and isinstance(row.get(name), str)]
+        yield source, row | {name: row[name].strip() for name in types}
     if left_out and split is None:
         console.warn(f"note: left out {left_out} rows of {path} that are in its test split; {path}@test reads them")
 
@@ -337,8 +339,7 @@ def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:
         try:
             rows = json.loads(text)
         except (ValueError, RecursionError) as error:
-            hint = "; if each line is one row, name it .jsonl" if "Extra data" in str(error) else ""
-            raise UserError(f"{path} is not JSON ({error}){hint}") from None
+            raise UserError(f"{path} is not JSON ({error}); if each line is one row, name it .jsonl") from None
         if not isinstance(rows, list):
             raise UserError(f"{path} is not a JSON list of rows")
         yield from enumerate(rows, 1)
@@ -453,7 +454,11 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
     reader = csv.reader(io.StringIO(read_text(path, "--data")), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        _check_header(path, header, {image, prompt, columns.answer or "answer"})
+        if missing := ", ".join(sorted({image, prompt, columns.answer or "answer"} - set(header))):
+            present = ", ".join(header) or "none"
+            raise UserError(f"{path} has no column {missing} (columns: {present}); cells must be separated by commas")
+        if len(set(header)) < len(header):
+            raise UserError(f"{path}: a column appears twice in the header: {', '.join(header)}")
         for number, cells in enumerate(reader, 2):  # numbered as in a spreadsheet: the header and blank rows count
             if not cells:
                 continue
@@ -468,14 +473,6 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
             yield f"{path} row {number}", row
     except csv.Error as error:  # with a stray quote, the next rows would become part of this cell
         raise UserError(f"{path}: bad row after line {reader.line_num} ({error}): is there a stray quote?") from None
-
-
-def _check_header(path: Folder, header: list[str], needed: set[str]) -> None:
-    if missing := ", ".join(sorted(needed - set(header))):
-        present = ", ".join(header) or "none"
-        raise UserError(f"{path} has no column {missing} (columns: {present}); cells must be separated by commas")
-    if len(set(header)) < len(header):
-        raise UserError(f"{path}: a column appears twice in the header: {', '.join(header)}")
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
