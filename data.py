@@ -107,15 +107,12 @@ def load_processor(
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, text = TASKS[task] if template is None else (None, read_text(template, "--template"))
-    jinja_template, skeleton = _template(text, template), _skeleton(config)
-    processor = Processor(
-        tokenizer, image_processor, skeleton, system, jinja_template, min_pixels, max_pixels, max_side
-    )
+    user_turn = _template(text, template)
+    skeleton = _skeleton(config)
+    processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
     if image_processor is not None and (max_pixels < processor.factor**2 or 0 < max_side < processor.factor):
-        raise UserError(
-            f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token, which is "
-            f"{processor.factor} x {processor.factor} pixels"
-        )
+        problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
+        raise UserError(f"{problem}, which is {processor.factor} x {processor.factor} pixels")
     return processor
 
 
@@ -171,10 +168,9 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     for source in sample.images:
         try:
             image = fit_image(source, *processor.limits)
-        except (OSError, ValueError) as error:  # the image was intact when the row was loaded
-            raise UserError(
-                f"{sample.source}: image {source}: {error}; it was readable when the run started: restore it"
-            ) from None
+        except (OSError, ValueError) as error:
+            problem = f"image {source}: {error}; it was readable when the run started: restore it"
+            raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
     vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
@@ -221,7 +217,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
 def load_samples(
     data: str, task: str | None, image_dir: str | None = None, *, columns: Columns | None = None, **checks: Any
 ) -> list[Sample]:
-    """Read the rows of `data` and return the usable ones; `checks` are the optional arguments of `validate_rows`."""
+    """Read the rows of `data` and return the usable ones. `checks` are optional arguments of `validate_rows`."""
     return validate_rows(list(read_rows(data, image_dir, columns)), data, task, **checks)
 
 
@@ -255,8 +251,8 @@ def validate_rows(
     check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
     local_rows = distributed.shard(rows)
     with ThreadPoolExecutor() as pool:  # image decoding releases the GIL
-        checked = pool.map(check, local_rows)
-        checked = list(console.progress(checked, f"checking {data}", total=len(local_rows), unit="row"))
+        checks = pool.map(check, local_rows)
+        checked = list(console.progress(checks, f"checking {data}", total=len(local_rows), unit="row"))
     good, bad, duplicates = [], [], []
     first: dict[str, Sample] = {}
     for row, (problem, key, tokens) in zip(rows, distributed.gather_shards(checked)):
@@ -272,9 +268,9 @@ def validate_rows(
         raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
     if bad:
         console.warn(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
-    usable_sources = {sample.source_index for sample in good}
-    if empty := [spec for index, spec in enumerate(data_sets(data)) if index not in usable_sources]:
-        raise UserError(f"{', '.join(empty)}: no usable row")
+    usable = {sample.source_index for sample in good}
+    if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
+        raise UserError(f"{empty}: no usable row")
     drop_duplicates = skip_bad_rows and not keep_repeats
     if duplicates:
         action = "left out" if drop_duplicates else "kept"
@@ -297,10 +293,9 @@ def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
 def _check_row(
     task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Row
 ) -> tuple[str | None, str, int]:
-    """Return (problem, key, number of prompt tokens) of a row.
+    """Return (why the row cannot be used or None, key, number of prompt tokens). Duplicate rows have the same key.
 
-    The problem is the reason why the row cannot be used, or None. Duplicate rows have the same key. `image_sizes`
-    caches the (height, width) of each checked image.
+    `image_sizes` caches the (height, width) of each checked image.
     """
     if isinstance(row, Problem):
         return row.message, "", 0
@@ -331,7 +326,7 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
 
 
 def _checked_length(sample: Sample, processor: Processor, max_length: int | None, sizes: list[tuple[int, int]]) -> int:
-    """Return the prompt length in tokens. Raises ValueError if the prompt is too long or has images without need."""
+    """Return the prompt length in tokens. Raises ValueError if the model cannot take the prompt."""
     if sample.images and processor.image_processor is None:
         raise ValueError("the row has an image, but the model is text-only")
     length = len(_engine_ids(sample, processor))
@@ -371,19 +366,17 @@ def convert(cfg: Config) -> int:
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
-    samples = load_samples(
-        cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows
-    )
+    rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8") as file:
-            for number, sample in enumerate(tqdm(samples, "writing", unit="row", delay=3, disable=None), 1):
+            for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
                 file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
-    return len(samples)
+    return len(rows)
 
 
 def main(cfg: Config) -> None:
