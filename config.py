@@ -1,7 +1,8 @@
 """All flags of a training run, in groups that other scripts share. In order of appearance:
 
     Columns          the user's column names (not flags)
-    DataFlags        rows, columns, prompt template, image size and prompt length
+    RowFlags         image folder, column names and unusable rows
+    DataFlags        data set, prompt template, image size and prompt length; includes RowFlags
     VerifierFlags    the verifier model that judges math answers
     RewardFlags      additional rewards; includes VerifierFlags
     PolicyFlags      optimizer, precision, adapter, memory and sharding
@@ -30,12 +31,9 @@ class Columns:
 
 
 @dataclass(kw_only=True)
-class DataFlags:
-    """The data flags that training and evaluation share."""
+class RowFlags:
+    """The flags for reading rows, which `data.py convert` has too."""
 
-    data: str
-    """Data set: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name. Append @split to choose one of several
-    splits. Separate several data sets with commas; their rows are mixed."""
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     prompt_column: str | None = None
@@ -47,6 +45,20 @@ class DataFlags:
     skip_bad_rows: bool = False
     """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, such rows are
     listed."""
+
+    @property
+    def columns(self) -> Columns:
+        """The user's column names."""
+        return Columns(self.prompt_column, self.answer_column, self.image_column)
+
+
+@dataclass(kw_only=True)
+class DataFlags(RowFlags):
+    """The data flags that training and evaluation share."""
+
+    data: str
+    """Data set: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name. Append @split to choose one of several
+    splits. Separate several data sets with commas; their rows are mixed."""
     template: str | None = None
     """Jinja file that replaces the task's prompt template. The file must contain {{ content }}."""
     min_pixels: int = 56 * 56

@@ -3,14 +3,11 @@
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
-decides the order in which the rows are used.
+decides the order in which the rows are used. Every row is checked before a model is loaded. `convert` writes a data set
+of any supported format as EasyR1 JSONL.
 
 The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
 The trainer gets the same prompt with each image expanded to its tokens.
-
-Every row is checked before a model is loaded. If there are bad rows, they are counted, the first few are listed, and
-the run stops. With `skip_bad_rows`, bad rows are also listed, but they are left out and the run continues. `convert`
-writes a data set of any supported format as EasyR1 JSONL.
 """
 
 from __future__ import annotations
@@ -19,28 +16,26 @@ import functools
 import hashlib
 import json
 import pathlib
-import sys
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jinja2
 import torch
 import transformers
 import tyro
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 import rewards
 from common import cli, console, distributed
 from common.errors import UserError
-from common.records import TAG, Folder, ImageSource, Prompt, Sample
-from config import Columns, DataFlags
+from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
+from config import Columns, DataFlags, RowFlags
 from inputs.images import check_image, fit_image, fitted_size, read_source
-from inputs.rows import Cell, Row, data_sets, easyr1_row, read_rows, read_text
-from rewards import get_task
+from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, read_text
 
 
 @dataclass
@@ -81,8 +76,8 @@ def load_processor(
     model: str,
     task: str,
     template: str | None = None,
-    min_pixels: int = 3136,
-    max_pixels: int = 1003520,
+    min_pixels: int = DataFlags.min_pixels,
+    max_pixels: int = DataFlags.max_pixels,
     max_side: int = 0,
 ) -> Processor:
     """Load the tokenizer and image processor saved with `model`.
@@ -98,40 +93,28 @@ def load_processor(
         if hasattr(config, "vision_config"):
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
+        problem = (
+            f"no model at {model!r}: set --model to a folder in Hugging Face layout, or to a hub name if the hub can "
+            "be reached; `python -m demo.tiny` builds a small model"
+        )
         if (pathlib.Path(model) / "adapter_config.json").is_file():
-            raise UserError(
-                f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
-            ) from None
-        if pathlib.Path(model).is_dir():
-            raise UserError(
-                f"{model!r} is not a complete model folder in Hugging Face layout ({str(error).splitlines()[0][:160]})"
-            ) from None
-        raise UserError(
-            f"no model at {model!r}: set --model to a folder in Hugging Face layout, or to a hub name if the hub "
-            "can be reached; `python -m demo.tiny` builds a small model"
-        ) from None
+            problem = f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
+        elif pathlib.Path(model).is_dir():
+            reason = str(error).splitlines()[0][:160]
+            problem = f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
+        raise UserError(problem) from None
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
-    system, text = get_task(task).system, get_task(task).template
+    system, text = rewards.get_task(task).system, rewards.get_task(task).template
     if template is not None:
         system, text = None, read_text(template, "--template")
-    limits = (min_pixels, max_pixels, max_side)
-    processor = Processor(tokenizer, image_processor, _skeleton(config), system, _template(text, template), *limits)
-    if image_processor is not None and max_pixels < processor.factor**2:
-        raise UserError(
-            f"--max_pixels {max_pixels} is too small for one image token, which is {processor.factor} x "
-            f"{processor.factor} pixels"
-        )
-    if image_processor is not None and 0 < max_side < processor.factor:
-        raise UserError(
-            f"--max_side {max_side} is too small for one image token, which is {processor.factor} pixels wide"
-        )
+    user_turn = _template(text, template)
+    skeleton = _skeleton(config)
+    processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
+    if image_processor is not None and (max_pixels < processor.factor**2 or 0 < max_side < processor.factor):
+        problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
+        raise UserError(f"{problem}, which is {processor.factor} x {processor.factor} pixels")
     return processor
-
-
-def make_processor(flags: DataFlags, model: str, task: str) -> Processor:
-    """Call `load_processor` with the template and image limits from `flags`."""
-    return load_processor(model, task, flags.template, flags.min_pixels, flags.max_pixels, flags.max_side)
 
 
 def _template(text: str, path: str | None) -> jinja2.Template:
@@ -175,22 +158,28 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     """Compute the token ids, fitted images, vision inputs and positions of `sample`.
 
-    Raises ValueError if the question contains a control token, or if the number of image placeholders differs from the
-    number of images. Raises UserError, naming the row, if an image can no longer be read.
+    Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
+    UserError, naming the row, if an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
+    ids = torch.tensor(engine_ids)
     if not sample.images:
-        ids = torch.tensor(engine_ids)
         return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}), source=sample.source)
-    images = [_fitted(source, sample, processor) for source in sample.images]
-    vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
-    counts = (vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2).tolist()
-    ids = _expand(engine_ids, processor.image_token_id, counts)
-    positions = prompt_positions(processor.skeleton, ids, vision)
-    digest = hashlib.blake2b(digest_size=16)
-    for image in images:
+    images, digest = [], hashlib.blake2b(digest_size=16)
+    for source in sample.images:
+        try:
+            image = fit_image(source, *processor.limits)
+        except (OSError, ValueError) as error:
+            problem = f"image {source}: {error}; it was readable when the run started: restore it"
+            raise UserError(f"{sample.source}: {problem}") from None
+        images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
+    vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
     token = processor.image_token_id
+    repeats = torch.ones_like(ids)
+    repeats[ids == token] = vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2
+    ids = ids.repeat_interleave(repeats)
+    positions = prompt_positions(processor.skeleton, ids, vision)
     return Prompt(
         ids, engine_ids, positions, images, vision, sample.source, image_token=token, image_digest=digest.digest()
     )
@@ -202,15 +191,6 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prom
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
 
-def _fitted(source: ImageSource, sample: Sample, processor: Processor) -> Image.Image:
-    try:
-        return fit_image(source, *processor.limits)
-    except (OSError, ValueError) as error:  # the image was intact when the row was loaded
-        raise UserError(
-            f"{sample.source}: image {source}: {error}; it was readable when the run started: restore it"
-        ) from None
-
-
 def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
@@ -218,119 +198,87 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     text = processor.template.render(content=sample.prompt)  # the question itself is never used as a template
     content: str | list[dict] = text
     if sample.images:
-        content = []
-        for i, piece in enumerate(text.split(TAG)):
-            content += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": piece}] * bool(piece)
-    system = sample.system or processor.system
-    messages = [{"role": "system", "content": system}] * bool(system)
-    messages.append({"role": "user", "content": content})
+        pieces = [piece for piece in re.split(f"({TAG})", text) if piece]
+        content = [{"type": "image"} if piece == TAG else {"type": "text", "text": piece} for piece in pieces]
+    messages = [{"role": "user", "content": content}]
+    if system := sample.system or processor.system:
+        messages.insert(0, {"role": "system", "content": system})
     chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
-        raise ValueError(
-            f"{sample.source}: {len(sample.images)} images but {num_placeholders} image placeholders in the templated "
-            f"prompt: does the template or the question contain {TAG} or a special token?"
-        )
+        problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
+        raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
     return ids
-
-
-def _expand(ids: list[int], image_token_id: int, counts: list[int]) -> Tensor:
-    remaining = iter(counts)
-    repeats = torch.tensor([next(remaining) if token == image_token_id else 1 for token in ids])
-    return torch.repeat_interleave(torch.tensor(ids), repeats)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_samples(
-    data: str,
-    task: str | None,
-    image_dir: str | None = None,
-    processor: Processor | None = None,
-    max_prompt_length: int | None = None,
-    skip_bad_rows: bool = False,
-    columns: Columns | None = None,
-    keep_repeats: bool = False,
+    data: str, task: str | None, image_dir: str | None = None, *, columns: Columns | None = None, **checks: Any
 ) -> list[Sample]:
-    """Check the image tags, images, answers and prompt lengths of `data`, and load the usable rows.
-
-    Images are checked but not kept in memory. Prompts are checked only if there is a `processor`. A row is bad if its
-    prompt, including the image tokens, is longer than `max_prompt_length`. Without a `task`, a gold answer only has to
-    be non-empty.
-
-    Duplicate rows are listed. `skip_bad_rows` also leaves out duplicate rows, unless `keep_repeats` is set, as it is
-    for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off, or if a data set has no usable row.
-
-    All processes must call this function together. Each process checks a shard of the rows.
-    """
-    rows = list(read_rows(data, image_dir, columns))
-    return validate_rows(rows, data, task, processor, max_prompt_length, skip_bad_rows, keep_repeats)
+    """Read the rows of `data` and return the usable ones. `checks` are optional arguments of `validate_rows`."""
+    return validate_rows(list(read_rows(data, image_dir, columns)), data, task, **checks)
 
 
 def load_split(
     flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
 ) -> list[Sample]:
-    """Call `load_samples` on `data` with the columns, limits and `skip_bad_rows` from `flags`."""
-    columns = Columns(flags.prompt_column, flags.answer_column, flags.image_column)
-    return load_samples(
-        data,
-        task,
-        flags.image_dir,
-        processor,
-        flags.max_prompt_length,
-        flags.skip_bad_rows,
-        columns,
-        keep_repeats,
-    )
+    """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
+    rows = list(read_rows(data, flags.image_dir, flags.columns))
+    return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_repeats)
 
 
 def validate_rows(
     rows: list[Row],
     data: str,
     task: str | None,
-    processor: Processor | None,
-    max_prompt_length: int | None,
-    skip_bad_rows: bool,
-    keep_repeats: bool,
+    processor: Processor | None = None,
+    max_prompt_length: int | None = None,
+    skip_bad_rows: bool = False,
+    keep_repeats: bool = False,
 ) -> list[Sample]:
-    """Check `rows`, which were read from `data`, and return the usable ones. Raises the errors of `load_samples`."""
-    check = functools.partial(
-        _check_row, task=task, processor=processor, max_prompt_length=max_prompt_length, image_sizes={}
-    )
+    """Check the gold answers, images and prompts of `rows`, read from `data`, and return the usable rows.
+
+    Images are not kept in memory. Prompts are checked only if there is a `processor`: with their image tokens, they
+    must not be longer than `max_prompt_length`. Without a `task`, a gold answer only has to be non-empty.
+
+    Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves both out, but duplicates
+    stay if `keep_repeats` is set, as it is for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off,
+    or if a data set has no usable row. All processes must call this function together; each checks a shard of the rows.
+    """
+    image_sizes: dict[str, tuple[int, int]] = {}
+    check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
+    local_rows = distributed.shard(rows)
     with ThreadPoolExecutor() as pool:  # image decoding releases the GIL
-        local_rows = distributed.shard(rows)
-        progress = console.progress(pool.map(check, local_rows), f"checking {data}", total=len(local_rows), unit="row")
-        checked = list(progress)
-    results = distributed.gather_shards(checked)
-    good = [
-        (replace(row, tokens=num_tokens), key)
-        for row, (problem, key, num_tokens) in zip(rows, results)
-        if problem is None
-    ]
-    bad = [f"{_source(row)}: {problem}" for row, (problem, *_) in zip(rows, results) if problem is not None]
-    if bad and not skip_bad_rows:
-        raise UserError(
-            f"{_summarise(bad, f'of {len(rows)} rows cannot be used')}; "
-            "fix them or pass --skip_bad_rows to leave them out"
-        )
-    if bad and console.is_main():
-        print(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}", file=sys.stderr)
-    usable_sources = {sample.source_index for sample, _ in good}
-    if empty := [spec for index, spec in enumerate(data_sets(data)) if index not in usable_sources]:
-        raise UserError(f"{', '.join(empty)}: no usable row")
+        checks = pool.map(check, local_rows)
+        checked = list(console.progress(checks, f"checking {data}", total=len(local_rows), unit="row"))
+    good, bad, duplicates = [], [], []
     first: dict[str, Sample] = {}
-    duplicates = []
-    for sample, key in good:
-        earlier = first.setdefault(key, sample)
-        if earlier is not sample:
-            duplicates.append(f"{sample.source} repeats {earlier.source}")
+    for row, (problem, key, tokens) in zip(rows, distributed.gather_shards(checked)):
+        if problem is not None:
+            bad.append(f"{row.source}: {problem}")
+            continue
+        row.tokens = tokens
+        good.append(row)
+        if first.setdefault(key, row) is not row:
+            duplicates.append(f"{row.source} repeats {first[key].source}")
+    if bad and not skip_bad_rows:
+        problems = _summarise(bad, f"of {len(rows)} rows cannot be used")
+        raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
+    if bad:
+        console.warn(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
+    usable = {sample.source_index for sample in good}
+    if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
+        raise UserError(f"{empty}: no usable row")
     drop_duplicates = skip_bad_rows and not keep_repeats
-    if duplicates and console.is_main():
-        action = "left out" if drop_duplicates else "kept" if keep_repeats else "kept; --skip_bad_rows leaves them out"
-        print(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}", file=sys.stderr)
-    return list(first.values()) if drop_duplicates else [sample for sample, _ in good]
+    if duplicates:
+        action = "left out" if drop_duplicates else "kept"
+        if not (skip_bad_rows or keep_repeats):
+            action = "kept; --skip_bad_rows leaves them out"
+        console.warn(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
+    return list(first.values()) if drop_duplicates else good
 
 
 def max_images(samples: list[Sample]) -> int:
@@ -343,54 +291,32 @@ def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
     return f"{len(problems)} {what}: " + "; ".join(problems[:limit]) + more
 
 
-def _source(row: Row) -> str:
-    return row.source if isinstance(row, Sample) else row[0]
-
-
 def _check_row(
-    row: Row,
-    task: str | None,
-    processor: Processor | None,
-    max_prompt_length: int | None,
-    image_sizes: dict[str, tuple[int, int]],
+    task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Row
 ) -> tuple[str | None, str, int]:
-    """Return (problem, key, number of prompt tokens) of a row.
+    """Return (why the row cannot be used or None, key, number of prompt tokens). Duplicate rows have the same key.
 
-    The problem is the reason why the row cannot be used, or None. There are four sources of reasons:
-
-        row shape      inputs/rows.py, which yields the reason instead of a sample
-        gold answer    `rewards.gold_problem`
-        images         inputs/images.py, if an image is missing or unusable
-        prompt         `_checked_length`: control tokens, length, or images although the model is text-only
-
-    Duplicate rows have the same key. `image_sizes` caches the (height, width) of each checked image; this function adds
-    new entries.
+    `image_sizes` caches the (height, width) of each checked image.
     """
-    if not isinstance(row, Sample):
-        return row[1], "", 0
+    if isinstance(row, Problem):
+        return row.message, "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
     try:
         image_keys = [_check_image(image, image_sizes) for image in row.images]
-        tokens = 0
-        if processor is not None:
-            sizes = [image_sizes[key] for key in image_keys]
-            tokens = _checked_length(row, processor, max_prompt_length, sizes)
+        sizes = [image_sizes[key] for key in image_keys]
+        tokens = _checked_length(row, processor, max_length, sizes) if processor else 0
     except ValueError as error:
         return str(error), "", 0
     identity = json.dumps([row.prompt, row.answer, row.system, *image_keys])
     return None, hashlib.sha1(identity.encode()).hexdigest(), tokens
 
 
-def _check_image(source: ImageSource, image_sizes: dict[str, tuple[int, int]]) -> str:
-    """Check an image, store its (height, width) in `image_sizes` and return its key there.
-
-    Raises ValueError if the image does not exist or cannot be read.
-    """
+def _check_image(source: ImageSource, image_sizes: dict) -> str:
+    """Check an image, store its (height, width) in `image_sizes` and return its key there."""
     try:
         content = read_source(source)
         key = hashlib.sha1(content).hexdigest() if isinstance(content, bytes) else str(content)
-        key = str(id(content)) if isinstance(content, Image.Image) else key
         if key not in image_sizes:
             image_sizes[key] = check_image(content)
     except FileNotFoundError:
@@ -400,17 +326,16 @@ def _check_image(source: ImageSource, image_sizes: dict[str, tuple[int, int]]) -
     return key
 
 
-def _checked_length(
-    sample: Sample, processor: Processor, max_prompt_length: int | None, sizes: list[tuple[int, int]]
-) -> int:
+def _checked_length(sample: Sample, processor: Processor, max_length: int | None, sizes: list[tuple[int, int]]) -> int:
+    """Return the prompt length in tokens. Raises ValueError if the model cannot take the prompt."""
     if sample.images and processor.image_processor is None:
         raise ValueError("the row has an image, but the model is text-only")
     length = len(_engine_ids(sample, processor))
     for height, width in sizes:
         h, w = fitted_size(height, width, *processor.limits)
         length += h * w // processor.factor**2 - 1
-    if max_prompt_length is not None and length > max_prompt_length:
-        raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_prompt_length}")
+    if max_length is not None and length > max_length:
+        raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_length}")
     return length
 
 
@@ -418,7 +343,7 @@ def _checked_length(
 
 
 @dataclass
-class Config:
+class Config(RowFlags):
     """Write a data set of any supported format as EasyR1 JSONL."""
 
     command: tyro.conf.Positional[Literal["convert"]]
@@ -427,19 +352,8 @@ class Config:
     """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
     """The file to write. Images that are not files on disk are saved in a folder next to this file."""
-    image_dir: str | None = None
-    """Folder that relative image paths are resolved against; by default, the folder of the input."""
     task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
-    prompt_column: str | None = None
-    """Name of the prompt column; by default, "prompt", "problem" or "question"."""
-    answer_column: str | None = None
-    """Name of the column with the gold answers; by default, "answer" or "ground_truth"."""
-    image_column: str | None = None
-    """Name of the image column; by default, "images" or "image"."""
-    skip_bad_rows: bool = False
-    """Leave out bad and duplicate rows. Without this flag, bad rows stop the conversion. Either way, such rows are
-    listed."""
     overwrite: bool = False
     """Replace `output_jsonl` if it exists."""
 
@@ -453,18 +367,17 @@ def convert(cfg: Config) -> int:
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
-    columns = Columns(cfg.prompt_column, cfg.answer_column, cfg.image_column)
-    samples = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, None, None, cfg.skip_bad_rows, columns)
+    rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8") as file:
-            for number, sample in enumerate(tqdm(samples, "writing", unit="row", delay=3, disable=None), 1):
+            for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
                 file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
-    return len(samples)
+    return len(rows)
 
 
 def main(cfg: Config) -> None:

@@ -41,14 +41,13 @@ from common import cli, console, distributed, errors
 from common.errors import RunStopped, UserError
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
-from data import Processor, load_split, make_processor, max_images
+from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmark_metrics import difference, pairs, summarise_benchmark, table
 from evaluation.benchmarks import (
     BENCHMARKS,
     RULE_SCORED,
     check_columns,
     check_pairs,
-    drop_images,
     judge_benchmark,
     load_benchmark,
 )
@@ -57,7 +56,7 @@ from evaluation.held_out import judge_task, sample_rows
 from evaluation.metrics import pass_at_k, summarise
 from evaluation.progress import EvalProgress
 from grading.verifier import Verifier, make_verifier
-from inputs.rows import RowError, raw_rows
+from inputs.rows import RowError, drop_images, raw_rows
 from policy.model import Policy, auto_class, compute_dtype, load_policy
 from rewards import Scorer, check_math
 from rollout import RequestLimits, make_engine
@@ -240,7 +239,8 @@ def generate_responses(
     Returns the rows, the model's outputs, the baseline's outputs (None unless the baseline is a model) and the progress
     files. The caller must keep the progress files until all results are written.
     """
-    processor = make_processor(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
+    task = "math" if cfg.benchmark else cfg.task
+    processor = load_processor(cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side)
     samples = load_rows(cfg, processor)
     limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
     baseline = load_baseline(cfg) if cfg.baseline else None

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.records import Completion, Group, Sample, Sampling, ScoredGroup
-from data import load_split, make_processor, max_images
+from data import load_processor, load_split, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
 from policy.batches import completion_logprobs, micro_batches, vision_cost_per_patch
@@ -661,7 +661,7 @@ def resolve_loss(cfg: Config) -> None:
 def check_inputs(cfg: Config) -> Inputs:
     """Read and check every row and reward."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    processor = make_processor(cfg, cfg.model, cfg.task)
+    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side)
     samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
     eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []

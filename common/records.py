@@ -12,75 +12,77 @@ from __future__ import annotations
 import math
 import pathlib
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 if TYPE_CHECKING:  # the service reads rows too, and importing torch would delay its start by seconds
+    import datasets
     from torch import Tensor
 
 TAG = "<image>"  # marks an image in a data set's prompt; replaced by the tokenizer's own placeholder
-
-
 Folder = pathlib.Path | zipfile.Path
 
 
-class Stored(Protocol):
+@dataclass(frozen=True)
+class Cell:
     """An image in a table on disk, read only when it is needed."""
 
-    def read(self) -> dict: ...
+    table: datasets.Dataset
+    row: int
+    column: str
+    index: int | None  # index in the cell's list of images; None if the cell holds a single image
+    locate: Callable[[str], Folder]  # from the path of an image, as the cell has it, to where the image is
+
+    def read(self) -> bytes | Folder | None:
+        """Read the image's encoded bytes, or its path if the cell has no bytes."""
+        image = self.table[self.row][self.column][0]
+        image = (image if self.index is None else image[self.index]).as_py()
+        if not isinstance(image, dict):
+            return image
+        has_path = image.get("bytes") is None and image.get("path")
+        return self.locate(image["path"]) if has_path else image.get("bytes")
+
+    def __str__(self) -> str:
+        return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource = str | Folder | bytes | dict | Image.Image | Stored
+ImageSource = str | Folder | bytes | dict | Image.Image | Cell
 
 
 @dataclass
 class Sample:
     """One row of a data set."""
 
-    prompt: str
-    """The question, with one `<image>` tag per image."""
-    answer: str
-    """The gold answer."""
-    images: list[ImageSource]
-    """The images as paths or contents; an image is decoded only when it is needed."""
-    source: str
-    """The file and row that the sample comes from, for messages."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """All other columns; the rewards receive them by name."""
-    system: str | None = None
-    """The row's own system prompt, which replaces the task's system prompt."""
-    source_index: int = 0
-    """Index of the data set that the row comes from, when several data sets are mixed."""
-    tokens: int = 0
-    """Prompt length in tokens, with images expanded; 0 until the row has been checked with a processor."""
+    prompt: str  # the question, with one `<image>` tag per image
+    answer: str  # the gold answer
+    images: list[ImageSource]  # paths or contents; an image is decoded only when it is needed
+    source: str  # the file and row that the sample comes from, for messages
+    fields: dict[str, Any] = field(default_factory=dict)  # all other columns; the rewards receive them by name
+    system: str | None = None  # the row's own system prompt, which replaces the task's system prompt
+    source_index: int = 0  # index of the data set that the row comes from, when several data sets are mixed
+    tokens: int = 0  # prompt length, with images expanded; 0 until the row has been checked with a processor
 
 
 @dataclass
 class Prompt:
     """A sample, encoded for the sampler and the trainer."""
 
-    ids: Tensor
-    """(S,) token ids for the trainer, with images expanded."""
-    engine_ids: list[int]
-    """The same token ids for the sampler, with one placeholder per image."""
-    positions: Tensor
-    """(R, S) position ids of the model."""
-    images: list[Image.Image] = field(default_factory=list)
-    """The images in order, resized for the model."""
+    ids: Tensor  # (S,) token ids for the trainer, with images expanded
+    engine_ids: list[int]  # the same token ids for the sampler, with one placeholder per image
+    positions: Tensor  # (R, S) position ids of the model
+    images: list[Image.Image] = field(default_factory=list)  # in order, resized for the model
     vision: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of the vision tower: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
     images."""
-    source: str = ""
-    """The file and row that the sample comes from, for messages."""
+    source: str = ""  # the file and row that the sample comes from, for messages
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
     `policy.model.cache_image_features`."""
-    image_token: int = -1
-    """The token id of image tokens in `ids`."""
-    image_digest: bytes = b""
-    """A hash of the resized images; identical images have the same hash."""
+    image_token: int = -1  # the token id of image tokens in `ids`
+    image_digest: bytes = b""  # a hash of the resized images; identical images have the same hash
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
@@ -104,61 +106,45 @@ class Sampling:
 class Rollout:
     """A completion as it was sampled."""
 
-    ids: Tensor
-    """(L,) token ids, including the stop token when one was sampled."""
+    ids: Tensor  # (L,) token ids, including the stop token when one was sampled
     sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
-    truncated: bool = False
-    """Whether the completion reached the length limit before a stop token."""
-    text: str = ""
-    """The decoded tokens, without the stop token."""
+    truncated: bool = False  # whether the completion reached the length limit before a stop token
+    text: str = ""  # the decoded tokens, without the stop token
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of one completion."""
+    """The rewards of one completion. A NaN in `total` marks an unscored completion, excluded from its group."""
 
-    total: float = math.nan
-    """Weighted sum of the rewards. NaN marks an unscored completion, which is excluded from its group."""
-    raw: float = math.nan
-    """The weighted sum before the overlong penalty."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Each reward by name; NaN when it returned no verdict."""
+    total: float = math.nan  # weighted sum of the rewards
+    raw: float = math.nan  # the weighted sum before the overlong penalty
+    parts: dict[str, float] = field(default_factory=dict)  # each reward by name; NaN when it returned no verdict
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
     """A prompt with its sampled completions and their rewards."""
 
-    sample: Sample
-    """The row that the prompt comes from."""
+    sample: Sample  # the row that the prompt comes from
     prompt: Prompt
-    rollouts: list[Rollout]
-    """The G completions of the prompt."""
-    rewards: list[Rewards]
-    """The rewards of each completion."""
-    index: int
-    """Index of the prompt within the step."""
+    rollouts: list[Rollout]  # the G completions of the prompt
+    rewards: list[Rewards]  # the rewards of each completion
+    index: int  # index of the prompt within the step
 
 
 @dataclass(frozen=True)
 class Completion:
     """A completion as an update trains on it."""
 
-    ids: Tensor
-    """(L,) token ids."""
-    sampling_logp: Tensor
-    """(L,) log-probabilities under the distribution it was sampled from."""
-    advantage: float = 0.0
-    """Advantage of the completion within its group."""
-    weight: float = 0.0
-    """Weight of each of its tokens in the loss, from `grpo.token_weights`."""
-    has_image: bool = False
-    """Whether its prompt has an image."""
+    ids: Tensor  # (L,) token ids
+    sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
+    advantage: float = 0.0  # advantage of the completion within its group
+    weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
+    has_image: bool = False  # whether its prompt has an image
     old_logp: Tensor | None = None
     """(L,) log-probabilities under the policy that sampled it, if the policy has several updates per step."""
-    ref_logp: Tensor | None = None
-    """(L,) log-probabilities under the reference model, if there is a KL term."""
+    ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
 
 
 @dataclass(frozen=True)
@@ -167,8 +153,7 @@ class Group:
 
     prompt: Prompt
     completions: list[Completion]
-    index: int = 0
-    """Index of the prompt within the step."""
+    index: int = 0  # index of the prompt within the step
 
     @property
     def tokens(self) -> int:

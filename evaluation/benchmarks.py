@@ -44,7 +44,7 @@ from grading.answers import (
     words,
 )
 from grading.verifier import Verifier
-from inputs.rows import Cell, Problem, RowError, add_image_tags, raw_rows, resolve_image
+from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
 from rewards import same_answer, vqa_exact_match, vqa_reward
 
 Row = dict[str, Any]
@@ -389,29 +389,29 @@ def _check_first_row(name: str, rows: Iterator) -> Iterator[tuple]:
     benchmark = BENCHMARKS[name]
     needed = [*benchmark.columns, *([benchmark.image_column] if benchmark.image_column else [])]
     checked = False
-    for source, row, folder in rows:
+    for source, row, locate in rows:
         if isinstance(row, dict) and not checked:
             checked = True
             if missing := [column for column in needed if column not in row]:
                 raise UserError(
                     f"{source}: no column '{missing[0]}', which --benchmark {name} needs (columns: {', '.join(row)})"
                 )
-        yield source, row, folder
+        yield source, row, locate
 
 
-def _sample(benchmark: Benchmark, source: str, row: Row | RowError, folder: Any) -> Sample | Problem:
+def _sample(benchmark: Benchmark, source: str, row: Row | RowError, locate: Locate) -> Sample | Problem:
     if isinstance(row, RowError):
-        return source, str(row)
+        return Problem(source, str(row))
     try:
         check_columns(benchmark, row)
         value = row.get(benchmark.image_column) if benchmark.image_column else None
         cells = value if isinstance(value, list) else [] if value in (None, "") else [value]
         if benchmark.image_column and not cells:
             raise RowError(f"no image in column '{benchmark.image_column}'")
-        images = [resolve_image(cell, lambda path: folder / path) for cell in cells]
+        images = [resolve_image(cell, locate) for cell in cells]
         return add_image_tags(Sample(benchmark.prompt(row), benchmark.gold(row), images, source, drop_images(row)))
     except RowError as error:
-        return source, str(error)
+        return Problem(source, str(error))
 
 
 def check_columns(benchmark: Benchmark, row: Row) -> None:
@@ -439,15 +439,6 @@ def check_pairs(samples: list[Sample]) -> None:
             raise UserError(f"mme has two questions for each image, but {category} {image} has {count}: check --limit")
         if category not in PERCEPTION + COGNITION:
             raise UserError(f"mme has no category {category!r}")
-
-
-def drop_images(row: Row) -> Row:
-    """Return all columns of a row except images, which JSON cannot hold."""
-
-    def has_image(value: Any) -> bool:
-        return isinstance(value, Cell | bytes) or (isinstance(value, list) and any(map(has_image, value)))
-
-    return {name: value for name, value in row.items() if not has_image(value)}
 
 
 def subset_value(row: Row, column: str) -> str | None:

@@ -15,19 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from common.records import ImageSource
+from common.records import Cell, ImageSource
 
-# Errors that image decoders and archive readers raise for unreadable data.
-UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    RuntimeError,  # AVIF, and unknown compression methods in a ZIP
-    Image.DecompressionBombError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Image.DecompressionBombError)
+UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
 
 
@@ -43,11 +34,11 @@ def decode_image(source: ImageSource) -> Image.Image:
         image.load()
     if image.mode in ("F", "I") or image.mode.startswith("I;"):
         values = np.asarray(image, dtype=np.float64)
-        values = np.where(np.isfinite(values), values, np.nan)
-        low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0.0, 0.0)
-        scaled = (np.nan_to_num(values, nan=low) - low) * (255 / max(high - low, 1e-12))
+        finite = np.isfinite(values)
+        low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 0.0)
+        scaled = (np.where(finite, values, low) - low) * (255 / max(high - low, 1e-12))
         image = Image.fromarray(scaled.round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
@@ -59,8 +50,6 @@ def check_image(source: ImageSource) -> tuple[int, int]:
     This is faster than full decoding. For PNG, the checksums are verified. JPEG is decoded at an eighth of its size,
     which still reads every byte. Other formats are decoded in full.
     """
-    if isinstance(source, Image.Image):
-        return source.height, source.width
     with _readable():
         image = _open(source)
         width, height = image.size
@@ -78,10 +67,10 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
 
     Raises ValueError when `source` has neither bytes nor a path, or cannot be read from its ZIP.
     """
-    if hasattr(source, "read") and not isinstance(source, pathlib.Path | zipfile.Path):
+    if isinstance(source, Cell):
         source = source.read()
     if isinstance(source, dict):
-        source = source.get("bytes") if source.get("bytes") is not None else source.get("path")
+        source = source.get("path") if source.get("bytes") is None else source["bytes"]
     if source is None:
         raise ValueError("it has neither bytes nor a path")
     with _readable():
@@ -102,10 +91,10 @@ def _readable() -> Iterator[None]:
 
 
 def _open(source: ImageSource) -> Image.Image:
-    source = read_source(source)
-    if isinstance(source, Image.Image):
-        return source
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    content = read_source(source)
+    if isinstance(content, Image.Image):
+        return content
+    return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
 
 
 def fitted_size(
@@ -139,13 +128,11 @@ def fitted_size(
     return h, w
 
 
-def fit_image(
-    source: ImageSource, min_pixels: int, max_pixels: int, factor: int = 28, max_side: int = 0
-) -> Image.Image:
-    """Decode `source` and resize the image to its `fitted_size` with bicubic interpolation.
+def fit_image(source: ImageSource, *limits: int) -> Image.Image:
+    """Decode `source` and resize the image to its `fitted_size` within `limits`, with bicubic interpolation.
 
     Raises the same errors as `decode_image` and `fitted_size`.
     """
     image = decode_image(source)
-    h, w = fitted_size(image.height, image.width, min_pixels, max_pixels, factor, max_side)
+    h, w = fitted_size(image.height, image.width, *limits)
     return image if image.size == (w, h) else image.resize((w, h), Image.Resampling.BICUBIC)

@@ -112,6 +112,20 @@ def test_a_special_token_in_the_question_is_an_error_that_names_the_row(tiny_mod
         load_samples(str(tmp_path / "d.jsonl"), "vqa", processor=load_processor(tiny_model, "vqa"))
 
 
+def test_a_tag_in_the_template_is_an_error_that_names_the_row_once(tiny_model, folder):
+    (folder / "t.jinja").write_text("<image>{{ content }}")
+    processor = load_processor(tiny_model, "vqa", template=str(folder / "t.jinja"))
+    with pytest.raises(UserError, match="1 images but 2 image placeholders in the templated prompt") as error:
+        load_samples(jsonl(folder, good()), "vqa", processor=processor)
+    assert str(error.value).count("row 1") == 1
+
+
+@pytest.mark.parametrize("limit", [{"max_pixels": 700, "min_pixels": 0}, {"max_side": 20}])
+def test_limits_below_one_image_token_are_refused(tiny_model, limit):
+    with pytest.raises(UserError, match="too small for one image token, which is 28 x 28 pixels"):
+        load_processor(tiny_model, "vqa", **limit)
+
+
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +307,20 @@ def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):
     assert pathlib.Path(path).stat().st_size < 2**20
     with pytest.raises(UserError, match=r"would unpack to 0\.1 GiB"):
         load_samples(path, "count")
+
+
+def test_an_encrypted_zip_is_refused(tmp_path):
+    zipped(tmp_path / "d.zip")
+    for name, message in (("main.csv", "cannot read .* is encrypted"), ("images/1.png", "row 2: .* is encrypted")):
+        with (
+            zipfile.ZipFile(tmp_path / f"{name[:4]}.zip", "w") as archive,
+            zipfile.ZipFile(tmp_path / "d.zip") as source,
+        ):
+            for member in source.namelist():
+                archive.writestr(member, source.read(member))
+            archive.getinfo(name).flag_bits |= 1
+        with pytest.raises(UserError, match=message):
+            load_samples(f"{tmp_path}/{name[:4]}.zip", "count")
 
 
 def test_other_broken_zips(tmp_path):

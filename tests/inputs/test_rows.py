@@ -125,6 +125,7 @@ def test_the_rows_own_system_prompt_takes_the_tasks_place(folder, tiny_model):
         ("[1, 2]", "[1, 2]"),  # an interval, not a list
         ("[0, \\infty)", "[0, \\infty)"),
         ("[broken", "[broken"),
+        ("[{[1]: 2}]", "[{[1]: 2}]"),
         ("5", "5"),
     ],
 )
@@ -169,7 +170,7 @@ def test_saved_data_sets_and_their_splits(folder):
     )
     geometry.save_to_disk(str(folder / "one"))
     assert [len(s.images) for s in load_samples(f"{folder}/one", "math")] == [2, 1]
-    with pytest.raises(UserError, match="has only one split: remove @test"):
+    with pytest.raises(UserError, match=r"one' has no split test; it has train: write .*one@SPLIT"):
         load_samples(f"{folder}/one@test", "math")
 
 
@@ -181,6 +182,15 @@ def test_a_folder_of_parquet_files_is_read_as_the_hub_has_it(folder):
     assert [s.prompt for s in load_samples(f"{folder}/repo@test", "math")] == ["test"]
 
 
+def test_images_of_a_table_are_found_in_its_folder_or_next_to_it(folder):
+    rows = [{"problem": "<image>?", "answer": "1", "images": [f"images/{i}.png"]} for i in range(2)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "saved"))
+    (folder / "saved" / "images").mkdir()
+    (folder / "images" / "1.png").rename(folder / "saved" / "images" / "1.png")
+    samples = load_samples(f"{folder}/saved", "math")
+    assert [decode_image(s.images[0]).getpixel((0, 0)) for s in samples] == [(255, 0, 0), (0, 128, 0)]
+
+
 def test_what_is_no_table(folder):
     (folder / "x.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match=r"no data in '.*x\.parquet'"):
@@ -190,7 +200,7 @@ def test_what_is_no_table(folder):
         load_samples(str(folder / "empty"), "math")
     with pytest.raises(UserError, match=r"no data at 'someone/something': not a local path, and not on the hub"):
         load_samples("someone/something@test", "math")
-    with pytest.raises(UserError, match=r"'.*a\.parquet' has no splits: remove @test"):
+    with pytest.raises(UserError, match=r"'.*a\.parquet' has no split test; it has train"):
         load_samples(parquet(folder / "a.parquet", [{"problem": "q", "answer": "1"}]) + "@test", "math")
 
 
@@ -231,6 +241,7 @@ def test_conversations(folder):
         conversation(parts("Question: which? ", "images/1.png", "images/2.png"), parts("the first")),
         {"image": "images/3.png", **conversation("Question: one image outside the turns?", "Answer: yes")},
         {"images": ["images/3.png"], **conversation([{"type": "image"}, {"type": "text", "text": "Which?"}], "one")},
+        {"image_name": "a field", **conversation(parts("images/0.png", "Where?"), "here")},
     )
     samples = load_samples(path, "vqa")
     assert [(s.prompt, s.answer) for s in samples] == [
@@ -239,7 +250,9 @@ def test_conversations(folder):
         ("which? <image><image>", "the first"),
         ("<image>one image outside the turns?", "yes"),
         ("<image>Which?", "one"),
+        ("<image>Where?", "here"),
     ]
+    assert samples[5].fields == {"image_name": "a field"}
     assert samples[1].system == "Be brief."
     assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (255, 0, 0)
 
@@ -256,6 +269,8 @@ def test_osf_json_with_its_splits(folder, capsys):
     samples = load_samples(str(folder / "VQA_RAD.json"), "vqa")
     assert [(s.prompt, s.answer) for s in samples] == [("<image>Is it red?", "Yes"), ("<image>How many?", "3")]
     assert [s.fields["answer_type"] for s in samples] == ["CLOSED", "OPEN"]
+    (sample, _) = load_samples(str(folder / "VQA_RAD.json"), "vqa", columns=Columns(answer="image_organ"))
+    assert sample.answer == "HEAD"
     err = capsys.readouterr().err
     assert "2 rows of" in err
     assert "VQA_RAD.json@test" in err
@@ -292,7 +307,7 @@ BAD_ROWS = {
     "an invalid file name": ({"prompt": "q", "answer": "y", "images": ["x" * 5000]}, "image .*xxx"),
     "an osf row without a question": (
         {k: v for k, v in OSF.items() if k != "question"},
-        "no prompt text",
+        "no text under 'prompt', 'problem' or 'question'",
     ),
 }
 
