@@ -3,12 +3,10 @@
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
 At the end, the logits of the saved model are checked against those of the adapted model (the base with its adapter).
-Both need memory for one full model. The adapter may be plain LoRA, rslora or DoRA, and may have adapted embeddings,
-`modules_to_save` and trained biases. Other files that LLaMA-Factory and ms-swift leave next to an adapter are ignored.
-The tokenizer, processor, chat template and generation config are copied from the base.
+The base and the saved model are never in memory together. The adapter may be plain LoRA, rslora or DoRA, and may have
+adapted embeddings, `modules_to_save` and trained biases. The tokenizer, processor, chat template and generation config
+are copied from the base.
 """
-
-from __future__ import annotations
 
 import gc
 import pathlib
@@ -166,18 +164,19 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return model.eval()(**inputs).logits.float()
 
 
-def _example_inputs(base: pathlib.Path) -> dict[str, Tensor]:
+def _example_inputs(base: str) -> dict[str, Tensor]:
     """Return the model inputs of a short question, with an image if the model accepts images."""
     try:
-        processor = load_processor(str(base), "count")
+        processor = load_processor(base, "count")
     except UserError:  # the base model has no chat template
         return {"input_ids": torch.arange(32)[None]}
-    takes_images = processor.image_processor is not None
+    if processor.image_processor is None:
+        prompt = encode_prompt(Sample("How many?", "1", [], "the check"), processor)
+        return {"input_ids": prompt.ids[None]}
     image = Image.linear_gradient("L").convert("RGB").resize((112, 112))
-    question = "<image>How many?" if takes_images else "How many?"
-    prompt = encode_prompt(Sample(question, "1", [image] if takes_images else [], "the check"), processor)
-    inputs = {"input_ids": prompt.ids[None], **prompt.vision}
-    return inputs | ({"mm_token_type_ids": (prompt.ids == prompt.image_token).int()[None]} if takes_images else {})
+    prompt = encode_prompt(Sample("<image>How many?", "1", [image], "the check"), processor)
+    token_types = (prompt.ids == prompt.image_token).int()[None]
+    return {"input_ids": prompt.ids[None], "mm_token_type_ids": token_types, **prompt.vision}
 
 
 def main(cfg: Config) -> None:

@@ -22,12 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common import distributed
+from common import console, distributed
 from common.errors import UserError
 
 if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
     from peft import LoraConfig, LoraModel
-
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
 LANGUAGE_TARGETS = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
@@ -56,8 +55,7 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
         )
     from peft import LoraConfig
 
-    alpha = alpha or 2 * rank
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         _inject(model, config, [POLICY])
@@ -70,9 +68,11 @@ def continue_adapter(model: nn.Module, source: str) -> None:
     other than A and B.
     """
     config, tensors = read_adapter(source)
-    if config.use_dora or config.modules_to_save or config.bias != "none":
-        what = "DoRA" if config.use_dora else "modules_to_save" if config.modules_to_save else "trained biases"
-        raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
+    extras = {"DoRA": config.use_dora, "modules_to_save": config.modules_to_save}
+    extras["trained biases"] = config.bias != "none"
+    for what, present in extras.items():
+        if present:
+            raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
     for key, tensor in tensors.items():
         if not key.endswith((".lora_A.weight", ".lora_B.weight")) or tensor.ndim != 2:
             raise UserError(
@@ -88,8 +88,7 @@ def load_adapter(
 ) -> "LoraModel":
     """Add the adapter that `read_adapter` read from `source` to `model`, once under each of `names`.
 
-    Returns PEFT's wrapper, which can remove the adapter again. Module names from older transformers releases are
-    translated. Raises UserError if the adapter was made for a different base.
+    Returns PEFT's wrapper of `model`. Raises UserError if the adapter was made for a different base.
     """
     from peft import set_peft_model_state_dict
 
@@ -99,13 +98,10 @@ def load_adapter(
         try:
             with warnings.catch_warnings(action="ignore"):  # about a model on the meta device
                 loaded = set_peft_model_state_dict(model, tensors, name)
-        except KeyError as error:
-            raise UserError(f"{source} does not fit its own adapter_config.json: it lacks {error}") from None
-        except RuntimeError as error:  # wrong shapes: one line for each, after a title
-            raise UserError(f"{source} was made for another base: {str(error).splitlines()[1].strip()}") from None
-        missing = [key for key in loaded.missing_keys if f".{name}." in f"{key}."]
-        if loaded.unexpected_keys or missing:
-            problem = f"lacks {missing[0]}" if missing else f"holds {loaded.unexpected_keys[0]}"
+        except (KeyError, RuntimeError) as error:  # wrong shapes are listed line by line
+            raise UserError(f"{source} was made for another base: {str(error).splitlines()[-1].strip()}") from None
+        missing = [f"lacks {key}" for key in loaded.missing_keys if f".{name}." in f"{key}."]
+        for problem in missing + [f"holds {key}" for key in loaded.unexpected_keys]:
             raise UserError(f"{source} does not fit its own adapter_config.json: it {problem}")
     return tuner
 
@@ -113,25 +109,25 @@ def load_adapter(
 def _with_current_names(
     config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module, source: str
 ) -> tuple["LoraConfig", dict[str, Tensor]]:
-    """Return copies of `config` and `tensors` with the module names of `model`.
+    """Return copies of `config` and `tensors` with the module names of `model`, which may be newer than the saved ones.
 
-    The config lists every adapted module by its full name, with its rank and α. The saved patterns cannot be used: they
-    may refer to the names of an older release. Raises UserError for a tensor whose module does not exist in `model`.
+    The config lists every adapted module by its full name, with its rank and α, because saved patterns match old names.
     """
     from peft.utils.other import get_pattern_key
 
     modules = dict(model.named_modules())
-    current, ranks, alphas = {}, {}, {}
+    renamed, ranks, alphas = {}, {}, {}
     for key, tensor in tensors.items():
-        path = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        match = re.fullmatch(r"(.+?)\.(lora_.+|[^.]+)", path)
-        module = _current_name(match[1], modules) if match else None
+        path = key.removeprefix("base_model.model.")
+        match = re.fullmatch(r"(?P<module>.*?)(?P<wrapped>\.base_layer)?(?:^|\.)(?P<param>lora_.+|[^.]+)", path)
+        saved = match["module"]
+        older = [re.sub(r"^model\.", "model.language_model.", saved), re.sub(r"^visual\.", "model.visual.", saved)]
+        module = next((name for name in (saved, *older) if name in modules), None)
         if module is None:
             raise UserError(f"{source} was made for another base: this base has no module for {path}")
-        param = match[2]
-        current[module, param] = tensor
-        if param in ("lora_A.weight", "lora_embedding_A"):
-            pattern = get_pattern_key(config.alpha_pattern, match[1])
+        renamed[f"{module}{match['wrapped'] or ''}.{match['param']}"] = tensor
+        if match["param"] in ("lora_A.weight", "lora_embedding_A"):
+            pattern = get_pattern_key(config.alpha_pattern, saved)
             ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)
     if not ranks:
         raise UserError(f"{source} holds no LoRA weights: there is nothing to load with PEFT")
@@ -141,19 +137,7 @@ def _with_current_names(
     config.alpha_pattern = {module: alpha for module, alpha in alphas.items() if alpha != config.lora_alpha}
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.init_lora_weights = True  # loading must not change the base
-    renamed = {}
-    for (module, param), tensor in current.items():
-        of_base = module in ranks and not param.startswith("lora_")  # a trained bias of an adapted layer
-        renamed[f"{module}.base_layer.{param}" if of_base else f"{module}.{param}"] = tensor
     return config, renamed
-
-
-def _current_name(name: str, modules: dict[str, nn.Module]) -> str | None:
-    """Return which of `modules` is called `name` in some transformers release, or None."""
-    for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
-        if name.startswith(old) and new + name.removeprefix(old) in modules:
-            return new + name.removeprefix(old)
-    return None
 
 
 def _inject(model: nn.Module, config: "LoraConfig", names: list[str]) -> "LoraModel":
@@ -210,11 +194,13 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
             f"{source!r} was initialised with {init!r}, which changed the base: convert it to plain LoRA with PEFT's "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
-    kind = next((name for name in UNSUPPORTED if getattr(config, name, None)), None)
-    if kind is None and init not in PLAIN_INITS:
-        kind = f"init_lora_weights={init!r}"
-    if kind:
-        raise UserError(f"{source!r} is a LoRA adapter with {kind}, which is not supported: merge it with PEFT itself")
+    kinds = [name for name in UNSUPPORTED if getattr(config, name, None)]
+    if init not in PLAIN_INITS:
+        kinds.append(f"init_lora_weights={init!r}")
+    if kinds:
+        raise UserError(
+            f"{source!r} is a LoRA adapter with {kinds[0]}, which is not supported: merge it with PEFT itself"
+        )
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -274,17 +260,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": parameter for name, parameter in adapter.items()}
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the policy's full adapter tensors on the CPU, keyed by PEFT's names.
+def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
+    """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`.
 
-    This is a collective: every process must call it.
+    This is a collective: every process must call it. The main process writes.
     """
-    return {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
-
-
-def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:
-    """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`."""
-    config = copy.copy(model.peft_config[POLICY])
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(str(folder))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    tensors = {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
+    if console.is_main():
+        config = copy.copy(model.peft_config[POLICY])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(str(folder))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
