@@ -15,7 +15,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from pickle import UnpicklingError
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common import distributed
+from common import console, distributed
 from common.errors import UserError
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
+if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
+    from peft import LoraConfig, LoraModel
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
 LANGUAGE_TARGETS = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
@@ -43,13 +41,6 @@ UNSUPPORTED += ("monteclora_config",)
 MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter with --lora_rank"
 
 
-def load_peft() -> ModuleType:
-    """Import and return PEFT. The import takes two seconds, so it is deferred until it is needed."""
-    import peft
-
-    return peft
-
-
 def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None:
     """Add a new adapter to every linear layer of the decoder stack and freeze the rest of `model`.
 
@@ -62,11 +53,12 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
             f"--lora_rank: {type(model).__name__} has no layers with the names that Qwen and Llama use, so there is "
             "nothing to adapt: train the whole model, without --lora_rank"
         )
-    alpha = alpha or 2 * rank
-    config = load_peft().LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    from peft import LoraConfig
+
+    config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        _inject(config, model, [POLICY])
+        _inject(model, config, [POLICY])
 
 
 def continue_adapter(model: nn.Module, source: str) -> None:
@@ -75,82 +67,94 @@ def continue_adapter(model: nn.Module, source: str) -> None:
     Raises UserError if there is no adapter, if the adapter was made for a different base, or if it contains anything
     other than A and B.
     """
-    saved, tensors = read_adapter(source)
-    if saved.use_dora or saved.modules_to_save or saved.bias != "none":
-        what = "DoRA" if saved.use_dora else "modules_to_save" if saved.modules_to_save else "trained biases"
-        raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
-    matched = match_modules(tensors, model, source)
-    for (module, param), tensor in matched.items():
-        if param not in ("lora_A.weight", "lora_B.weight") or tensor.ndim != 2:
-            what = param if tensor.ndim == 2 else f"a {param} of {tensor.ndim} dimensions"
-            raise UserError(f"--adapter {source}: {module} has {what}, which cannot be continued: {MERGE_FIRST}")
-    config, module_names = modernise_config(saved, tensors, model), list(dict(model.named_modules()))
-    export = copy.copy(config)  # settings that are saved with the trained adapter
-    export.target_modules, export.exclude_modules, export.layers_to_transform, export.layers_pattern = (
-        _target_selection(saved, set(config.target_modules), module_names)
-    )
-    config.lora_dropout = 0.0  # the sampler has no dropout
-    _inject(config, model, [POLICY, REFERENCE])
-    modules = dict(model.named_modules())
-    for (module, param), tensor in matched.items():
-        for name in (POLICY, REFERENCE):
-            getattr(modules[module], param.removesuffix(".weight"))[name].weight.data.copy_(tensor)
-    model.peft_config[POLICY] = export
-
-
-def modernise_config(config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module) -> "LoraConfig":
-    """Return a copy of `config` that lists every adapted module by its full name in `model`, with its rank and α.
-
-    The saved patterns refer to the module names in `tensors`, which may be from an older release. Loading an adapter
-    with this copy does not change the base.
-    """
-    matching_pattern, ranks, alphas = load_peft().utils.other.get_pattern_key, {}, {}
-    modules = dict(model.named_modules())
+    config, tensors = read_adapter(source)
+    extras = {"DoRA": config.use_dora, "modules_to_save": config.modules_to_save}
+    extras["trained biases"] = config.bias != "none"
+    for what, present in extras.items():
+        if present:
+            raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
     for key, tensor in tensors.items():
-        path = _strip_prefix(key)
-        module, param = resolve_module(path, modules)
-        if param in ("lora_A.weight", "lora_embedding_A"):
-            ranks[module] = len(tensor)
-            pattern = matching_pattern(config.alpha_pattern.keys(), path.removesuffix(f".{param}"))
-            alphas[module] = config.alpha_pattern.get(pattern, config.lora_alpha)
+        if not key.endswith((".lora_A.weight", ".lora_B.weight")) or tensor.ndim != 2:
+            raise UserError(
+                f"--adapter {source}: {key}, of {tensor.ndim} dimensions, cannot be continued: {MERGE_FIRST}"
+            )
+    dropout, config.lora_dropout = config.lora_dropout, 0.0  # the sampler has no dropout
+    load_adapter(model, config, tensors, [POLICY, REFERENCE], source)
+    model.peft_config[POLICY].lora_dropout = dropout  # the setting is saved with the trained adapter
+
+
+def load_adapter(
+    model: nn.Module, config: "LoraConfig", tensors: dict[str, Tensor], names: list[str], source: str
+) -> "LoraModel":
+    """Add the adapter that `read_adapter` read from `source` to `model`, once under each of `names`.
+
+    Returns PEFT's wrapper of `model`. Raises UserError if the adapter was made for a different base.
+    """
+    from peft import set_peft_model_state_dict
+
+    config, tensors = _with_current_names(config, tensors, model, source)
+    tuner = _inject(model, config, names)
+    for name in names:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about a model on the meta device
+                loaded = set_peft_model_state_dict(model, tensors, name)
+        except (KeyError, RuntimeError) as error:  # wrong shapes are listed line by line
+            raise UserError(f"{source} was made for another base: {str(error).splitlines()[-1].strip()}") from None
+        missing = [f"lacks {key}" for key in loaded.missing_keys if f".{name}." in f"{key}."]
+        for problem in missing + [f"holds {key}" for key in loaded.unexpected_keys]:
+            raise UserError(f"{source} does not fit its own adapter_config.json: it {problem}")
+    return tuner
+
+
+def _with_current_names(
+    config: "LoraConfig", tensors: dict[str, Tensor], model: nn.Module, source: str
+) -> tuple["LoraConfig", dict[str, Tensor]]:
+    """Return copies of `config` and `tensors` with the module names of `model`, which may be newer than the saved ones.
+
+    The config lists every adapted module by its full name, with its rank and α, because saved patterns match old names.
+    """
+    from peft.utils.other import get_pattern_key
+
+    modules = dict(model.named_modules())
+    renamed, ranks, alphas = {}, {}, {}
+    for key, tensor in tensors.items():
+        path = key.removeprefix("base_model.model.")
+        match = re.fullmatch(r"(?P<module>.*?)(?P<wrapped>\.base_layer)?(?:^|\.)(?P<param>lora_.+|[^.]+)", path)
+        saved = match["module"]
+        older = [re.sub(r"^model\.", "model.language_model.", saved), re.sub(r"^visual\.", "model.visual.", saved)]
+        module = next((name for name in (saved, *older) if name in modules), None)
+        if module is None:
+            raise UserError(f"{source} was made for another base: this base has no module for {path}")
+        renamed[f"{module}{match['wrapped'] or ''}.{match['param']}"] = tensor
+        if match["param"] in ("lora_A.weight", "lora_embedding_A"):
+            pattern = get_pattern_key(config.alpha_pattern, saved)
+            ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)
+    if not ranks:
+        raise UserError(f"{source} holds no LoRA weights: there is nothing to load with PEFT")
     config = copy.copy(config)
     config.target_modules = sorted(ranks)
     config.rank_pattern = {module: rank for module, rank in ranks.items() if rank != config.r}
     config.alpha_pattern = {module: alpha for module, alpha in alphas.items() if alpha != config.lora_alpha}
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.init_lora_weights = True
-    return config
+    config.init_lora_weights = True  # loading must not change the base
+    return config, renamed
 
 
-def _target_selection(config: "LoraConfig", targets: set[str], modules: list[str]) -> tuple:
-    """Return the settings that make PEFT adapt exactly `targets` among `modules`.
-
-    Returns (target_modules, exclude_modules, layers_to_transform, layers_pattern). The settings of `config` are tried
-    first, then the last components of the targets' names. If neither works, the full names are returned.
-    """
-    last_names = sorted({target.rpartition(".")[2] for target in targets})
-    as_saved = (config.target_modules, config.exclude_modules, config.layers_to_transform, config.layers_pattern)
-    matches = load_peft().tuners.tuners_utils.check_target_module_exists
-    for selection in (as_saved, (last_names, None, None, None)):
-        trial = copy.copy(config)
-        trial.target_modules, trial.exclude_modules, trial.layers_to_transform, trial.layers_pattern = selection
-        if {name for name in modules if matches(trial, name)} == targets:
-            return selection
-    return sorted(targets), None, None, None
-
-
-def _inject(config: "LoraConfig", model: nn.Module, names: list[str]) -> None:
+def _inject(model: nn.Module, config: "LoraConfig", names: list[str]) -> "LoraModel":
     """Add adapters called `names` to `model`. Only `POLICY` is active and trained."""
+    from peft import LoraModel
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are intended
         for name in names:
-            load_peft().inject_adapter_in_model(copy.copy(config), model, name)
+            tuner = LoraModel(model, copy.copy(config), name)
     for layer in adapted_layers(model).values():
         layer._active_adapter = [POLICY]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(f".{POLICY}." in name)
         if ".lora_" in name:
             parameter.data = parameter.data.float()  # master weights
+    return tuner
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -164,23 +168,16 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     Other files in the folder, such as those of LLaMA-Factory and ms-swift, are ignored. Raises UserError if `source`
     is not a supported LoRA adapter.
     """
+    import peft
+
     if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
         raise UserError(f"{source!r} has no adapter_config.json: give an adapter in PEFT layout")
-    peft = load_peft()
+    damaged = (OSError, ValueError, RuntimeError, TypeError, KeyError, EOFError, UnpicklingError, SafetensorError)
     try:
         with warnings.catch_warnings(action="ignore"):  # about settings from a different PEFT release
             config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
         tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        TypeError,
-        KeyError,
-        EOFError,
-        UnpicklingError,
-        SafetensorError,
-    ) as error:
+    except damaged as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"cannot read an adapter from {source!r} ({reason})") from None
     if not isinstance(config, peft.LoraConfig):
@@ -197,73 +194,13 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
             f"{source!r} was initialised with {init!r}, which changed the base: convert it to plain LoRA with PEFT's "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
-    kind = next((name for name in UNSUPPORTED if getattr(config, name, None)), None)
-    if kind is None and init not in PLAIN_INITS:
-        kind = f"init_lora_weights={init!r}"
-    if kind:
-        raise UserError(f"{source!r} is a LoRA adapter with {kind}, which is not supported: merge it with PEFT itself")
-
-
-def _strip_prefix(key: str) -> str:
-    """Return the path of an adapter's tensor `key` in the adapter's own base model, without PEFT's additions."""
-    return key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def match_modules(tensors: dict[str, Tensor], model: nn.Module, source: str) -> dict[tuple[str, str], Tensor]:
-    """Return `tensors`, keyed by a module name in `model` and a parameter name such as "lora_A.weight".
-
-    Names from older transformers releases are translated. Raises UserError for the first tensor whose module does not
-    exist in `model` or whose shape does not fit.
-    """
-    modules, matched = dict(model.named_modules()), {}
-    for key, tensor in tensors.items():
-        path = _strip_prefix(key)
-        module, param = resolve_module(path, modules)
-        if module is None:
-            raise UserError(f"{source} was made for another base: this base has no module for {path}")
-        expected = _expected_shape(modules[module], param)
-        if expected is not None and not _shape_matches(tensor.shape, expected):
-            raise UserError(
-                f"{source} was made for another base: {path} has shape {tuple(tensor.shape)}, which does not fit the "
-                f"weight {tuple(modules[module].weight.shape)} of {module} in this base"
-            )
-        matched[module, param] = tensor
-    return matched
-
-
-def resolve_module(path: str, modules: dict[str, nn.Module]) -> tuple[str | None, str]:
-    """Split `path` into the name of one of `modules` and a parameter name such as "weight" or "lora_A.weight".
-
-    The longest matching module name wins. Paths from older transformers releases are translated. Returns (None, path)
-    if no module matches.
-    """
-    for old, new in (("", ""), ("model.", "model.language_model."), ("visual.", "model.visual.")):
-        name, param = new + path.removeprefix(old) if path.startswith(old) else path, ""
-        while "." in name:
-            name, _, last = name.rpartition(".")
-            param = f"{last}.{param}" if param else last
-            if name in modules and (param.startswith("lora_") or param in ("weight", "bias")):
-                return name, param
-    return None, path
-
-
-def _expected_shape(module: nn.Module, param: str) -> tuple[int | None, ...] | None:
-    """Return the shape that `param` must have for `module`, or None if any shape is accepted.
-
-    A None inside the shape stands for any size.
-    """
-    weight = getattr(module, "weight", None)
-    shape = getattr(getattr(weight, "quant_state", None), "shape", getattr(weight, "shape", None))
-    if shape is None or len(shape) != 2:
-        return None
-    outputs, inputs = shape
-    shapes = {"lora_A.weight": (None, inputs), "lora_B.weight": (outputs, None), "weight": (outputs, inputs)}
-    shapes |= {"lora_embedding_A": (None, outputs), "lora_embedding_B": (inputs, None)}
-    return shapes.get(param)
-
-
-def _shape_matches(shape: torch.Size, expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(want in (None, got) for got, want in zip(shape, expected))
+    kinds = [name for name in UNSUPPORTED if getattr(config, name, None)]
+    if init not in PLAIN_INITS:
+        kinds.append(f"init_lora_weights={init!r}")
+    if kinds:
+        raise UserError(
+            f"{source!r} is a LoRA adapter with {kinds[0]}, which is not supported: merge it with PEFT itself"
+        )
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -323,17 +260,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": parameter for name, parameter in adapter.items()}
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the policy's full adapter tensors on the CPU, keyed by PEFT's names.
+def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
+    """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`.
 
-    This is a collective: every process must call it.
+    This is a collective: every process must call it. The main process writes.
     """
-    return {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
-
-
-def write_adapter(model: nn.Module, tensors: dict[str, Tensor], base: str, folder: pathlib.Path) -> None:
-    """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`."""
-    config = copy.copy(model.peft_config[POLICY])
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(str(folder))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    tensors = {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
+    if console.is_main():
+        config = copy.copy(model.peft_config[POLICY])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(str(folder))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")

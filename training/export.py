@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from policy.lora import adapter_tensors, has_adapter, write_adapter
+from policy.lora import has_adapter, write_adapter
 from policy.model import Policy, load_model, saved_dtype
 from policy.sharding import full_weights
 
@@ -31,25 +31,19 @@ def export(policy: Policy, source: str, folder: str) -> None:
     target = pathlib.Path(folder)
     partial = partial_path(target)
     try:
-        _export(policy, source, target, partial)
+        if console.is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        if has_adapter(policy.model):
+            write_adapter(policy.model, source, partial)
+        else:
+            _write_model(policy, source, partial)
+        if console.is_main():
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunStopped(f"{folder!r} could not be written ({str(error)[:200]})", 1) from None
-
-
-def _export(policy: Policy, source: str, target: pathlib.Path, partial: pathlib.Path) -> None:
-    if console.is_main():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    if has_adapter(policy.model):
-        tensors = adapter_tensors(policy.model)
-        if console.is_main():
-            write_adapter(policy.model, tensors, source, partial)
-    else:
-        _write_model(policy, source, partial)
-    if console.is_main():
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
     distributed.barrier()
 
 
