@@ -8,22 +8,14 @@ may make these functions raise an error or run for seconds.
 import re
 import unicodedata
 
-_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-
 
 def split_think_answer(completion: str) -> tuple[str, str] | None:
     """Return the two bodies if the completion is exactly `<think>…</think><answer>…</answer>`, else None."""
-    has_four_tags = len(re.findall(r"</?(?:think|answer)>", completion)) == 4
-    match = _THINK_ANSWER.fullmatch(completion) if has_four_tags else None
-    return (match[1], match[2]) if match and match[1].strip() and match[2].strip() else None
-
-
-# --- counting ---------------------------------------------------------------------------------------------------------
-
-# Any number: digits, with or without thousands separators ("1,234"). If group 2 captures decimals or a letter, the
-# number is not whole. A preceding point makes the number a decimal (" .5", "1.2.3") unless the point ends a word or
-# sentence ("count...12", "No.5").
-_NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
+    if len(re.findall(r"</?(?:think|answer)>", completion)) != 4:
+        return None
+    form = r"\s*<think>(\s*\S.*?)</think>\s*<answer>(\s*\S.*?)</answer>\s*"
+    match = re.fullmatch(form, completion, re.DOTALL)
+    return match and (match[1], match[2])
 
 
 def answer_blocks(text: str) -> list[str]:
@@ -37,6 +29,14 @@ def outside_thinking(text: str) -> str:
     head, end, tail = text.rpartition("</think>")
     text = re.sub(r"<think>.*?</think>", " ", head + end, flags=re.DOTALL) + tail
     return text.rpartition("</think>")[2]  # some chat templates put `<think>` in the prompt
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+# Any number: digits, with or without thousands separators ("1,234"). If group 2 captures decimals or a letter, the
+# number is not whole. A preceding point makes the number a decimal (" .5", "1.2.3") unless the point ends a word or
+# sentence ("count...12", "No.5").
+_NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 
 
 def first_count(text: str) -> int | None:

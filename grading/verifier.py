@@ -1,11 +1,9 @@
 """Client for a verifier model behind any OpenAI-compatible server.
 
 The verifier judges whether a candidate answer equals the reference answer. For some benchmarks it also extracts the
-final answer from a response. Rewards ask the verifier only if math-verify does not find the answers equal.
-
-The same question is sent only once per run, or only once ever if replies are cached on disk. The candidate is placed
-between marks made from a hash of the text. The candidate cannot contain these marks, so it cannot pass for part of the
-instructions. If the verifier cannot be reached, the completion is unscored.
+final answer from a response. Rewards ask the verifier only if math-verify does not find the answers equal. A question
+is answered only once per run, or only once ever if replies are cached on disk. The candidate is placed between marks
+made from a hash, which it cannot contain, so it cannot pass for part of the instructions.
 """
 
 import hashlib
@@ -43,10 +41,7 @@ EXTRACTION = (
 
 
 def parse_url(url: str) -> str:
-    """Return the base URL for the client: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`.
-
-    Raises UserError if the URL is invalid.
-    """
+    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`. Raises UserError."""
     url = (url if "://" in url else f"http://{url}").strip().rstrip("/").removesuffix("/chat/completions")
     try:
         split = urllib.parse.urlsplit(url)
@@ -85,11 +80,6 @@ def judge_messages(question: str, gold: str, candidate: str) -> Messages:
     return _messages(INSTRUCTION, context, "Candidate answer", candidate, request)
 
 
-def extraction_messages(question: str, response: str) -> Messages:
-    """Build the messages that ask for the final answer of a response, with the response between marks."""
-    return _messages(EXTRACTION, f"Question:\n{question}", "Response", response, "What is its final answer?")
-
-
 def _messages(instruction: str, context: str, name: str, text: str, request: str) -> Messages:
     """Put `text` between two marks made from a hash. No text can be written so that it contains its own hash."""
     mark = hashlib.sha256(f"{context}\0{text}".encode(errors="replace")).hexdigest()[:16]
@@ -108,9 +98,7 @@ class ReplyCache:
             self.table = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
             self.table.execute("CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, reply TEXT)")
         except (sqlite3.Error, OSError) as error:
-            raise UserError(
-                f"--judge_cache {path!r} cannot be opened as a cache of replies ({error}): name another file"
-            ) from None
+            raise UserError(f"--judge_cache {path!r} cannot be opened ({error}): name another file") from None
 
     def get(self, question: str) -> str | None:
         row = self.table.execute("SELECT reply FROM replies WHERE question = ?", (question,)).fetchone()
@@ -123,7 +111,7 @@ class ReplyCache:
 class Verifier:
     """Client for the verifier at `url`. Many threads may call it at the same time.
 
-    `model` defaults to the server's only model, which `check` looks up. `cache` is the file that stores the replies.
+    If `model` is None, `check` sets it to the server's only model. `cache` is the file that stores the replies.
     """
 
     def __init__(self, url: str, model: str | None, flags: VerifierFlags, cache: str | None = None):
@@ -140,7 +128,7 @@ class Verifier:
         self.cache = ReplyCache(cache or ":memory:")
         self.threads = ThreadPoolExecutor(flags.verifier_concurrency)
         self.lock = threading.Lock()  # guards `requests`
-        self.requests: dict[str, Future] = {}  # those in flight and those answered in this run, by their messages
+        self.requests: dict[str, Future] = {}  # those in flight, by their messages
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
         """Return whether the candidate is correct, or None if there is no verdict; `last_error` then has the reason."""
@@ -148,7 +136,8 @@ class Verifier:
 
     def extract(self, question: str, response: str) -> str | None:
         """Return the final answer in a response, "" if the response has none, or None if the server does not reply."""
-        return self._request(extraction_messages(question, response), parse_extraction)
+        context, request = f"Question:\n{question}", "What is its final answer?"
+        return self._request(_messages(EXTRACTION, context, "Response", response, request), parse_extraction)
 
     def _request(self, messages: Messages, parse: Callable) -> bool | str | None:
         """Return the parsed reply to `messages`, or None. Threads that ask the same question share one request."""
@@ -158,12 +147,12 @@ class Verifier:
                 self.requests[key] = self.threads.submit(self._ask, messages, parse)
             request = self.requests[key]
         try:
-            answer = request.result()
+            return request.result()
         except self.errors as error:
-            answer, self.last_error = None, f"{type(error).__name__}: {str(error).strip()[:200]}"
-        if answer is None:
-            self.requests.pop(key, None)  # so that the same question is asked again next time
-        return answer
+            self.last_error = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            return None
+        finally:
+            self.requests.pop(key, None)  # from now on, the cache answers, or the question is asked again
 
     def _ask(self, messages: Messages, parse: Callable) -> bool | str | None:
         """Return the parsed reply from the cache or the server, or None if the server is down.
@@ -177,9 +166,8 @@ class Verifier:
         if self.failures >= 2 * self.flags.verifier_concurrency:  # the server is down
             return None
         self.failures += 1  # reset to 0 once a request succeeds
-        completion = self.client.chat.completions.create(
-            model=self.model, messages=messages, temperature=0, max_tokens=2048
-        )
+        create = self.client.chat.completions.create
+        completion = create(model=self.model, messages=messages, temperature=0, max_tokens=2048)
         try:
             reply = completion.choices[0].message.content
         except (AttributeError, IndexError, TypeError):  # the response does not follow the API
@@ -195,7 +183,7 @@ class Verifier:
         return answer
 
     def reset_failures(self) -> None:
-        """Allow new requests even if the server was down. This is called before each round of rewards."""
+        """Allow new requests even if the server was down, before each round of rewards."""
         self.failures = 0
 
     def check(self) -> str:
@@ -225,10 +213,7 @@ class Verifier:
 
 
 def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | None:
-    """Return the verifier set by the flags or the environment, or None if neither sets one.
-
-    The verifier is asked a trial question first. Raises UserError if this request fails.
-    """
+    """Return the verifier set by the flags or the environment, after a trial question, or None if neither sets one."""
     url = flags.verifier_url or os.environ.get("REWARD_MODEL_URL")
     if not url:
         return None
