@@ -159,7 +159,8 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
     rng = np.random.default_rng(seed)
     rows = [("images_path", "question", "answer")]
     for i in range(number):
-        count, kind, name = int(rng.integers(1, MAX_SHAPES + 1)), SHAPES[rng.integers(3)], f"images/{i:05d}.png"
+        count, kind = int(rng.integers(1, MAX_SHAPES + 1)), SHAPES[rng.integers(len(SHAPES))]
+        name = f"images/{i:05d}.png"
         draw_shapes(count, kind, rng).save(folder / name)
         plural = kind if count == 1 else kind + "s"
         rows.append((name, "How many shapes?", f"A photo of {count} {plural}"))
@@ -245,9 +246,6 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
         scheduler.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-
-
-# --- command ----------------------------------------------------------------------------------------------------------
 
 
 def main(cfg: Config) -> None:

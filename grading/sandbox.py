@@ -91,11 +91,8 @@ def load_function(name: str) -> Callable:
 
 
 def serve(arguments: list[str]) -> None:
-    """Answer calls until the other end of the pipe is closed. `arguments`: the pipe's file descriptor, and the names.
-
-    torchrun sends SIGINT and SIGTERM to every process of a run, but only the trainer should handle them, because it
-    finishes its current step before it stops.
-    """
+    """Answer calls until the other end of the pipe is closed. `arguments`: the pipe's file descriptor and the names."""
+    # torchrun sends these signals to every process of a run. The trainer alone finishes its current step and stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = connection.Connection(int(arguments[0]))
@@ -163,10 +160,7 @@ def _wait_for_answer(pid: int, child: connection.Connection, seconds: float) -> 
 
 
 def _process_state(pid: int) -> tuple[str, float]:
-    """Return a process's state in /proc and its CPU time in seconds.
-
-    State R means running or ready to run; D means waiting for I/O. Returns ("", 0.0) on a system without /proc.
-    """
+    """Return a process's state (R: ready to run, D: waits for I/O) and CPU time in seconds; ("", 0.0) without /proc."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

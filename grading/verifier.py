@@ -23,8 +23,6 @@ from common.errors import UserError
 from config import VerifierFlags
 from grading.answers import outside_thinking
 
-Messages = list[dict[str, str]]
-
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
 INSTRUCTION = (
     'You compare a candidate answer with the reference answer of a question. Reply "Correct" when the candidate states '
@@ -73,14 +71,14 @@ def parse_extraction(reply: str) -> str:
     return "" if text.lower() == "none" else text
 
 
-def judge_messages(question: str, gold: str, candidate: str) -> Messages:
+def judge_messages(question: str, gold: str, candidate: str) -> list[dict]:
     """Build the messages that ask for a verdict, with the candidate between marks that it cannot contain."""
     context = f"Question:\n{question}\n\nReference answer:\n{gold}"
     request = 'Is the candidate answer correct? Reply "Correct" or "Incorrect".'
     return _messages(INSTRUCTION, context, "Candidate answer", candidate, request)
 
 
-def _messages(instruction: str, context: str, name: str, text: str, request: str) -> Messages:
+def _messages(instruction: str, context: str, name: str, text: str, request: str) -> list[dict]:
     """Put `text` between two marks made from a hash. No text can be written so that it contains its own hash."""
     mark = hashlib.sha256(f"{context}\0{text}".encode(errors="replace")).hexdigest()[:16]
     tag = f"{name.split()[0].lower()}-{mark}"
@@ -131,7 +129,7 @@ class Verifier:
         self.requests: dict[str, Future] = {}  # those in flight, by their messages
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
-        """Return whether the candidate is correct, or None if there is no verdict; `last_error` then has the reason."""
+        """Return whether the candidate is correct, or None if there is no verdict; `last_error` has the reason."""
         return self._request(judge_messages(question, gold, candidate), parse_verdict)
 
     def extract(self, question: str, response: str) -> str | None:
@@ -139,7 +137,7 @@ class Verifier:
         context, request = f"Question:\n{question}", "What is its final answer?"
         return self._request(_messages(EXTRACTION, context, "Response", response, request), parse_extraction)
 
-    def _request(self, messages: Messages, parse: Callable) -> bool | str | None:
+    def _request(self, messages: list[dict], parse: Callable) -> bool | str | None:
         """Return the parsed reply to `messages`, or None. Threads that ask the same question share one request."""
         key = json.dumps(messages)
         with self.lock:
@@ -154,7 +152,7 @@ class Verifier:
         finally:
             self.requests.pop(key, None)  # from now on, the cache answers, or the question is asked again
 
-    def _ask(self, messages: Messages, parse: Callable) -> bool | str | None:
+    def _ask(self, messages: list[dict], parse: Callable) -> bool | str | None:
         """Return the parsed reply from the cache or the server, or None if the server is down.
 
         Raises one of `errors` if the request fails, or ValueError if the reply cannot be parsed.
@@ -186,30 +184,30 @@ class Verifier:
         """Allow new requests even if the server was down, before each round of rewards."""
         self.failures = 0
 
-    def check(self) -> str:
-        """Ask a trial question before any model is loaded, and return the reply. Raises UserError if this fails.
+    def check(self) -> None:
+        """Ask a trial question before any model is loaded. Raises UserError if there is no reply.
 
         An evaluation whose replies are all cached needs no server.
         """
+        model_key = f"the only model of {self.url}"
         try:
-            self.model = self.model or self._only_model()
-            return self._ask(judge_messages("What is 1 + 1?", "2", "2"), str)
+            self.model = self.model or self.cache.get(model_key)
+            if self.model is None:
+                models = [model.id for model in self.client.models.list()]
+                if len(models) != 1:
+                    served = ", ".join(models) or "no model"
+                    raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
+                self.model = models[0]
+                self.cache.put(model_key, self.model)
+            reply = self._ask(judge_messages("What is 1 + 1?", "2", "2"), str)
         except self.errors as error:
             raise UserError(
                 f"the verifier at {self.url} cannot be used ({type(error).__name__}: {str(error).strip()[:200]}): "
                 "start it, correct --verifier_url or REWARD_MODEL_URL, or set neither to judge without a verifier"
             ) from None
-
-    def _only_model(self) -> str:
-        key = f"the only model of {self.url}"
-        if model := self.cache.get(key):
-            return model
-        models = [model.id for model in self.client.models.list()]
-        if len(models) != 1:
-            served = ", ".join(models) or "no model"
-            raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
-        self.cache.put(key, models[0])
-        return models[0]
+        if parse_verdict(reply) is None and console.is_main():
+            note = f"note: asked whether 1 + 1 is 2, the verifier replied {reply[:80]!r}, which is not a verdict"
+            print(note, file=sys.stderr)
 
 
 def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | None:
@@ -219,8 +217,5 @@ def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | 
         return None
     model = flags.verifier_model or os.environ.get("REWARD_MODEL_NAME") or os.environ.get("REWARD_MODEL_PATH")
     verifier = Verifier(url, model, flags, cache)
-    reply = verifier.check()
-    if parse_verdict(reply) is None and console.is_main():
-        note = f"note: asked whether 1 + 1 is 2, the verifier replied {reply[:80]!r}, which is not a verdict"
-        print(note, file=sys.stderr)
+    verifier.check()
     return verifier
