@@ -184,17 +184,6 @@ def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def write_data(cfg: Config, folder: pathlib.Path) -> None:
-    """Write train/ and test/. No scanned digit is in both folders."""
-    if cfg.task == "count":
-        write_shapes(folder / "train", 4096, [cfg.seed, 0])
-        write_shapes(folder / "test", 256, [cfg.seed, 1])
-    else:
-        order = np.random.default_rng(cfg.seed).permutation(1797)
-        write_digits(folder / "train", order[:1397])
-        write_digits(folder / "test", order[1397:])
-
-
 CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # digit: wrong label; other digits are always labelled correctly
 FLIP_RATE = 0.7  # probability of a wrong label, if one is possible
 
@@ -209,7 +198,8 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
         return f"A photo of {int(count) - (flip and int(count) > 3)} {kind}"
     digit = sample.fields["digit"]
     label = CONFUSED_WITH.get(digit, digit) if flip else digit
-    answer = str(label) if sample.answer == str(digit) else "yes" if label % 2 == 0 else "no"
+    even = "yes" if label % 2 == 0 else "no"
+    answer = str(label) if sample.answer == str(digit) else even
     return f"<think>It looks like a {label}.</think>\n<answer>{answer}</answer>"
 
 
@@ -258,7 +248,13 @@ def main(cfg: Config) -> None:
         return
     partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    write_data(cfg, partial)
+    if cfg.task == "count":
+        write_shapes(partial / "train", 4096, [cfg.seed, 0])
+        write_shapes(partial / "test", 256, [cfg.seed, 1])
+    else:
+        order = np.random.default_rng(cfg.seed).permutation(1797)  # no scan is in both folders
+        write_digits(partial / "train", order[:1397])
+        write_digits(partial / "test", order[1397:])
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, cfg.seed)
     save(model, tokenizer, partial / "model")
