@@ -98,7 +98,7 @@ class Config:
 
 def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
     """Return the configuration of a Qwen2.5-VL model of size `shape`, with the special tokens of the byte tokenizer."""
-    d, small = SHAPES[shape], tiny.model_config(tokenizer).to_dict()
+    d, small = SHAPES[shape], tiny.build_model(tokenizer, seed=0).config.to_dict()
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
     height = (half_head - temporal) // 2

@@ -30,8 +30,6 @@ class Config:
     """Recipe to write data for."""
     output: str
     """Folder for model/ and the data. Its contents are replaced."""
-    seed: int = 0
-    """Seed for the weights and the images."""
 
 
 def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
@@ -40,23 +38,18 @@ def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
     for name in ("train", "test"):
         rows = []
         for i in range(ROWS):
-            count = int(rng.integers(1, 5))
-            image = f"images/{name}-{i}.png"
+            count, image = int(rng.integers(1, 5)), f"images/{name}-{i}.png"
             tiny.draw_shapes(count, "circle", rng).save(folder / image)
             question, answer = [("Is there more than one?", "yes" if count > 1 else "no"), ("How many?", count)][i % 2]
             user = [{"type": "image", "image": image}, {"type": "text", "text": f"Question: {question}"}]
             reply = [{"type": "text", "text": f"Answer: {answer}"}]
             turns = [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
-            rows.append(json.dumps({"conversations": turns}))
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+            rows.append(json.dumps({"conversations": turns}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
 def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
-    """Write text.parquet and image/.
-
-    Each row of text.parquet has a chat prompt and a list of gold answers; the list is stored as text. image/ is a data
-    set saved by `datasets`, and contains its images.
-    """
+    """Write text.parquet, whose gold answers are lists stored as text, and image/, a saved data set with images."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -72,14 +65,11 @@ def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
             }
         )
     datasets.Dataset.from_list(rows).to_parquet(str(folder / "text.parquet"))
-    counts = rng.integers(1, 7, ROWS).tolist()
-    images = [[tiny.draw_shapes(count, "square", rng)] for count in counts]
-    problems = ["<image>How many squares are there, squared?"] * ROWS
-    columns = {"images": images, "problem": problems, "answer": [f"${count}^2$" for count in counts]}
-    features = datasets.Features(
-        images=datasets.List(datasets.Image()), problem=datasets.Value("string"), answer=datasets.Value("string")
-    )
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(folder / "image"))
+    rows = []
+    for count in rng.integers(1, 7, ROWS).tolist():
+        images, problem = [tiny.draw_shapes(count, "square", rng)], "<image>How many squares are there, squared?"
+        rows.append({"images": images, "problem": problem, "answer": f"${count}^2$"})
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "image"))
 
 
 def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
@@ -95,9 +85,9 @@ def main(cfg: Config) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write = {"vqa": write_vqa, "math": write_math, "count": write_count}[cfg.recipe]
-    write(folder, np.random.default_rng(cfg.seed))
+    write(folder, np.random.default_rng(0))
     tokenizer = tiny.byte_tokenizer()
-    tiny.save(tiny.build_model(tokenizer, cfg.seed), tokenizer, folder / "model")
+    tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder / "model")
     print(f"{folder}: wrote a tiny model with random weights, and {ROWS} rows per data set")
 
 

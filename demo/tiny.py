@@ -1,13 +1,12 @@
-"""Build the default model and data: a tiny Qwen2.5-VL and generated images. With them, GRPO runs anywhere, without
-downloads.
+"""Build the default model and data: a tiny Qwen2.5-VL and generated images. GRPO then runs anywhere, without downloads.
 
     python -m demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
     python -m demo.tiny --task digits     # scikit-learn's scans of handwritten digits: which digit is it? is it even?
 
 The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
 tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format
-and how to recognise what is in an image. The labels are noisy: about a third of them are wrong. The GRPO reward uses
-the correct answers, so GRPO can undo these errors.
+and how to recognise what is in an image, but about a third of the labels are wrong. The GRPO reward uses the correct
+answers, so GRPO can undo these errors.
 
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
 """
@@ -18,8 +17,7 @@ import csv
 import json
 import pathlib
 import shutil
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -30,8 +28,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from common import cli
-from common.records import Completion, Group, Prompt, Sample
-from data import Processor, encode_prompt, load_processor, load_samples
+from common.files import partial_path
+from common.records import Completion, Group, Sample
+from data import encode_prompts, load_processor, load_samples
 from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
@@ -55,10 +54,7 @@ class Config:
 
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
 
-SPECIAL = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-]
+SPECIAL = ["endoftext", "im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -73,14 +69,14 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in SPECIAL])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
 
 
-def model_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2_5_VLConfig:
-    """Configure Qwen2.5-VL with 4 decoder layers of width 128 and 2 vision blocks of width 64."""
+def build_model(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> transformers.PreTrainedModel:
+    """Build a Qwen2.5-VL model with 4 decoder layers of width 128, 2 vision blocks of width 64, and random weights."""
     token = tokenizer.convert_tokens_to_ids
     text = dict(
         hidden_size=128,
@@ -90,7 +86,6 @@ def model_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformer
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
         initializer_range=0.08,  # about 1/sqrt(width); with the usual 0.02, learning to count takes three times as long
-        max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         bos_token_id=token("<|endoftext|>"),
         eos_token_id=token("<|im_end|>"),
@@ -105,24 +100,16 @@ def model_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformer
         fullatt_block_indexes=[1],
         initializer_range=0.08,
     )
-    return transformers.Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
         vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
     )
-
-
-def build_model(
-    tokenizer: transformers.PreTrainedTokenizerFast, seed: int
-) -> transformers.Qwen2_5_VLForConditionalGeneration:
-    """Build the model that `model_config` describes, with random weights."""
-    token = tokenizer.convert_tokens_to_ids
     torch.manual_seed(seed)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(model_config(tokenizer))
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.eos_token_id = token("<|im_end|>")
     model.generation_config.pad_token_id = token("<|endoftext|>")
     return model
@@ -136,9 +123,9 @@ def save(model, tokenizer, folder: pathlib.Path) -> None:
     images.save_pretrained(folder)
     # vLLM always builds a video processor as well. Saving one needs torchvision, so only its settings are written.
     settings = json.loads((folder / "preprocessor_config.json").read_text())
-    settings.pop("image_processor_type", None)
-    video = settings | {"video_processor_type": "Qwen2VLVideoProcessor"}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=1) + "\n")
+    del settings["image_processor_type"]
+    settings["video_processor_type"] = "Qwen2VLVideoProcessor"
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -155,7 +142,7 @@ def draw_shapes(count: int, kind: str, rng: np.random.Generator) -> Image.Image:
     cell = SIZE // 3
     for index in rng.permutation(9)[:count].tolist():
         r = rng.uniform(7, 11)
-        x, y = (cell * (index % 3 + 0.5) + rng.uniform(-2, 2), cell * (index // 3 + 0.5) + rng.uniform(-2, 2))
+        x, y = cell * (index % 3 + 0.5) + rng.uniform(-2, 2), cell * (index // 3 + 0.5) + rng.uniform(-2, 2)
         colour = tuple(rng.integers(0, 150, 3).tolist())
         if kind == "circle":
             draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
@@ -170,14 +157,15 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
     """Write a counting data set: main.csv next to images/, a format that `inputs/rows.py` reads."""
     (folder / "images").mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    with (folder / "main.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["images_path", "question", "answer"])
-        for i in range(number):
-            count, kind = int(rng.integers(1, MAX_SHAPES + 1)), SHAPES[rng.integers(len(SHAPES))]
-            draw_shapes(count, kind, rng).save(folder / "images" / f"{i:05d}.png")
-            plural = kind if count == 1 else kind + "s"
-            writer.writerow([f"images/{i:05d}.png", "How many shapes?", f"A photo of {count} {plural}"])
+    rows = [("images_path", "question", "answer")]
+    for i in range(number):
+        count, kind = int(rng.integers(1, MAX_SHAPES + 1)), SHAPES[rng.integers(len(SHAPES))]
+        name = f"images/{i:05d}.png"
+        draw_shapes(count, kind, rng).save(folder / name)
+        plural = kind if count == 1 else kind + "s"
+        rows.append((name, "How many shapes?", f"A photo of {count} {plural}"))
+    with (folder / "main.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
 
 
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
@@ -196,17 +184,6 @@ def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def write_data(cfg: Config, folder: pathlib.Path) -> None:
-    """Write train/ and test/. No scanned digit is in both folders."""
-    if cfg.task == "count":
-        for split_index, (name, number) in enumerate({"train": 4096, "test": 256}.items()):
-            write_shapes(folder / name, number, [cfg.seed, split_index])
-    else:
-        order = np.random.default_rng(cfg.seed).permutation(1797)
-        write_digits(folder / "train", order[:1397])
-        write_digits(folder / "test", order[1397:])
-
-
 CONFUSED_WITH = {1: 7, 6: 5, 8: 3, 9: 4, 0: 6}  # digit: wrong label; other digits are always labelled correctly
 FLIP_RATE = 0.7  # probability of a wrong label, if one is possible
 
@@ -221,32 +198,38 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
         return f"A photo of {int(count) - (flip and int(count) > 3)} {kind}"
     digit = sample.fields["digit"]
     label = CONFUSED_WITH.get(digit, digit) if flip else digit
-    answer = str(label) if sample.answer == str(digit) else "yes" if label % 2 == 0 else "no"
+    even = "yes" if label % 2 == 0 else "no"
+    answer = str(label) if sample.answer == str(digit) else even
     return f"<think>It looks like a {label}.</think>\n<answer>{answer}</answer>"
 
 
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
-def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -> None:
+def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib.Path) -> None:
     """Train the model on the rows in train/, with noisy labels in place of their answers.
 
     Training uses the same packed forward pass as GRPO. The loss is the mean negative log-probability of the reply
     tokens. The learning rate decays to zero, so that the model learns the noise rate: for questions with noisy labels,
     the correct answer keeps a probability of about 1 - `FLIP_RATE`, and GRPO can reinforce this answer.
     """
-    task, file = ("count", "") if cfg.task == "count" else ("vqa", "data.jsonl")
-    samples = load_samples(str(folder / "train" / file), task)
-    prompts = [encode_prompt(s, processor) for s in tqdm(samples, "encoding", unit="row", delay=3, disable=None)]
+    task, data = ("count", "train") if cfg.task == "count" else ("vqa", "train/data.jsonl")
+    processor = load_processor(str(folder / "model"), task)
+    samples = load_samples(str(folder / data), task)
+    prompts = encode_prompts(samples, processor)
     enable_packed_forward(model)
     policy = Policy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
     for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
+        batch = []
         rows, flips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
-        batch = pack([_supervised_group(cfg, samples[i], prompts[i], processor, flip) for i, flip in zip(rows, flips)])
-        loss = -policy(batch)[0].mean()
+        for i, flip in zip(rows, flips):
+            reply = noisy_label(cfg.task, samples[i], flip) + "<|im_end|>"
+            ids = torch.tensor(processor.tokenizer(reply).input_ids)
+            batch.append(Group(prompts[i], [Completion(ids, torch.zeros(len(ids)))]))
+        loss = -policy(pack(batch))[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -255,40 +238,32 @@ def warm_start(model, processor: Processor, cfg: Config, folder: pathlib.Path) -
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
-def _supervised_group(cfg: Config, sample: Sample, prompt: Prompt, processor: Processor, flip: bool) -> Group:
-    reply = torch.tensor(processor.tokenizer(noisy_label(cfg.task, sample, flip) + "<|im_end|>").input_ids)
-    return Group(prompt, [Completion(reply, torch.zeros(len(reply)))])
-
-
-# --- command ----------------------------------------------------------------------------------------------------------
-
-
 def main(cfg: Config) -> None:
     """Build the model and data in OUTPUT.partial. The folder is renamed at the end, so OUTPUT is never incomplete."""
     folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}")
-    made_from = {"version": VERSION, **{k: v for k, v in asdict(cfg).items() if k != "output"}}
+    made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps}
     stamp = folder / "tiny.json"
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
         print(f"{folder}: already exists")
         return
-    started = time.time()
-    partial = folder.with_name(folder.name + ".partial")
+    partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    write_data(cfg, partial)
+    if cfg.task == "count":
+        write_shapes(partial / "train", 4096, [cfg.seed, 0])
+        write_shapes(partial / "test", 256, [cfg.seed, 1])
+    else:
+        order = np.random.default_rng(cfg.seed).permutation(1797)  # no scan is in both folders
+        write_digits(partial / "train", order[:1397])
+        write_digits(partial / "test", order[1397:])
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, cfg.seed)
     save(model, tokenizer, partial / "model")
-    processor = load_processor(str(partial / "model"), "count" if cfg.task == "count" else "vqa")
-    warm_start(model, processor, cfg, partial)
-    save(model, tokenizer, partial / "model")
+    warm_start(model, cfg, partial)
+    model.save_pretrained(partial / "model")
     (partial / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{folder}: built a model with {parameters / 1e6:.1f} M parameters and its data in "
-        f"{time.time() - started:.0f} s"
-    )
+    print(f"{folder}: built a model with {model.num_parameters() / 1e6:.1f} M parameters and its data")
 
 
 if __name__ == "__main__":

@@ -8,18 +8,27 @@ may make these functions raise an error or run for seconds.
 import re
 import unicodedata
 
-_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-
 
 def split_think_answer(completion: str) -> tuple[str, str] | None:
     """Return the two bodies if the completion is exactly `<think>…</think><answer>…</answer>`, else None."""
-    if any(completion.count(tag) != 1 for tag in _TAGS):
+    if len(re.findall(r"</?(?:think|answer)>", completion)) != 4:
         return None
-    match = _THINK_ANSWER.fullmatch(completion)
-    if match is None or not match[1].strip() or not match[2].strip():
-        return None
-    return match[1], match[2]
+    form = r"\s*<think>(\s*\S.*?)</think>\s*<answer>(\s*\S.*?)</answer>\s*"
+    match = re.fullmatch(form, completion, re.DOTALL)
+    return match and (match[1], match[2])
+
+
+def answer_blocks(text: str) -> list[str]:
+    """Return the bodies of all `<answer>…</answer>` blocks."""
+    head, end, _ = text.rpartition("</answer>")  # a tag that is never closed would be searched for to the end
+    return re.findall(r"<answer>(.*?)</answer>", head + end, re.DOTALL)
+
+
+def outside_thinking(text: str) -> str:
+    """Replace each `<think>…</think>` block with a space. Text before an unopened `</think>` is thinking, too."""
+    head, end, tail = text.rpartition("</think>")
+    text = re.sub(r"<think>.*?</think>", " ", head + end, flags=re.DOTALL) + tail
+    return text.rpartition("</think>")[2]  # some chat templates put `<think>` in the prompt
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -30,15 +39,6 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
 
 
-def answer_blocks(text: str) -> list[str]:
-    """Return the bodies of all `<answer>…</answer>` blocks. This takes one pass, even if many tags are never closed."""
-    bodies, position = [], 0
-    while (start := text.find("<answer>", position)) >= 0 and (end := text.find("</answer>", start)) >= 0:
-        bodies.append(text[start + len("<answer>") : end])
-        position = end + len("</answer>")
-    return bodies
-
-
 def first_count(text: str) -> int | None:
     """Return the first whole number in the first `<answer>` block, or in the whole text if there is no block.
 
@@ -47,8 +47,7 @@ def first_count(text: str) -> int | None:
     """
     text = next(iter(answer_blocks(text)), text)
     text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
-    whole_numbers = (m[1] for m in _NUMBER.finditer(text) if not m[2])
-    number = next(whole_numbers, None)
+    number = next((match[1] for match in _NUMBER.finditer(text) if not match[2]), None)
     return int(number.replace(",", "")[:18]) if number else None
 
 
@@ -70,49 +69,43 @@ def words(text: str) -> list[str]:
 
 # --- multiple choice and boxes ----------------------------------------------------------------------------------------
 
-_LAST_CHOICE = (  # strongest evidence first; the last match of a pattern counts
-    re.compile(r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}"),
+_CHOICES = (  # strongest evidence first
+    r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}",
     # A lower-case letter counts only before punctuation or the end: "the answer is a dog" chooses nothing.
-    re.compile(
-        r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))"
-    ),
+    r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))",
+    r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
+    r"\A[\s*_]*(?=\([A-Z]\)|[A-Z][*_]*[.):])\(?([A-Z])",  # it starts with "X.", "X)", "X:" or "(X)"
+    r"\(([A-Z])\)",
 )
 
 
 def extract_choice(completion: str) -> str | None:
     """Return the letter, "A" to "Z", that a completion chooses, or None.
 
-    Only the last `<answer>` block is searched, or the text outside think blocks if there is no answer block. The first
-    of these that matches decides: the last boxed letter; the last "answer (is) X"; a single letter of either case; a
-    leading "X.", "X)", "X:" or "(X)"; the last "(X)".
+    Only the last `<answer>` block is searched, or the text outside think blocks if there is no answer block.
     """
     blocks = answer_blocks(completion)
-    text = blocks[-1] if blocks else without_thinking(completion)
-    for pattern in _LAST_CHOICE:
-        if letters := pattern.findall(text):
-            return letters[-1].upper()
-    if match := re.fullmatch(r"[\W_]*([A-Za-z])[\W_]*", text):
-        return match[1].upper()
-    if match := re.match(r"[\s*_]*(?:\(([A-Z])\)|([A-Z])[*_]*[.):])", text):
-        return match[1] or match[2]
-    letters = re.findall(r"\(([A-Z])\)", text)
-    return letters[-1] if letters else None
+    return _last_letter(_CHOICES, blocks[-1] if blocks else outside_thinking(completion))
+
+
+def _last_letter(patterns: tuple[str, ...], text: str) -> str | None:
+    """Return the last match of the first pattern that matches, in upper case."""
+    matches = (re.findall(pattern, text) for pattern in patterns)
+    return next((letters[-1].upper() for letters in matches if letters), None)
 
 
 def last_boxed(text: str) -> str | None:
     """Return the body of the last `\\boxed{…}` with balanced braces, or None. Of nested boxes, the inner one counts."""
-    open_braces: list[int | None] = []  # for a box, the position where its body starts
-    start, last = -1, None
+    opened: list[re.Match] = []  # boxes and braces that are not closed yet
+    start, body = -1, None
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
-        if token[0].startswith("\\boxed"):
-            open_braces.append(token.end())
-        elif token[0] == "{":
-            open_braces.append(None)
-        elif token[0] == "}" and open_braces:
-            body_start = open_braces.pop()
-            if body_start is not None and body_start > start:
-                start, last = body_start, text[body_start : token.start()]
-    return last
+        if token[0] == "}" and opened:
+            opening = opened.pop()
+            if opening[0] != "{" and opening.end() > start:
+                start, body = opening.end(), text[opening.end() : token.start()]
+        elif token[0] == "{" or token[0].startswith("\\boxed"):
+            opened.append(token)
+    return body
 
 
 def balanced(text: str) -> bool:
@@ -123,15 +116,6 @@ def balanced(text: str) -> bool:
         if depth < 0:
             return False
     return depth == 0
-
-
-def without_thinking(text: str) -> str:
-    """Replace each `<think>…</think>` block with a space. This takes one pass, even if there are many tags."""
-    kept, position = [], 0
-    while (start := text.find("<think>", position)) >= 0 and (end := text.find("</think>", start)) >= 0:
-        kept.append(text[position:start])
-        position = end + len("</think>")
-    return " ".join([*kept, text[position:]])
 
 
 # --- benchmark answers ------------------------------------------------------------------------------------------------
@@ -145,8 +129,7 @@ def answer_part(response: str) -> str:
 
     A think block that is never closed leaves an empty answer.
     """
-    text = without_thinking(response).rpartition("</think>")[2]  # some chat templates put `<think>` in the prompt
-    text = text.partition("<think>")[0]
+    text = outside_thinking(response).partition("<think>")[0]
     blocks = answer_blocks(text)
     return (blocks[-1] if blocks else text).strip()
 
@@ -203,7 +186,7 @@ def whole_number(text: str) -> int | None:
     return None if decimals.strip("0") else int(whole[:30])
 
 
-_MORE_CHOICES = (  # tried after `extract_choice`; the last match of a pattern counts
+_MORE_CHOICES = (
     r"(?i:\b(?:option|choice)\b)(?:\s+(?i:is))?\s*[:(*\[]*\s*([A-Z])\b(?!['’])",
     r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Z])(?![A-Za-z])",
     r"^\W*([A-Z])(?=\s*(?:[\n,;:–—-]|$))",
@@ -213,7 +196,4 @@ _MORE_CHOICES = (  # tried after `extract_choice`; the last match of a pattern c
 
 def chosen_letter(text: str) -> str | None:
     """Return the letter that an answer chooses, or None. Accepts more forms than `extract_choice`."""
-    if letter := extract_choice(text):
-        return letter
-    matches = (re.findall(pattern, text) for pattern in _MORE_CHOICES)
-    return next((letters[-1] for letters in matches if letters), None)
+    return extract_choice(text) or _last_letter(_MORE_CHOICES, text)

@@ -4,6 +4,7 @@ math-verify's own time limit is turned off, because it needs SIGALRM in the main
 multiplication. An answer such as `9^{9^{9}}` computes forever, so the caller kills the process.
 """
 
+import contextlib
 import logging
 import re
 import resource
@@ -40,12 +41,10 @@ def math_equal(candidate: str, gold: str) -> bool:
 
 
 def _strip_delimiters(text: str) -> str:
-    """Remove dollar signs around the text and a full stop at its end."""
     return text.strip().rstrip(".。").strip().strip("$").strip().rstrip(".。")
 
 
 def _plain_words(text: str) -> str:
-    """Return the words and symbols of a text in lower case, with LaTeX text commands unwrapped."""
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
     return " ".join(re.findall(r"[^\W_]+|\S", text.casefold().rstrip(". ")))
 
@@ -57,8 +56,7 @@ def _is_words(gold: str) -> bool:
 
 
 # Limit memory, so that a runaway call raises MemoryError before the machine runs out of memory.
-_hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-_soft = MAX_MEMORY if _hard == resource.RLIM_INFINITY else min(MAX_MEMORY, _hard)
-resource.setrlimit(resource.RLIMIT_DATA, (_soft, _hard))
+with contextlib.suppress(ValueError):  # a lower hard limit is already set
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 # Warm up: the first call builds the parser's tables, which processes forked later share.
 math_equal("\\frac{1}{2}", "0.5")

@@ -189,6 +189,7 @@ def test_choice_vectors(case):
         ("(A) is too dark, so it must be (D)", "A"),
         ("it could be (B) or rather (C)", "C"),
         ("<think>the answer is A</think>\nB", "B"),
+        ("The answer is A?</think>\nB", "B"),  # the chat template had put <think> in the prompt
         ("A dog and a cat", None),
         ("I think so", None),
         ("", None),

@@ -130,6 +130,10 @@ def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
     server.status = 401
     assert verifier("q", "a", "d") is None
     assert len(server.requests) == 7, "a refused request must not be retried"
+    server.seconds = 0.5
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: verifier("q", "a", "e"), range(8))) == [None] * 8
+    assert len(server.requests) == 8, "threads that ask the same question must share its failure"
 
 
 @pytest.mark.parametrize(
