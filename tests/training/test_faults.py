@@ -29,8 +29,9 @@ from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
 from training import checkpoint, export
-from training.checkpoint import Checkpoints, verify_checkpoint
+from training.checkpoint import Saver
 from training.guards import describe_nonfinite
+from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
 
 
@@ -90,19 +91,18 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="contains a run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=4, resume=str(saved / "checkpoint-2")))
     (tmp_path / "run" / "config.json").write_text('{"launch": ["dead", "survivor"]}')
-    checkpoints = Checkpoints(str(tmp_path / "run"))
-    newest = tmp_path / "run" / "checkpoint-4"
-    assert checkpoints.find(str(saved / "checkpoint-2")) == newest, (
+    plan = RunFolder(str(tmp_path / "run")).plan_resume(str(saved / "checkpoint-2"))
+    assert plan.checkpoint == tmp_path / "run" / "checkpoint-4", (
         "a restart must always resume from the newest checkpoint"
     )
-    assert checkpoints.replaces
+    assert plan.replaces_output
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
     monkeypatch.setattr(distributed, "launcher_ids", lambda: [])
     with pytest.raises(UserError, match=r"without a checkpoint: replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match=r"no checkpoint in .*use --overwrite instead to start a new run"):
-        checkpoints.find("newest")
+        RunFolder(str(tmp_path / "run")).plan_resume("newest")
 
 
 def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
@@ -143,7 +143,7 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
     del state["config"]["rows_digest"], state["skipped"], state["unscored"]
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))
-    checkpoint.write_manifest(tmp_path / "run" / "checkpoint-4")
+    write_manifest(tmp_path / "run" / "checkpoint-4")
     assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags)).step == 4
 
 
@@ -230,20 +230,16 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
     On a full disk, torch raises a CheckpointException, which is not a subclass of Exception.
     """
-    torch_save, failures = checkpoint.dcp.async_save, []
+    torch_save, failures = checkpoint.dcp.save, []
 
     def failing(*args, **kwargs):
-        future = torch_save(*args, **kwargs)
-        if failures:
-            return future
-        failures.append(1)
-        future.result()
-        failed = checkpoint.Future()
-        full = OSError(28, "No space left on device")
-        failed.set_exception(checkpoint.CheckpointException("save", {0: (full, None)}))
-        return failed
+        torch_save(*args, **kwargs)
+        if not failures:
+            failures.append(1)
+            full = OSError(28, "No space left on device")
+            raise checkpoint.CheckpointException("save", {0: (full, None)})
 
-    monkeypatch.setattr(checkpoint.dcp, "async_save", failing)
+    monkeypatch.setattr(checkpoint.dcp, "save", failing)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2))
     stderr = capsys.readouterr().err
     assert "could not save checkpoint-2: " in stderr and "is full; there is no checkpoint" in stderr
@@ -269,7 +265,7 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
         patch.setattr(pathlib.Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             grpo.save_checkpoint(run, last=True)
-    assert Checkpoints(str(tmp_path)).find("newest") == tmp_path / "checkpoint-0"
+    assert RunFolder(str(tmp_path)).plan_resume("newest").checkpoint == tmp_path / "checkpoint-0"
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
@@ -313,7 +309,7 @@ def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(
 def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr(checkpoint.dist, "new_group", lambda **kwargs: given.update(kwargs))
-    Checkpoints(str(tmp_path), timeout=0.5)
+    Saver(RunFolder(str(tmp_path)), timeout=0.5)
     assert given["timeout"].total_seconds() == 30
 
 
