@@ -26,10 +26,7 @@ _heartbeats: list[dist.Store] = []  # at most one store, in which every process 
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Call `cli.run` for a script that joins the process group with `start`.
-
-    Errors caused by the death of another process or by a lack of GPU memory are also printed in one line.
-    """
+    """Call `cli.run`, and print in one line that another process has died, too, or that the GPU memory is exhausted."""
 
     def explained(args: T) -> None:
         try:
@@ -41,13 +38,13 @@ def run(main: Callable[[T], None], args: T) -> None:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise
             reason = f"another process died or hangs ({str(error).strip().splitlines()[0][-120:]})"
-            raise RunStopped(f"{reason}; last seen: {last_heartbeats() or 'nobody'}", status=1) from None
+            raise RunStopped(f"{reason}; last seen: {last_heartbeats() or 'unknown'}", status=1) from None
 
     cli.run(explained, args)
 
 
 def start(timeout: float = 30.0) -> torch.device:
-    """Join torchrun's process group, or create one of size 1, and return this process's device.
+    """Join torchrun's process group, or create one of size 1. Return this process's device.
 
     A collective fails if it takes longer than `timeout` minutes.
     """
@@ -55,7 +52,8 @@ def start(timeout: float = 30.0) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        max_wait, restarts = datetime.timedelta(minutes=timeout), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        max_wait = datetime.timedelta(minutes=timeout)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         store, global_rank, size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
             store, global_rank, size = next(dist.rendezvous("env://", timeout=max_wait))
@@ -71,10 +69,7 @@ def start(timeout: float = 30.0) -> torch.device:
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a script.
-
-    Otherwise gloo's threads may still be running while the interpreter shuts down, which has caused a process to abort.
-    """
+    """Leave the process group, whose gloo threads may otherwise abort the process while the interpreter shuts down."""
     if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators
         dist.destroy_process_group()
 
@@ -90,10 +85,7 @@ def _torchrun() -> str:
 
 
 def launcher_ids() -> list[str]:
-    """Return the ids of all torchrun launchers of this run.
-
-    A restart of the processes keeps the ids. When a machine is replaced, the other machines keep theirs.
-    """
+    """Return the ids of this run's torchruns. A restart keeps them, and replacing a machine keeps the others."""
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 

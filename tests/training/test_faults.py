@@ -147,6 +147,14 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags)).step == 4
 
 
+def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
+    flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
+    assert [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups] == [(1e-4, 0.3), (1e-4, 0.0)]
+    assert run.scheduler.last_epoch == 2 and run.scheduler.base_lrs == [1e-4, 1e-4]
+    assert all(entry["step"] == 2 for entry in run.optimizer.state_dict()["state"].values())
+
+
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
     with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
@@ -247,7 +255,7 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
 
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """An older checkpoint of the same step is kept until the new checkpoint is complete."""
+    """An older checkpoint of the same step is kept, also when the run does not know it."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
     grpo.save_checkpoint(run, last=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
@@ -266,6 +274,41 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
         with pytest.raises(KeyboardInterrupt):
             grpo.save_checkpoint(run, last=True)
     assert RunFolder(str(tmp_path)).plan_resume("newest").checkpoint == tmp_path / "checkpoint-0"
+    grpo.save_checkpoint(run, last=True)
+    assert run.checkpoints.save_failed, "an existing checkpoint is not replaced"
+    assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
+
+
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_part_of_it(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "run")
+    folder = RunFolder(str(tmp_path / "run"), keep_last=1)
+    shutil.move(tmp_path / "run" / "checkpoint-4", folder.partial(4))
+
+    def killed(path, **options):
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.publish(4, best_step=None)
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-4", "checkpoint-2.partial"}
+    assert folder.plan_resume("newest").checkpoint == tmp_path / "run" / "checkpoint-4"
+    folder.prepare(4)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_a_file_is_complete_at_all_times(tmp_path, monkeypatch):
+    files.atomic_write(tmp_path / "a.json", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            files.atomic_write(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
+    files.atomic_write(tmp_path / "a.json", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "new"
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
