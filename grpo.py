@@ -44,9 +44,10 @@ from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, RequestLimits, make_engine
 from training import guards
 from training.balance import rebalance
-from training.checkpoint import RUN_STATE, Checkpoints, ResumePlan, load_checkpoint
+from training.checkpoint import RUN_STATE, Saver, load_checkpoint
 from training.metrics import Clock, GroupRewards, concatenate, step_metrics
 from training.prompt_stream import PromptStream, prompt_seed
+from training.run_folder import ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
-    checkpoints: Checkpoints
+    checkpoints: Saver
     total_steps: int
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
@@ -558,7 +559,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
         problem = (
             f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); {guards.NONFINITE_HINT}"
         )
-        run.checkpoints.keep_last = 0  # keep all: the last good one may be an earlier one
+        run.checkpoints.folder.keep_last = 0  # keep all: the last good one may be an earlier one
     elif run.unscored and not interrupted:
         try:
             metrics |= evaluate_policy(run)
@@ -640,12 +641,12 @@ def set_up(cfg: Config) -> Run:
     """
     device = distributed.start(cfg.hang_timeout)
     resolve_loss(cfg)
-    checkpoints = Checkpoints(cfg.output, cfg.keep_last, cfg.keep_best, cfg.hang_timeout)
-    resume = checkpoints.plan_resume(cfg.resume)
+    folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
+    resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     inputs = check_inputs(cfg)
     models = load_models(cfg, inputs, device)
-    return restore(cfg, inputs, models, checkpoints, resume)
+    return restore(cfg, inputs, models, folder, resume)
 
 
 def resolve_loss(cfg: Config) -> None:
@@ -686,7 +687,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     return Models(policy, reference, engine, micro_batch_tokens)
 
 
-def restore(cfg: Config, inputs: Inputs, models: Models, checkpoints: Checkpoints, resume: ResumePlan) -> Run:
+def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
     """Make the optimizer, load the checkpoint that is resumed, and open the log files."""
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(stream.samples) / cfg.prompts_per_step)
@@ -697,7 +698,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, checkpoints: Checkpoint
         state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
     stream.lengths = state.get("lengths", {})
     resumed_step = state["step"] if resume.continues_output else None
-    checkpoints.prepare_output(resumed_step)
+    folder.prepare(resumed_step)
     run = Run(
         cfg=cfg,
         stream=stream,
@@ -709,7 +710,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, checkpoints: Checkpoint
         optimizer=optimizer,
         scheduler=scheduler,
         log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
-        checkpoints=checkpoints,
+        checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
         total_steps=total_steps,
         micro_batch_tokens=models.micro_batch_tokens,
     )

@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def parse(config: type[T]) -> T:
-    """Parse the command line into `config`.
-
-    An unknown flag ends the script with exit status 2 and a message that names the nearest known flag. Under torchrun
-    every rank has the same command line, so only rank 0 prints the error.
-    """
+    """Parse the command line into `config`. A wrong flag ends the script with status 2. Only rank 0 prints why."""
     arguments = sys.argv[1:]
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
@@ -35,20 +31,20 @@ def parse(config: type[T]) -> T:
 def run(main: Callable[[T], None], args: T) -> None:
     """Call `main` with the parsed `args` and print expected errors as one line on stderr, prefixed with the rank."""
     gc.freeze()  # keeps the garbage collector from scanning imported modules at exit, which saves 0.7 s
-    rank = int(os.environ.get("RANK", 0))
     try:
-        try:
-            main(args)
-        except WorkerLost as error:
-            message = f"{error} twice: is this machine out of memory? Run the same command again to resume"
-            raise RunStopped(message, 1) from None
+        main(args)
+        return
     except KeyboardInterrupt:
-        print("interrupted before there was anything to save", file=sys.stderr, flush=True)
-        os._exit(130)
-    except (UserError, RunStopped) as error:
-        prefix = f"[rank {rank}] " if rank else ""
-        print(f"{prefix}{'error: ' if isinstance(error, UserError) else ''}{error}", file=sys.stderr, flush=True)
-        # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
-        # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
-        sys.stdout.flush()
-        os._exit(2 if isinstance(error, UserError) else error.status)
+        message, status = "interrupted before there was anything to save", 130
+    except WorkerLost as error:
+        message, status = f"{error} twice: is this machine out of memory? Run the same command again to resume", 1
+    except RunStopped as error:
+        message, status = str(error), error.status
+    except UserError as error:
+        message, status = f"error: {error}", 2
+    rank = int(os.environ.get("RANK", 0))
+    print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
+    # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
+    # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
+    sys.stdout.flush()
+    os._exit(status)

@@ -9,10 +9,7 @@ from tqdm import tqdm
 
 
 def is_main() -> bool:
-    """Return whether this process is rank 0, the process that prints messages and writes files.
-
-    This also works before the process group exists.
-    """
+    """Return whether this is rank 0, which prints messages and writes files. Works without a process group, too."""
     return int(os.environ.get("RANK", 0)) == 0
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import functools
 import heapq
 import os
 import pathlib
@@ -27,77 +26,72 @@ _heartbeats: list[dist.Store] = []  # at most one store, in which every process 
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Call `cli.run` for a script that joins the process group with `start`.
+    """Call `cli.run`, and print in one line that another process has died, too, or that the GPU memory is exhausted."""
 
-    Errors caused by the death of another process or by a lack of GPU memory are also printed in one line.
-    """
-    cli.run(functools.partial(_explain_failures, main), args)
+    def explained(args: T) -> None:
+        try:
+            main(args)
+            shutdown()
+        except torch.OutOfMemoryError as error:
+            raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", status=1) from None
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+                raise
+            reason = f"another process died or hangs ({str(error).strip().splitlines()[0][-120:]})"
+            raise RunStopped(f"{reason}; last seen: {last_heartbeats() or 'unknown'}", status=1) from None
 
-
-def _explain_failures(main: Callable[[T], None], args: T) -> None:
-    try:
-        main(args)
-        shutdown()
-    except torch.OutOfMemoryError as error:
-        raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", status=1) from None
-    except (dist.DistError, RuntimeError) as error:
-        if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
-            raise
-        first_line = str(error).strip().splitlines()[0][-120:]
-        heartbeats = last_heartbeats()
-        reason = f"another process died or hangs ({first_line})"
-        raise RunStopped(reason + (f"; last seen: {heartbeats}" if heartbeats else ""), status=1) from None
+    cli.run(explained, args)
 
 
 def start(timeout: float = 30.0) -> torch.device:
-    """Join torchrun's process group, or create one of size 1, and return this process's device.
+    """Join torchrun's process group, or create one of size 1. Return this process's device.
 
     A collective fails if it takes longer than `timeout` minutes.
     """
-    max_wait = datetime.timedelta(minutes=timeout)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        if "RANK" in os.environ:
-            global_rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun already hosts one
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, is_master=not agent_store and global_rank == 0, timeout=max_wait)
-            if agent_store:
-                # This store outlives a restart. Without a prefix, the new processes would read the addresses of the
-                # dead processes and wait for them.
-                store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-            _heartbeats.append(dist.PrefixStore("heartbeats", store))
-            dist.init_process_group(backend, store=store, timeout=max_wait, rank=global_rank, world_size=size)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        max_wait = datetime.timedelta(minutes=timeout)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        store, global_rank, size = dist.HashStore(), 0, 1
+        if "RANK" in os.environ:
+            store, global_rank, size = next(dist.rendezvous("env://", timeout=max_wait))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store outlives a restart. Without a prefix, the new processes would read the addresses of the
+            # dead processes and wait for them.
+            store = dist.PrefixStore(f"start {restarts}", store)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, timeout=max_wait, rank=global_rank, world_size=size)
+        _heartbeats[:] = [dist.PrefixStore("heartbeats", store)]
         _processes[:] = all_gather((_torchrun(), os.getpid(), restarts))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a script.
-
-    Otherwise gloo's threads may still be running while the interpreter shuts down, which has caused a process to abort.
-    """
+    """Leave the process group, whose gloo threads may otherwise abort the process while the interpreter shuts down."""
     if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators
         dist.destroy_process_group()
 
 
 def _torchrun() -> str:
-    """Return an id for the torchrun that started this process, or "" without torchrun.
-
-    The id is unique across machines.
-    """
+    """Return an id, unique across machines, of the torchrun that started this process; "" without torchrun."""
     if "GROUP_RANK" not in os.environ:
         return ""
     start_time = ""  # part of the id because pids are reused
     with contextlib.suppress(OSError):  # only Linux has /proc
         start_time = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{socket.gethostname()} {os.getppid()} {start_time}"
+
+
+def launcher_ids() -> list[str]:
+    """Return the ids of this run's torchruns. A restart keeps them, and replacing a machine keeps the others."""
+    return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
+
+
+def restarted() -> bool:
+    """Return whether torchrun has restarted this command on any machine; a replaced machine counts from 0."""
+    return any(restarts for _, _, restarts in _processes)
 
 
 def peer_died() -> bool:
@@ -111,50 +105,32 @@ def peer_died() -> bool:
     return False
 
 
-def memory_fraction(gib: float) -> float:
-    """Return `gib` GiB as a fraction of this GPU's memory, at most 1; 0 GiB means all of the memory."""
-    if not gib:
-        return 1.0
-    return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def launcher_ids() -> list[str]:
-    """Return the ids of all torchrun launchers of this run.
-
-    An id stays the same when the processes are restarted. When a machine is replaced, the ids of the other machines
-    stay the same.
-    """
-    return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
-
-
 def heartbeat(activity: str) -> None:
-    """Record this process's current activity and the time. If the process dies, an error message shows both."""
+    """Record what this process does from now on, for the error message of another process."""
     for store in _heartbeats:
         store.set(str(rank()), f"{time.time()} {activity}")
 
 
 def last_heartbeats() -> str:
-    """Return the last recorded activity of up to 16 other processes, oldest first, for an error message.
+    """Return the last recorded activity of up to 16 other processes, or "" if the store is unavailable.
 
-    The oldest heartbeat most likely belongs to the dead process. The text is empty when the store is unavailable.
+    The oldest comes first, because it most likely belongs to the dead process.
     """
     heartbeats = []
-    with contextlib.suppress(dist.DistError, RuntimeError):  # torchrun hosts the store and may have died, too
-        for store in _heartbeats:
-            for other in range(world_size()):
-                if other != rank() and store.check([str(other)]):
-                    timestamp, _, activity = store.get(str(other)).decode().partition(" ")
-                    heartbeats.append((time.time() - float(timestamp), other, activity))
+    with contextlib.suppress(RuntimeError):  # torchrun hosts the store and may have died, too
+        for other in range(world_size()):
+            if other != rank() and _heartbeats[0].check([str(other)]):
+                timestamp, _, activity = _heartbeats[0].get(str(other)).decode().partition(" ")
+                heartbeats.append((time.time() - float(timestamp), other, activity))
     oldest = sorted(heartbeats, reverse=True)[:16]
     return ", ".join(f'rank {other} in "{activity}" {age:.0f} s ago' for age, other, activity in oldest)
 
 
-def restarted() -> bool:
-    """Return whether torchrun has restarted this command after a process died.
-
-    All machines are checked, because a replacement machine starts counting its restarts at 0.
-    """
-    return any(restarts for _, _, restarts in _processes)
+def memory_fraction(gib: float) -> float:
+    """Return `gib` GiB as a fraction of this GPU's memory, at most 1; 0 GiB means all of the memory."""
+    if not gib:
+        return 1.0
+    return min(1.0, gib * 2**30 / torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def rank() -> int:
@@ -168,16 +144,12 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Return the number of processes on this machine, as set by torchrun; without torchrun, the world size."""
+    """Return the number of processes on this machine; without torchrun, the world size."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def num_shards(sharding: str) -> int:
-    """Return how many processes share one copy of the weights.
-
-    This is 1 for "none", the number of processes on one machine for "hybrid", and the total number of processes for
-    "full".
-    """
+    """Return how many processes share one copy of the weights: one ("none"), a machine's ("hybrid") or all ("full")."""
     return {"none": 1, "hybrid": local_world_size(), "full": world_size()}[sharding]
 
 
@@ -206,9 +178,9 @@ def all_max(value: Tensor) -> Tensor:
 
 
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sum each entry over the list (one dict per micro-batch) and over all processes; the result is on the CPU.
+    """Sum each entry over the list (one dict per micro-batch) and all processes; take the maximum for names in `_max`.
 
-    For names that end in `_max`, the maximum is taken instead of the sum.
+    The result is on the CPU.
     """
     names = list(stats[0])
     stacked = torch.stack([torch.stack([entry[name].detach().float() for name in names]) for entry in stats])
@@ -237,10 +209,7 @@ def all_gather(value: T) -> list[T]:
 
 
 def first_error(value: T | None) -> T | None:
-    """Return the first value that is not None, in the order of the ranks; all processes get the same result.
-
-    Each process passes its error, or None if there was no error.
-    """
+    """Return, on every process, the first error in the order of the ranks. Each passes its error, or None."""
     return next((error for error in all_gather(value) if error is not None), None)
 
 
@@ -266,8 +235,8 @@ def barrier() -> None:
 def partition_lpt(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     """Partition the indices of `costs` into `num_bins` sorted lists with nearly equal total costs.
 
-    Longest processing time first: the largest remaining cost goes to the bin with the smallest load (Graham 1969,
-    "Bounds on multiprocessing timing anomalies").
+    The largest remaining cost goes to the bin with the smallest load (Graham 1969, "Bounds on multiprocessing timing
+    anomalies").
     """
     heap = [(0.0, i) for i in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]

@@ -7,25 +7,22 @@ import sys
 import threading
 import time
 
-from common import distributed
+from common import console, distributed
 
 PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
 def defer_signals() -> list[int]:
-    """Record Ctrl-C and SIGTERM in the returned list from now on, instead of stopping the process.
+    """Record Ctrl-C and SIGTERM in the returned list from now on; a second signal of the same kind ends the process.
 
-    The caller checks the list at points where it can save and stop. A second signal of the same kind ends the process
-    at once.
+    The caller checks the list at points where it can save and stop.
     """
     received: list[int] = []
 
     def record(number: int, _: object) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
-        if int(os.environ.get("RANK", 0)) == 0:
-            message = "\nstopping and saving a checkpoint; press Ctrl-C again to exit now"
-            print(message, file=sys.stderr, flush=True)
+        console.warn("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
 
     if "GROUP_RANK" in os.environ:  # set by torchrun
         reader, writer = socket.socketpair()
@@ -41,9 +38,8 @@ def defer_signals() -> list[int]:
 def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> None:
     """Wait for a SIGTERM and the death of a peer, then exit. Runs in a thread and keeps `_writer` open.
 
-    When a peer has died, torchrun also sends SIGTERM, and 30 seconds later it kills the remaining processes. Nothing
-    can be saved any more, so waiting for a rollout to finish is useless. Before the exit, a process that notices the
-    death itself has time to report its own error.
+    When a peer has died, torchrun sends SIGTERM, too. Nothing can be saved any more, so waiting for a rollout to finish
+    is useless. Before the exit, a process that notices the death itself has time to report its own error.
     """
     while signal.SIGTERM not in reader.recv(1):
         pass

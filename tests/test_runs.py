@@ -27,7 +27,7 @@ from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import ROOT, run_script
-from training.checkpoint import write_manifest
+from training.run_folder import write_manifest
 
 
 @pytest.fixture(scope="module")

@@ -15,31 +15,28 @@ NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
 def describe_nonfinite(
     stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], logps: list[Tensor]
 ) -> str | None:
-    """Describe a non-finite loss or gradient norm and name the rows at fault. Return None when both values are finite.
+    """Describe a non-finite loss or gradient norm and name the rows at fault, or return None when both are finite.
 
-    `stats` and `grad_norm` are those of all processes. `groups` are this process's, and `logps` are the (L,)
-    log-probabilities of their completions, in order.
+    `groups` are this process's, and `logps` are the (L,) log-probabilities of their completions, in order.
     """
     if stats["loss"].isfinite() and grad_norm.isfinite():
         return None
     bad_rows = []
-    remaining = iter(logps)
-    for group in groups:
-        for completion in group.completions:
-            tensors = [next(remaining, None), completion.sampling_logp, completion.old_logp, completion.ref_logp]
-            finite = all(tensor.isfinite().all() for tensor in tensors if tensor is not None)
-            if not (finite and math.isfinite(completion.advantage)):
-                bad_rows.append(group.prompt.source or f"prompt {group.index}")
+    pairs = [(group, completion) for group in groups for completion in group.completions]
+    for (group, completion), logp in zip(pairs, logps):
+        tensors = [logp, completion.sampling_logp, completion.old_logp, completion.ref_logp]
+        finite = all(tensor.isfinite().all() for tensor in tensors if tensor is not None)
+        if not (finite and math.isfinite(completion.advantage)):
+            bad_rows.append(group.prompt.source or f"prompt {group.index}")
     names = sorted({name for names in distributed.all_gather(bad_rows) for name in names})
     rows = f" ({', '.join(names[:5])})" if names else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return statistics of |trainer_logp − sampling_logp| over the trained tokens.
+    """Return the sum and maximum of |trainer_logp − sampling_logp| over the trained tokens; `trainer_logp` is (C,).
 
-    They are the sum and the maximum over all prompts, and the sum and the number of tokens for prompts with images.
-    `trainer_logp` (C,) holds the trainer's log-probabilities of the batch's tokens.
+    For prompts with images, the sum and the number of tokens are also given separately.
     """
     counted = batch.values.weights > 0
     with_image = batch.values.has_image & counted
@@ -51,22 +48,18 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
 def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
     """Return an error message if sampler and trainer differ by more than `limit` nats per token on average, else None.
 
-    Only the first update of a step is checked, since the policy has changed in later updates. A limit of 0 allows any
-    difference.
+    Later updates of a step are not checked, since the policy has changed. A limit of 0 allows any difference.
     """
     mean = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
-    if is_first_update and limit and mean > limit:
-        return (
-            f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more "
-            "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
-        )
-    return None
+    if not (is_first_update and limit and mean > limit):
+        return None
+    return (
+        f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more "
+        "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
+    )
 
 
-def is_spike(norms: list[float], factor: float = 5.0, min_history: int = 10) -> bool:
-    """Return whether the last gradient norm is more than `factor` times the median of the earlier norms.
-
-    The result is False if there are fewer than `min_history` earlier norms.
-    """
+def is_spike(norms: list[float]) -> bool:
+    """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms."""
     earlier = norms[:-1]
-    return len(earlier) >= min_history and norms[-1] > factor * statistics.median(earlier)
+    return len(earlier) >= 10 and norms[-1] > 5 * statistics.median(earlier)

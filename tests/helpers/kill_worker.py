@@ -35,7 +35,7 @@ def set_phase(phase: str) -> None:
 
 def record_phases() -> None:
     """Record which phase rank 0 is in: a timed phase of a step, or a phase of saving."""
-    call, save, finish = metrics.Clock.__call__, checkpoint.Checkpoints.save, checkpoint.Checkpoints._finish
+    call, save, write = metrics.Clock.__call__, checkpoint.Saver.save, checkpoint.Saver._write
 
     def recorded_call(self, phase):
         set_phase(phase)
@@ -45,13 +45,13 @@ def record_phases() -> None:
         set_phase("save")
         return save(*args)
 
-    def recorded_finish(*args):
+    def recorded_write(*args):
         set_phase("save, in its thread")
-        finish(*args)
+        write(*args)
         set_phase("after a save")
 
-    metrics.Clock.__call__, checkpoint.Checkpoints.save = recorded_call, recorded_save
-    checkpoint.Checkpoints._finish = recorded_finish
+    metrics.Clock.__call__, checkpoint.Saver.save = recorded_call, recorded_save
+    checkpoint.Saver._write = recorded_write
 
 
 def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None:

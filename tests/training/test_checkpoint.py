@@ -25,8 +25,9 @@ from common.files import read_jsonl
 from policy.model import Policy
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint
-from training.checkpoint import Checkpoints, verify_checkpoint
+from training import run_folder
+from training.checkpoint import Saver
+from training.run_folder import RunFolder, verify_checkpoint
 
 SLOW = pytest.mark.slow
 
@@ -92,8 +93,8 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
         assert "manifest.json is damaged" in verify_checkpoint(newest)
     (newest / "manifest.json").write_bytes(manifest)
     with pytest.raises(UserError, match=r"is a run: pass one of its checkpoints, the newest is .*checkpoint-4"):
-        Checkpoints(str(tmp_path)).find(str(tmp_path / "run"))
-    checkpoints = Checkpoints(str(tmp_path / "run"))
+        RunFolder(str(tmp_path)).plan_resume(str(tmp_path / "run"))
+    folder = RunFolder(str(tmp_path / "run"))
     files = [path for path in newest.iterdir() if path.is_file()]
     assert {"manifest.json", "state.json", "random-0.pt"} < {path.name for path in files}
     for trial in range(20):
@@ -103,10 +104,10 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
         flipped = content[:offset] + bytes([content[offset] ^ 1 << rng.randrange(8)]) + content[offset + 1 :]
         path.write_bytes(flipped if trial % 3 else content[:offset])
         assert verify_checkpoint(newest), (path.name, offset, trial)
-        assert checkpoints.find("newest").name == "checkpoint-2"
+        assert folder.plan_resume("newest").checkpoint.name == "checkpoint-2"
         assert "trying the previous checkpoint" in capsys.readouterr().err
         with pytest.raises(UserError, match="checkpoint-4"):
-            checkpoints.find(str(newest))
+            folder.plan_resume(str(newest))
         path.write_bytes(content)
         assert verify_checkpoint(newest) is None
     (newest / "random-0.pt").unlink()
@@ -165,13 +166,13 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
 
 def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp_path, monkeypatch, capsys):
     """The disk fills up only after its free space has been checked."""
-    monkeypatch.setattr(Checkpoints, "_check_disk_space", lambda *_: None)
+    monkeypatch.setattr(Saver, "_missing_space", lambda *_: None)
 
     def full(path):
         raise OSError(28, "No space left on device")
 
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, save_every=1))
-    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    monkeypatch.setattr(run_folder, "write_manifest", full)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=1, resume="newest"))
     assert "is full; checkpoint-1 is complete" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]

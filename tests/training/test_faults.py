@@ -29,8 +29,9 @@ from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
 from training import checkpoint, export
-from training.checkpoint import Checkpoints, verify_checkpoint
+from training.checkpoint import Saver
 from training.guards import describe_nonfinite
+from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
 
 
@@ -90,19 +91,18 @@ def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="contains a run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=4, resume=str(saved / "checkpoint-2")))
     (tmp_path / "run" / "config.json").write_text('{"launch": ["dead", "survivor"]}')
-    checkpoints = Checkpoints(str(tmp_path / "run"))
-    newest = tmp_path / "run" / "checkpoint-4"
-    assert checkpoints.find(str(saved / "checkpoint-2")) == newest, (
+    plan = RunFolder(str(tmp_path / "run")).plan_resume(str(saved / "checkpoint-2"))
+    assert plan.checkpoint == tmp_path / "run" / "checkpoint-4", (
         "a restart must always resume from the newest checkpoint"
     )
-    assert checkpoints.replaces
+    assert plan.replaces_output
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
     monkeypatch.setattr(distributed, "launcher_ids", lambda: [])
     with pytest.raises(UserError, match=r"without a checkpoint: replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match=r"no checkpoint in .*use --overwrite instead to start a new run"):
-        checkpoints.find("newest")
+        RunFolder(str(tmp_path / "run")).plan_resume("newest")
 
 
 def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
@@ -143,8 +143,16 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
     del state["config"]["rows_digest"], state["skipped"], state["unscored"]
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))
-    checkpoint.write_manifest(tmp_path / "run" / "checkpoint-4")
+    write_manifest(tmp_path / "run" / "checkpoint-4")
     assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags)).step == 4
+
+
+def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
+    flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
+    assert [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups] == [(1e-4, 0.3), (1e-4, 0.0)]
+    assert run.scheduler.last_epoch == 2 and run.scheduler.base_lrs == [1e-4, 1e-4]
+    assert all(entry["step"] == 2 for entry in run.optimizer.state_dict()["state"].values())
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
@@ -230,20 +238,16 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
     On a full disk, torch raises a CheckpointException, which is not a subclass of Exception.
     """
-    torch_save, failures = checkpoint.dcp.async_save, []
+    torch_save, failures = checkpoint.dcp.save, []
 
     def failing(*args, **kwargs):
-        future = torch_save(*args, **kwargs)
-        if failures:
-            return future
-        failures.append(1)
-        future.result()
-        failed = checkpoint.Future()
-        full = OSError(28, "No space left on device")
-        failed.set_exception(checkpoint.CheckpointException("save", {0: (full, None)}))
-        return failed
+        torch_save(*args, **kwargs)
+        if not failures:
+            failures.append(1)
+            full = OSError(28, "No space left on device")
+            raise checkpoint.CheckpointException("save", {0: (full, None)})
 
-    monkeypatch.setattr(checkpoint.dcp, "async_save", failing)
+    monkeypatch.setattr(checkpoint.dcp, "save", failing)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2))
     stderr = capsys.readouterr().err
     assert "could not save checkpoint-2: " in stderr and "is full; there is no checkpoint" in stderr
@@ -251,7 +255,7 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 
 
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
-    """An older checkpoint of the same step is kept until the new checkpoint is complete."""
+    """An older checkpoint of the same step is kept, also when the run does not know it."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
     grpo.save_checkpoint(run, last=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
@@ -269,7 +273,42 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
         patch.setattr(pathlib.Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             grpo.save_checkpoint(run, last=True)
-    assert Checkpoints(str(tmp_path)).find("newest") == tmp_path / "checkpoint-0"
+    assert RunFolder(str(tmp_path)).plan_resume("newest").checkpoint == tmp_path / "checkpoint-0"
+    grpo.save_checkpoint(run, last=True)
+    assert run.checkpoints.save_failed, "an existing checkpoint is not replaced"
+    assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
+
+
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_part_of_it(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "run")
+    folder = RunFolder(str(tmp_path / "run"), keep_last=1)
+    shutil.move(tmp_path / "run" / "checkpoint-4", folder.partial(4))
+
+    def killed(path, **options):
+        if path.exists():
+            (path / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.publish(4, best_step=None)
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-4", "checkpoint-2.partial"}
+    assert folder.plan_resume("newest").checkpoint == tmp_path / "run" / "checkpoint-4"
+    folder.prepare(4)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_a_file_is_complete_at_all_times(tmp_path, monkeypatch):
+    files.atomic_write(tmp_path / "a.json", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            files.atomic_write(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
+    files.atomic_write(tmp_path / "a.json", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "new"
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
@@ -313,7 +352,7 @@ def test_an_export_that_fails_has_a_checkpoint_to_be_made_from(
 def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr(checkpoint.dist, "new_group", lambda **kwargs: given.update(kwargs))
-    Checkpoints(str(tmp_path), timeout=0.5)
+    Saver(RunFolder(str(tmp_path)), timeout=0.5)
     assert given["timeout"].total_seconds() == 30
 
 

@@ -1,0 +1,203 @@
+"""The output folder of a run: which checkpoints it holds, which one is resumed, and which ones are deleted.
+
+A checkpoint is a folder `checkpoint-STEP`. Its `manifest.json` holds the size and hash of each file, so a damaged
+checkpoint is recognised before any of it is loaded. The folder is written as `checkpoint-STEP.partial`, flushed to disk
+and renamed when it is complete, and renamed back before it is deleted. A killed run therefore never leaves a part of a
+checkpoint under the final name.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import console, distributed
+from common.errors import UserError
+from common.files import flush, partial_path
+
+MANIFEST = "manifest.json"
+SUPERSEDED_SUFFIX = ".before-resume"
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Where a run starts."""
+
+    checkpoint: Path | None  # None for a new run
+    continues_output: bool  # whether the checkpoint is of the run in the output folder, which is then continued
+    replaces_output: bool  # whether a run in the output folder may be replaced without `--overwrite`
+
+
+class RunFolder:
+    """The checkpoints in the output folder of a run."""
+
+    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False):
+        """`keep_last` and `keep_best` say which checkpoints are kept; `keep_last` 0 keeps all."""
+        self.path, self.keep_last, self.keep_best = Path(output), keep_last, keep_best
+
+    def plan_resume(self, requested: str | None) -> ResumePlan:
+        """Return where the run starts, the same on every process.
+
+        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
+        restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
+        damaged, a message says so and the previous checkpoint is tried. Raises UserError if there is no checkpoint or
+        if the requested checkpoint is damaged.
+        """
+        plan = error = None
+        if console.is_main():
+            try:
+                plan = self._plan_resume(requested)
+            except UserError as exception:
+                error = str(exception)
+        distributed.raise_first_error(error, UserError)
+        return distributed.all_gather(plan)[0]
+
+    def _plan_resume(self, requested: str | None) -> ResumePlan:
+        restarted = distributed.restarted() and self._is_same_launch()
+        if checkpoints_by_step(self.path) and (restarted or requested == "auto"):
+            requested = "newest"
+        if requested == "newest":
+            checkpoint = self._newest_complete()
+        elif not requested or requested == "auto":
+            checkpoint = None
+        else:
+            checkpoint = _named_checkpoint(Path(requested))
+        is_own = checkpoint is not None and checkpoint.resolve().parent == self.path.resolve()
+        is_unfinished = requested == "auto" and not (self.path / "final").exists()
+        return ResumePlan(checkpoint, is_own, restarted or is_unfinished)
+
+    def _is_same_launch(self) -> bool:
+        """Return whether the run in the folder was started by one of this launch's torchrun launchers."""
+        path = self.path / "config.json"
+        launchers = json.loads(path.read_text()).get("launch", []) if path.is_file() else []
+        return not set(launchers).isdisjoint(distributed.launcher_ids())
+
+    def _newest_complete(self) -> Path:
+        checkpoints = checkpoints_by_step(self.path)
+        for step in sorted(checkpoints, reverse=True):
+            error = verify_checkpoint(checkpoints[step])
+            if error is None:
+                return checkpoints[step]
+            console.warn(error + ("; trying the previous checkpoint" if step > min(checkpoints) else ""))
+        problem = "no complete checkpoint" if checkpoints else "no checkpoint"
+        holds_run = checkpoints or (self.path / "metrics.jsonl").exists()
+        flag = "use --overwrite instead" if holds_run else "leave out --resume"
+        raise UserError(f"--resume: {problem} in {str(self.path)!r}; {flag} to start a new run")
+
+    def prepare(self, step: int | None) -> None:
+        """Prepare the folder for a run that resumes after `step`, or for a new run (None): then delete an earlier run.
+
+        Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
+        checkpoint of that step or a later one. Call this after all other checks have passed.
+        """
+        if not console.is_main():
+            return
+        for leftover in self.path.glob("checkpoint-*.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if step is None:
+            for folder in [*self.path.glob("checkpoint-*"), self.path / "final"]:
+                _delete(folder)
+            return
+        for later, folder in checkpoints_by_step(self.path).items():
+            if later > step:
+                superseded = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
+                _delete(superseded)
+                folder.rename(superseded)
+
+    def partial(self, step: int) -> Path:
+        """Return the folder into which the checkpoint of `step` is written until it is complete."""
+        return partial_path(self.path / f"checkpoint-{step}")
+
+    def publish(self, step: int, best_step: int | None) -> None:
+        """Give the written checkpoint of `step` its manifest and its final name, then delete the expired ones.
+
+        Raises OSError if there already is a checkpoint of `step`, which is then kept.
+        """
+        partial = self.partial(step)
+        write_manifest(partial)
+        partial.rename(partial.with_suffix(""))
+        flush(self.path)
+        checkpoints = checkpoints_by_step(self.path)
+        steps = sorted(other for other in checkpoints if other <= step)
+        kept = {*steps[-self.keep_last :], best_step if self.keep_best else None}
+        expired = [checkpoints[other] for other in steps if other not in kept]
+        superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
+        expired += [folder for other, folder in superseded.items() if other <= step]
+        for folder in expired:
+            _delete(folder)
+
+
+def checkpoints_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """Return the folders in `folder` that are named `checkpoint-STEP` plus `suffix`, keyed by step."""
+    pattern = rf"checkpoint-(\d+){re.escape(suffix)}"
+    matches = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("checkpoint-*")]
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _named_checkpoint(folder: Path) -> Path:
+    """Return `folder` if it is a complete checkpoint, else raise UserError."""
+    checkpoints = checkpoints_by_step(folder)
+    if checkpoints and not (folder / MANIFEST).exists():
+        newest = checkpoints[max(checkpoints)]
+        raise UserError(f"--resume: {str(folder)!r} is a run: pass one of its checkpoints, the newest is {newest}")
+    if error := verify_checkpoint(folder):
+        raise UserError(error)
+    return folder
+
+
+def _delete(folder: Path) -> None:
+    """Delete `folder` under another name, so that a kill cannot leave a part of it that looks like a checkpoint."""
+    partial = partial_path(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rename(partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+# --- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path) -> None:
+    """Write `manifest.json` with the size and hash of every file in `folder`, then flush everything to disk.
+
+    The last line of the manifest is the hash of its other lines.
+    """
+    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    (folder / MANIFEST).write_bytes(_append_hash(json.dumps({"files": _fingerprints(paths)}, indent=1).encode()))
+    for path in [*paths, folder / MANIFEST, folder]:
+        flush(path)
+
+
+def verify_checkpoint(folder: Path) -> str | None:
+    """Compare the checkpoint in `folder` with its manifest; return an error message, or None if all bytes match."""
+    try:
+        manifest = (folder / MANIFEST).read_bytes()
+        text = manifest[:-66]  # the rest is a hash of 64 digits between two line breaks
+        if manifest != _append_hash(text):
+            return f"{folder}: its {MANIFEST} is damaged"
+        written = json.loads(text)["files"]
+        found = _fingerprints([folder / name for name in written])
+    except (OSError, ValueError, KeyError) as error:
+        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:120]})"
+    damaged = [name for name in written if found[name] != written[name]]
+    return f"{folder}: {damaged[0]} is damaged: its size or hash differs from {MANIFEST}" if damaged else None
+
+
+def _append_hash(text: bytes) -> bytes:
+    return text + f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
+
+
+def _fingerprints(paths: list[Path]) -> dict[str, dict[str, int | str]]:
+    """Return the size and hash of each file, by name."""
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(_hash, paths))
+    return {path.name: {"size": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, hashes)}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
