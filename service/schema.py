@@ -4,22 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-DATA_FORMAT = {
-    "format": "ZIP",
-    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the images"},
-    "columns": {
-        "images_path": "path of the image, relative to the ZIP's root or to images/",
-        "question": "the question, like 'How many apples are in the picture?'",
-        "answer": "a sentence with the right number, like 'A photo of 5 apples', or just the number",
-    },
-    "example": "images_path,question,answer\nimages/1.jpg,How many apples?,A photo of 5 apples\n",
-    "notes": [
-        "main.csv and images/ may both be inside one folder of the ZIP",
-        "PNG, JPEG, WebP and every other format that Pillow reads",
-        "the ZIP is not unpacked to disk",
-    ],
-}
-
 
 class Strict(BaseModel):
     """Base class that rejects unknown fields: otherwise, a misspelt field would be ignored silently."""
@@ -101,9 +85,3 @@ class Started(BaseModel):
     job_id: str
     message: str
     status: str
-
-
-class Answer(BaseModel):
-    """The answer of a trained model."""
-
-    answer: str
