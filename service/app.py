@@ -31,7 +31,7 @@ import zipfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, File, Form, Header, HTTPException, Path, Request, UploadFile
@@ -42,8 +42,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
-from common import errors
-from common.errors import CallFailed
+from common.errors import CallFailed, require
 from common.records import TAG, Sample
 from grading.sandbox import WorkerPool
 from inputs.images import decode_image
@@ -58,7 +57,6 @@ PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs that can be checked at the same time
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
-EVENT_ROWS = 1000  # maximum rows of metrics in one event
 log = logging.getLogger("serve")
 
 
@@ -82,11 +80,10 @@ class Config:
     """Maximum size of an uploaded ZIP in GB."""
 
     def __post_init__(self) -> None:
-        errors.require(0 < self.port < 65536, "port must be between 1 and 65535")
-        errors.require(self.max_upload > 0, "max_upload must be above 0")
+        require(0 < self.port < 65536, "port must be between 1 and 65535")
+        require(self.max_upload > 0, "max_upload must be above 0")
 
 
-Id = Annotated[str, Path(max_length=64)]
 ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 409, 413, 503, 507)}
 api = APIRouter(responses=ERRORS)
 
@@ -99,7 +96,7 @@ async def get_store(request: Request) -> Store:
 StoreDep = Annotated[Store, Depends(get_store)]
 
 
-async def get_job(store: StoreDep, job_id: Id) -> Job:
+async def get_job(store: StoreDep, job_id: str) -> Job:
     """Return the job that the URL names."""
     return store.job(job_id)
 
@@ -163,7 +160,7 @@ def files(store: StoreDep) -> list[dict]:
 
 
 @api.get("/files/{file_id}/picture/{number}", response_class=Response)
-def picture(store: StoreDep, file_id: Id, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
+def picture(store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
     """Return a thumbnail of one row's image, with the question and answer in the headers X-Question and X-Answer."""
     store.file(file_id)
     samples = (row for row in read_rows(str(store.zip_path(file_id))) if isinstance(row, Sample))
@@ -183,7 +180,7 @@ def picture(store: StoreDep, file_id: Id, number: Annotated[int, Path(ge=0, le=1
 
 
 @api.delete("/files/{file_id}")
-def delete_file(store: StoreDep, file_id: Id) -> dict[str, str]:
+def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
     """Delete a data set. Refused while a queued or running job uses it."""
     store.delete_file(file_id)
     return {"message": "deleted"}
@@ -200,19 +197,9 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     training, lora = body.training_config, body.lora_config
     completions_per_step = training.batch_size * training.gradient_accumulation_steps
     prompts = max(1, math.ceil(completions_per_step / training.num_generations))
-    flags = {
-        "epochs": training.num_epochs,
-        "learning_rate": training.learning_rate,
-        "prompts_per_step": prompts,
-        "num_generations": training.num_generations,
-        "temperature": training.temperature,
-        "load_in_4bit": training.use_4bit,
-        "max_side": training.max_image_size,
-        "seed": training.seed,
-        "max_completion_length": 64,
-        "lora_rank": lora.r,
-        "lora_alpha": lora.lora_alpha,
-    }
+    flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
+    flags |= lora.model_dump(by_alias=True, exclude={"lora_dropout"})
+    flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
     steps = math.ceil(training.num_epochs * file["usable_rows"] / prompts)
     settings = {"flags": flags, "request": body.model_dump()}
     job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
@@ -220,10 +207,7 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
 
 
 def allowed_model(name: str | None, cfg: Config) -> str:
-    """Return the model that `name` stands for: the default, a model in an allowed folder, or a name on the hub.
-
-    Raises HTTPException for any other name.
-    """
+    """Return the default model, a model in an allowed folder or a name on the hub. Raises HTTPException for others."""
     if name is None or name == cfg.model:
         return cfg.model
     with contextlib.suppress(OSError, ValueError):  # not a valid path
@@ -290,16 +274,15 @@ async def events(
         if last_event_id and rows and rows[-1]["step"] >= last_event_id:
             rows = [row for row in rows if row["step"] > last_event_id]
         last_event_id = 0
-        for i in range(0, len(rows), EVENT_ROWS):
-            chunk = rows[i : i + EVENT_ROWS]
-            yield ServerSentEvent(event="metrics", raw_data=json.dumps(chunk), id=str(chunk[-1]["step"]))
+        if rows:
+            yield ServerSentEvent(event="metrics", raw_data=json.dumps(rows), id=str(rows[-1]["step"]))
         if info.status not in ("queued", "training"):
             return
         await asyncio.sleep(0.5)
 
 
 @api.delete("/jobs/{job_id}")
-def cancel(store: StoreDep, job_id: Id) -> Started:
+def cancel(store: StoreDep, job_id: str) -> Started:
     """Cancel a job. A running job saves a checkpoint first."""
     job = store.cancel(job_id)
     message = "cancelled" if job.status == "cancelled" else "stopping; saving a checkpoint first"
@@ -307,7 +290,7 @@ def cancel(store: StoreDep, job_id: Id) -> Started:
 
 
 @api.post("/jobs/{job_id}/resume")
-def resume(store: StoreDep, job_id: Id) -> Started:
+def resume(store: StoreDep, job_id: str) -> Started:
     """Queue a cancelled or failed job again. It resumes from its last checkpoint."""
     job = store.resume(job_id)
     return Started(job_id=job_id, message="queued again", status=job.status)
@@ -347,7 +330,7 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
 
 
 @api.post("/jobs/{job_id}/predict")
-def predict(
+async def predict(
     request: Request,
     store: StoreDep,
     job: JobDep,
@@ -360,22 +343,21 @@ def predict(
         raise HTTPException(409, f"the job is {job.status}; it can answer questions once it is completed")
     if shutil.which("nvidia-smi") and store.jobs("training"):
         raise HTTPException(409, "a job is training and needs the whole GPU: ask again when it has ended")
-    try:
-        decode_image(picture.file.read()).save(scratch / "picture.png")
-    except ValueError as error:
-        raise HTTPException(400, f"the image cannot be read: {error}") from None
     if TAG in question or "<|" in question:
         raise HTTPException(400, "the question contains a control token")
-    if not request.app.state.predicting.acquire(blocking=False):
+    predicting = request.app.state.predicting
+    if predicting.locked():
         raise HTTPException(503, "another question is being answered: ask again in a moment")
+    async with predicting:
+        return {"answer": await run_in_threadpool(ask_model, store, job, scratch, picture.file, question)}
+
+
+def ask_model(store: Store, job: Job, folder: pathlib.Path, picture: BinaryIO, question: str) -> str:
+    """Return the model's answer to `question` about `picture`. Raises HTTPException if there is none."""
     try:
-        return {"answer": ask_model(store, job, scratch, question)}
-    finally:
-        request.app.state.predicting.release()
-
-
-def ask_model(store: Store, job: Job, folder: pathlib.Path, question: str) -> str:
-    """Return the model's answer to `question` about picture.png in `folder`. Raises HTTPException if there is none."""
+        decode_image(picture.read()).save(folder / "picture.png")
+    except ValueError as error:
+        raise HTTPException(400, f"the image cannot be read: {error}") from None
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
@@ -401,7 +383,7 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     app = FastAPIOffline(title="grpo-vlm: counting", version="1", summary="Train a model to count objects in images")
     app.state.cfg = cfg
     app.state.store = Store(cfg.folder)
-    app.state.predicting = threading.Lock()
+    app.state.predicting = asyncio.Lock()
     app.state.inspect_pool = WorkerPool(INSPECTORS, [INSPECT_ZIP])
     app.state.inspectors = asyncio.Semaphore(INSPECTORS)
     app.include_router(api)
@@ -426,11 +408,10 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     @app.exception_handler(OSError)
     @app.exception_handler(sqlite3.OperationalError)
     def full(_: Request, error: Exception) -> Response:
-        disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        database = isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL
-        if not disk and not database:
-            raise error
-        return JSONResponse({"detail": "the service's disk is full: free some space, then try again"}, 507)
+        full_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full_disk or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            return JSONResponse({"detail": "the service's disk is full: free some space, then try again"}, 507)
+        raise error
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -455,12 +436,12 @@ def job_loop(store: Store) -> None:
 
 
 def main(cfg: Config) -> None:
-    local = cfg.host in LOCAL
-    token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
+    token = cfg.token or (None if cfg.host in LOCAL else secrets.token_urlsafe(24))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
         cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
-    hint = f"/?token={token}" if token and token != cfg.token else "/?token=TOKEN" if token else ""
+    shown_token = "TOKEN" if cfg.token else token  # a generated token is shown only here
+    hint = f"/?token={shown_token}" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
     uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, log_level="warning", timeout_graceful_shutdown=3)

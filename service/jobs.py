@@ -3,10 +3,8 @@
 Everything is on disk: an SQLite database with a table of files and a table of jobs, and a folder for each job. A job is
 a `grpo.py` process in its own process group, so it outlives the service. The process inherits a locked file. However
 the process ends, the system releases the lock, so the lock shows whether the job is alive. The files that the process
-leaves behind show how it ended. One job runs at a time.
-
-Methods that take an id raise HTTPException with status 404 if no file or job has this id, and with status 409 if the
-state of the file or job does not allow the request.
+leaves behind show how it ended. One job runs at a time. Methods that take an id raise HTTPException with status 404 if
+nothing has this id, and with status 409 if the state of the file or job does not allow the request.
 """
 
 import collections
@@ -38,9 +36,9 @@ from common.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
 # A traceback, whose lines may start with torchrun's rank prefix.
-TRACEBACK = re.compile(
-    r"(?m)^(?:\[rank\d+\]: )?Traceback \(most recent call last\):\n(?:(?:\[rank\d+\]: )?(?:[ \t].*)?\n)*"
-)
+TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\):\n((\[rank\d+\]: )?([ \t].*)?\n)*")
+HEADLINE = "--- attempt {} ---"  # starts each attempt in a job's log
+_parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
@@ -86,9 +84,8 @@ class Store:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another service is running in {folder!r}: stop it, or choose another --folder") from None
-        self.database = sqlite3.connect(
-            self.folder / "service.sqlite", check_same_thread=False, isolation_level=None, timeout=30
-        )
+        path = self.folder / "service.sqlite"
+        self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self.database.row_factory = sqlite3.Row
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.executescript(SCHEMA)
@@ -133,9 +130,9 @@ class Store:
         """Delete a file, unless a queued or running job uses it."""
         with self.lock:
             self.file(file_id)
-            for job in self.jobs():
-                if job.file_id == file_id and job.status in ("queued", "training"):
-                    raise HTTPException(409, f"job {job.job_id} uses this file: cancel it first")
+            users = [job for job in self.jobs() if job.file_id == file_id and job.status in ("queued", "training")]
+            if users:
+                raise HTTPException(409, f"job {users[0].job_id} uses this file: cancel it first")
             self._query("DELETE FROM files WHERE file_id = ?", file_id)
             self.zip_path(file_id).unlink(missing_ok=True)
 
@@ -234,7 +231,7 @@ class Store:
         command = [sys.executable, str(ROOT / "grpo.py"), *self._flags(job), "--resume", "auto"]
         shell = ["sh", "-c", 'echo $$ > "$0"; exec nice -n 5 "$@"', str(folder / f"pid-{job.attempt}"), *command]
         with (folder / "lock").open("w") as lock, (folder / "log.txt").open("a") as log:
-            print(_headline(job), file=log, flush=True)
+            print("\n" + HEADLINE.format(job.attempt), file=log, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
             child = subprocess.Popen(
                 shell, cwd=ROOT, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock.fileno()]
@@ -265,19 +262,19 @@ class Store:
 
     def _finish(self, job: Job) -> None:
         """Set the status of a job whose process has ended, from the files that the process left behind."""
-        folder = self.job_folder(job.job_id)
+        started = (self.job_folder(job.job_id) / f"pid-{job.attempt}").is_file()
         if (self.run_folder(job.job_id) / "final").is_dir():
             self._update(job, status="completed", error_message=None)
         elif job.cancelled_at is not None:
             self._update(job, status="cancelled")
-        elif not (folder / f"pid-{job.attempt}").is_file():  # the service died while starting the job
+        elif not started:  # the service died while starting the job
             self._update(job, status="queued")
         else:
             self._update(job, status="failed", error_message=self._failure_reason(job))
 
     def _failure_reason(self, job: Job) -> str:
         """Return the last error of the last attempt, without the paths of this machine."""
-        lines = self.log(job.job_id).rpartition(_headline(job))[2].strip().splitlines()
+        lines = self.log(job.job_id).rpartition(HEADLINE.format(job.attempt))[2].strip().splitlines()
         last = lines[-1].strip()[-300:] if lines else ""
         if "No space left" in "\n".join(lines[-20:]):
             return "the disk is full; free some space, then resume from the last checkpoint"
@@ -293,8 +290,7 @@ class Store:
     def metrics(self, job_id: str, position: tuple[int, int] = (0, 0)) -> tuple[list[dict], tuple[int, int]]:
         """Return the rows of metrics.jsonl after `position`, with NaN and infinity as None, and the new position.
 
-        A position is an inode and an offset in bytes. If the file has been replaced, as after a resume, all of its rows
-        are returned.
+        A position is an inode and an offset in bytes. All rows are returned if a resume has replaced the file.
         """
         try:
             with (self.run_folder(job_id) / "metrics.jsonl").open("rb") as file:
@@ -330,21 +326,12 @@ class Store:
         return {"current_step": step, "progress": progress, "loss": last.get("loss"), "reward": last.get("reward")}
 
 
-def _headline(job: Job) -> str:
-    """Return the line that starts each attempt in the job's log."""
-    return f"--- attempt {job.attempt} ---"
-
-
 @functools.lru_cache(maxsize=1000)
 def _last_row(path: pathlib.Path, mtime: int) -> dict[str, Any]:
     """Return the last complete row of a .jsonl file. The file is read only if its modification time has changed."""
     with path.open("rb") as file:
         lines = [line for line in collections.deque(file, maxlen=2) if line.endswith(b"\n")]
     return _parse(lines[-1]) if lines else {}
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    return json.loads(line, parse_constant=lambda name: None)  # the constants are NaN and infinity
 
 
 def _file(row: sqlite3.Row) -> dict:

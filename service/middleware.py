@@ -53,8 +53,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
     def _same_origin(self, request: Request) -> bool:
         """Refuse requests that a page of a different site makes in a visitor's browser.
 
-        Without a token, also refuse requests whose Host header does not name this machine, because another site's name
-        may resolve to this machine's address.
+        Without a token, the Host header must name this machine: another site's name may resolve to its address.
         """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if origin and origin not in (f"http://{host}", f"https://{host}"):

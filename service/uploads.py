@@ -17,13 +17,16 @@ MAX_QUESTION_CHARS = 2000
 
 
 def inspect_zip(path: str, name: str) -> dict[str, object]:
-    """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} if the ZIP has no usable row.
+    """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} if it has no usable row.
 
     Messages contain `name` instead of the path.
     """
     rows, images, problems = 0, set(), []
     try:
-        _check_table(path)
+        table = open_zip(pathlib.Path(path)) / "main.csv"
+        size = table.root.getinfo(table.at).file_size
+        if size > MAX_TABLE_BYTES:
+            raise UserError(f"main.csv has {size / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
         for row in read_rows(path):
             rows += 1
             if problem := _problem(row, images):
@@ -35,14 +38,6 @@ def inspect_zip(path: str, name: str) -> dict[str, object]:
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     usable = rows - len(problems)
     return {"rows": rows, "images": len(images), "usable": usable, "problems": problems[:MAX_PROBLEMS] + more}
-
-
-def _check_table(path: str) -> None:
-    """Raise UserError for a main.csv that is too large to check in time."""
-    table = open_zip(pathlib.Path(path)) / "main.csv"
-    size = table.root.getinfo(table.at).file_size
-    if size > MAX_TABLE_BYTES:
-        raise UserError(f"main.csv has {size / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
 
 
 def _problem(row: Sample | tuple[str, str], images: set[str]) -> str | None:
