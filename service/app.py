@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import itertools
 import json
@@ -47,12 +48,11 @@ from common.records import TAG, Sample
 from grading.sandbox import WorkerPool
 from inputs.images import decode_image
 from inputs.rows import read_rows
-from service.jobs import Job, Store
+from service.jobs import ROOT, Job, Store
 from service.middleware import LOCAL, AccessMiddleware
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import INSPECT_ZIP
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs that can be checked at the same time
@@ -222,10 +222,17 @@ def allowed_model(name: str | None, cfg: Config) -> str:
     raise HTTPException(400, "base_model_path is neither a model in an allowed folder nor a name on the hub")
 
 
-@api.get("/jobs")
-def jobs(store: StoreDep) -> list[JobInfo]:
+@api.get("/jobs", response_model=list[JobInfo])
+async def jobs(store: StoreDep) -> Response:
     """List all jobs in the order in which they were queued."""
-    return [job_info(store, job) for job in store.jobs()]
+    body = list_jobs(store, store.database.total_changes, int(4 * time.monotonic()))
+    return Response(body, media_type="application/json")
+
+
+@functools.lru_cache(maxsize=1)
+def list_jobs(store: Store, changes: int, quarter_seconds: int) -> str:
+    """Return all jobs as JSON. Until a job changes, requests within a quarter of a second share one list."""
+    return json.dumps([job_info(store, job).model_dump() for job in store.jobs()])
 
 
 @api.get("/jobs/{job_id}")
@@ -250,9 +257,8 @@ def logs(store: StoreDep, job: JobDep) -> str:
 def completions(store: StoreDep, job: JobDep) -> str:
     """Return the page that shows sampled completions next to their images."""
     path = store.run_folder(job.job_id) / "completions.html"
-    if not path.is_file():
-        return "<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet."
-    return path.read_text(encoding="utf-8")
+    nothing = "<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet."
+    return path.read_text(encoding="utf-8") if path.is_file() else nothing
 
 
 @api.get("/jobs/{job_id}/events", response_class=EventSourceResponse)

@@ -7,7 +7,6 @@ leaves behind show how it ended. One job runs at a time. Methods that take an id
 nothing has this id, and with status 409 if the state of the file or job does not allow the request.
 """
 
-import collections
 import contextlib
 import dataclasses
 import datetime
@@ -89,10 +88,7 @@ class Store:
         self.database.row_factory = sqlite3.Row
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.executescript(SCHEMA)
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
-        """Delete what a killed service left behind: uploads without a database row, and temporary folders."""
+        # Delete what a killed service left behind: uploads without a database row, and temporary folders.
         names = {f"{file['file_id']}.zip" for file in self.files()}
         for path in (self.folder / "files").iterdir():
             if path.name not in names:
@@ -330,7 +326,8 @@ class Store:
 def _last_row(path: pathlib.Path, mtime: int) -> dict[str, Any]:
     """Return the last complete row of a .jsonl file. The file is read only if its modification time has changed."""
     with path.open("rb") as file:
-        lines = [line for line in collections.deque(file, maxlen=2) if line.endswith(b"\n")]
+        file.seek(max(0, path.stat().st_size - 16_384))
+        lines = [line for line in file if line.endswith(b"\n")]
     return _parse(lines[-1]) if lines else {}
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 
 class TrainingConfig(BaseModel, extra="forbid"):
-    """Training settings. A step has batch_size x gradient_accumulation_steps completions in groups of num_generations."""
+    """Training settings. A step has batch_size x gradient_accumulation_steps completions, num_generations per row."""
 
     num_epochs: Annotated[int, Field(ge=1, le=1000, serialization_alias="epochs")] = 50
     learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 5e-5
