@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -21,9 +22,11 @@ import pytest
 import requests
 from starlette.requests import Request
 
+import grpo
 from demo import tiny
 from service.jobs import Store
 from service.middleware import AccessMiddleware
+from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
 
 TRAINED = ("completed", "failed", "cancelled")
@@ -295,6 +298,21 @@ def test_bad_rows_are_listed(shared):
     assert str(shared.folder) not in json.dumps(file), "the service's own paths must not be revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
     assert picture.content.startswith(b"\x89PNG")
+
+
+def test_many_uploads_wait_for_each_other(shared, archive):
+    with ThreadPoolExecutor(8) as pool:
+        files = list(pool.map(shared.upload, [archive] * 8))
+    assert {file["csv_rows"] for file in files} == {24}
+    stored = {path.stem for path in (shared.folder / "files").iterdir()}
+    assert {file["file_id"] for file in files} <= stored
+    wait_for(lambda: not list(shared.folder.glob("scratch-*")), 10)  # deleted after the answer has been sent
+
+
+def test_the_settings_of_a_job_are_flags_of_the_trainer():
+    settings = TrainingConfig().model_dump(by_alias=True) | LoraConfig().model_dump(by_alias=True)
+    combined = {"batch_size", "gradient_accumulation_steps", "lora_dropout"}  # not passed on by themselves
+    assert settings.keys() - combined <= {field.name for field in dataclasses.fields(grpo.Config)}
 
 
 def test_a_table_of_nothing_but_lines_keeps_nobody_waiting(shared, archive):
