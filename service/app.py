@@ -11,65 +11,52 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import itertools
 import json
 import logging
 import math
-import os
 import pathlib
 import re
 import secrets
 import shutil
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
-import uuid
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from http import HTTPStatus
+from typing import Annotated, Any, BinaryIO
 
-import anyio.to_thread
 import uvicorn
-from fastapi import APIRouter, FastAPI, File, Form, HTTPException, Path, Request, UploadFile
+from fastapi import APIRouter, Depends, FastAPI, File, Form, Header, HTTPException, Path, Request, UploadFile
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import (
-    FileResponse,
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi_offline import FastAPIOffline
-from pydantic import TypeAdapter
-from starlette.background import BackgroundTask
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
-from common import errors
-from common.errors import CallFailed
+from common.errors import CallFailed, require
 from common.records import TAG, Sample
 from grading.sandbox import WorkerPool
 from inputs.images import decode_image
 from inputs.rows import read_rows
-from service.jobs import Conflict, DiskFull, Job, Missing, Store
+from service.jobs import ROOT, Job, Store
 from service.middleware import LOCAL, AccessMiddleware
-from service.schema import DATA_FORMAT, Answer, FileInfo, JobInfo, Started, TrainRequest
+from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import INSPECT_ZIP
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs that can be checked at the same time
-INSPECT_QUEUE_TIMEOUT = 60.0  # seconds that an upload waits for earlier uploads to be checked
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
-EVENT_ROWS = 1000  # maximum rows of metrics in one event
-JOB_LIST_SECONDS = 0.25  # how long the list of jobs is cached, unless a job changes
-JOB_LIST = TypeAdapter(list[JobInfo])
 log = logging.getLogger("serve")
 
 
@@ -93,107 +80,97 @@ class Config:
     """Maximum size of an uploaded ZIP in GB."""
 
     def __post_init__(self) -> None:
-        errors.require(0 < self.port < 65536, "port must be between 1 and 65535")
-        errors.require(self.max_upload > 0, "max_upload must be above 0")
+        require(0 < self.port < 65536, "port must be between 1 and 65535")
+        require(self.max_upload > 0, "max_upload must be above 0")
 
 
-Id = Annotated[str, Path(max_length=64)]
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "the request cannot be used"},
-    401: {"description": "the token is missing or wrong"},
-    404: {"description": "the file or job does not exist"},
-    409: {"description": "the state of the file or job does not allow this"},
-    413: {"description": "the upload is too large"},
-    503: {"description": "too many requests of this kind at once"},
-    507: {"description": "the disk is full"},
-}
+ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 409, 413, 503, 507)}
 api = APIRouter(responses=ERRORS)
 
 
-def get_store(request: Request) -> Store:
+async def get_store(request: Request) -> Store:
     """Return the store of files and jobs."""
     return request.app.state.store
 
 
+StoreDep = Annotated[Store, Depends(get_store)]
+
+
+async def get_job(store: StoreDep, job_id: str) -> Job:
+    """Return the job that the URL names."""
+    return store.job(job_id)
+
+
+JobDep = Annotated[Job, Depends(get_job)]
+
+
+def make_scratch(store: StoreDep) -> Iterator[pathlib.Path]:
+    """Yield a temporary folder, which is deleted after the response has been sent."""
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=store.folder) as folder:
+        yield pathlib.Path(folder)
+
+
+ScratchDep = Annotated[pathlib.Path, Depends(make_scratch)]
+
+
 def job_info(store: Store, job: Job) -> JobInfo:
     """Return a job with its progress."""
-    return JobInfo(
-        job_id=job.job_id,
-        job_name=job.job_name,
-        status=job.status,
-        total_steps=job.total_steps,
-        created_at=job.created_at,
-        error_message=job.error_message,
-        output_dir=str(store.run_folder(job.job_id)),
-        stopping=job.status == "training" and job.cancelled_at is not None,
-        **store.progress(job),
-    )
+    stopping = job.status == "training" and job.cancelled_at is not None
+    return JobInfo(**vars(job), **store.progress(job), output_dir=str(store.run_folder(job.job_id)), stopping=stopping)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-@api.get("/data-format")
-def data_format() -> dict[str, Any]:
+@api.get("/data-format", response_class=FileResponse)
+def data_format() -> FileResponse:
     """Return the required format of a data set."""
-    return DATA_FORMAT
+    return FileResponse(PAGE / "data-format.json")
 
 
-@api.post("/upload-data")
-async def upload_data(request: Request, file: Annotated[UploadFile, File(description="a ZIP")]) -> FileInfo:
+@api.post("/upload-data", response_model=FileInfo)
+async def upload_data(
+    request: Request, scratch: ScratchDep, file: Annotated[UploadFile, File(description="a ZIP")]
+) -> dict:
     """Store and check a ZIP with main.csv and images/. Return its row and image counts and its first bad rows."""
-    file_id = get_store(request).new_file_id()
-    name = pathlib.PurePosixPath((file.filename or "data.zip").replace("\\", "/")).name[:200] or "data.zip"
     state = request.app.state
-    info = await anyio.to_thread.run_sync(_store_upload, state, file_id, name, file, limiter=state.upload_threads)
-    return FileInfo(**info)
+    async with state.inspectors:
+        return await run_in_threadpool(store_upload, state.store, state.inspect_pool, scratch / "data.zip", file)
 
 
-def _store_upload(state: Any, file_id: str, name: str, file: UploadFile) -> dict:
-    path = state.store.zip_path(file_id)
-    partial = path.with_suffix(".partial")
+def store_upload(store: Store, inspect_pool: WorkerPool, path: pathlib.Path, file: UploadFile) -> dict:
+    """Write an uploaded ZIP to `path`, check it and add it to the store. Raises HTTPException if it is unusable."""
+    with path.open("wb") as target:
+        shutil.copyfileobj(file.file, target)
+    name = (file.filename or "").replace("\\", "/").rpartition("/")[2][:200] or "data.zip"
     try:
-        with partial.open("wb") as target:
-            shutil.copyfileobj(file.file, target)
-        partial.rename(path)
-        if not state.inspect_slots.acquire(timeout=INSPECT_QUEUE_TIMEOUT):
-            raise HTTPException(503, "too many uploads at once: try again in a minute")
-        try:
-            contents = state.inspect_pool.call(INSPECT_ZIP, INSPECT_TIMEOUT, {"path": str(path), "name": name})
-        finally:
-            state.inspect_slots.release()
-        if "error" in contents:
-            raise HTTPException(400, contents["error"])
+        contents = inspect_pool.call(INSPECT_ZIP, INSPECT_TIMEOUT, {"path": str(path), "name": name})
     except CallFailed as error:
-        path.unlink(missing_ok=True)
-        log.error("checking %s: %s", file_id, error)
+        log.error("checking %s: %s", name, error)
         raise HTTPException(400, f"{name} could not be checked") from None
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise
-    return state.store.add_file(file_id, name, contents)
+    if "error" in contents:
+        raise HTTPException(400, contents["error"])
+    return store.add_file(path, name, contents)
 
 
-@api.get("/files")
-def files(request: Request) -> list[FileInfo]:
+@api.get("/files", response_model=list[FileInfo])
+def files(store: StoreDep) -> list[dict]:
     """List the uploaded data sets."""
-    return [FileInfo(**file) for file in get_store(request).files()]
+    return store.files()
 
 
 @api.get("/files/{file_id}/picture/{number}", response_class=Response)
-def picture(request: Request, file_id: Id, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
+def picture(store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
     """Return a thumbnail of one row's image, with the question and answer in the headers X-Question and X-Answer."""
-    store = get_store(request)
     store.file(file_id)
     samples = (row for row in read_rows(str(store.zip_path(file_id))) if isinstance(row, Sample))
     sample = next(itertools.islice(samples, number, None), None)
     if sample is None:
-        raise Missing(f"the file has no row {number}")
+        raise HTTPException(404, f"the file has no row {number}")
     try:
         image = decode_image(sample.images[0])
     except (ValueError, OSError):
-        raise Missing(f"the image of row {number} cannot be read") from None
+        raise HTTPException(404, f"the image of row {number} cannot be read") from None
     image.thumbnail((240, 240))
     png = io.BytesIO()
     image.save(png, "PNG")
@@ -203,9 +180,9 @@ def picture(request: Request, file_id: Id, number: Annotated[int, Path(ge=0, le=
 
 
 @api.delete("/files/{file_id}")
-def delete_file(request: Request, file_id: Id) -> dict[str, str]:
+def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
     """Delete a data set. Refused while a queued or running job uses it."""
-    get_store(request).delete_file(file_id)
+    store.delete_file(file_id)
     return {"message": "deleted"}
 
 
@@ -213,27 +190,16 @@ def delete_file(request: Request, file_id: Id) -> dict[str, str]:
 
 
 @api.post("/train")
-def train(request: Request, body: TrainRequest) -> Started:
+def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     """Create a job and queue it."""
-    store, cfg = get_store(request), request.app.state.cfg
-    model = allowed_model(body.base_model_path, cfg)
+    model = allowed_model(body.base_model_path, request.app.state.cfg)
     file = store.file(body.data_file_id)
     training, lora = body.training_config, body.lora_config
     completions_per_step = training.batch_size * training.gradient_accumulation_steps
     prompts = max(1, math.ceil(completions_per_step / training.num_generations))
-    flags = {
-        "epochs": training.num_epochs,
-        "learning_rate": training.learning_rate,
-        "prompts_per_step": prompts,
-        "num_generations": training.num_generations,
-        "temperature": training.temperature,
-        "load_in_4bit": training.use_4bit,
-        "max_side": training.max_image_size,
-        "seed": training.seed,
-        "max_completion_length": 64,
-        "lora_rank": lora.r,
-        "lora_alpha": lora.lora_alpha,
-    }
+    flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
+    flags |= lora.model_dump(by_alias=True, exclude={"lora_dropout"})
+    flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
     steps = math.ceil(training.num_epochs * file["usable_rows"] / prompts)
     settings = {"flags": flags, "request": body.model_dump()}
     job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
@@ -241,10 +207,7 @@ def train(request: Request, body: TrainRequest) -> Started:
 
 
 def allowed_model(name: str | None, cfg: Config) -> str:
-    """Return the model that `name` stands for: the default, a model in an allowed folder, or a name on the hub.
-
-    Raises HTTPException for any other name.
-    """
+    """Return the default model, a model in an allowed folder or a name on the hub. Raises HTTPException for others."""
     if name is None or name == cfg.model:
         return cfg.model
     with contextlib.suppress(OSError, ValueError):  # not a valid path
@@ -260,168 +223,147 @@ def allowed_model(name: str | None, cfg: Config) -> str:
 
 
 @api.get("/jobs", response_model=list[JobInfo])
-async def jobs(request: Request) -> Response:
+async def jobs(store: StoreDep) -> Response:
     """List all jobs in the order in which they were queued."""
-    store, state = get_store(request), request.app.state
-    cached_at, version, body = state.job_list
-    if version != store.version or time.monotonic() > cached_at + JOB_LIST_SECONDS:
-        cached_at, version = time.monotonic(), store.version
-        body = JOB_LIST.dump_json([job_info(store, job) for job in store.jobs()])
-        state.job_list = cached_at, version, body
+    body = list_jobs(store, store.database.total_changes, int(4 * time.monotonic()))
     return Response(body, media_type="application/json")
 
 
+@functools.lru_cache(maxsize=1)
+def list_jobs(store: Store, changes: int, quarter_seconds: int) -> str:
+    """Return all jobs as JSON. Until a job changes, requests within a quarter of a second share one list."""
+    return json.dumps([job_info(store, job).model_dump() for job in store.jobs()])
+
+
 @api.get("/jobs/{job_id}")
-async def job(request: Request, job_id: Id) -> JobInfo:
+async def job(store: StoreDep, job: JobDep) -> JobInfo:
     """Return one job."""
-    store = get_store(request)
-    return job_info(store, store.job(job_id))
+    return job_info(store, job)
 
 
 @api.get("/jobs/{job_id}/metrics")
-def metrics(request: Request, job_id: Id) -> list[dict[str, Any]]:
+def metrics(store: StoreDep, job: JobDep) -> list[dict[str, Any]]:
     """Return the metrics of every step so far."""
-    store = get_store(request)
-    return store.metrics(store.job(job_id).job_id)
+    return store.metrics(job.job_id)[0]
 
 
 @api.get("/jobs/{job_id}/logs", response_class=PlainTextResponse)
-def logs(request: Request, job_id: Id) -> str:
+def logs(store: StoreDep, job: JobDep) -> str:
     """Return the end of the job's log."""
-    store = get_store(request)
-    return store.log(store.job(job_id).job_id)
+    return store.log(job.job_id)
 
 
 @api.get("/jobs/{job_id}/completions", response_class=HTMLResponse)
-def completions(request: Request, job_id: Id) -> Response:
+def completions(store: StoreDep, job: JobDep) -> str:
     """Return the page that shows sampled completions next to their images."""
-    store = get_store(request)
-    path = store.run_folder(store.job(job_id).job_id) / "completions.html"
-    if not path.is_file():
-        return HTMLResponse("<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet.")
-    return HTMLResponse(path.read_text(encoding="utf-8"))
+    path = store.run_folder(job.job_id) / "completions.html"
+    nothing = "<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet."
+    return path.read_text(encoding="utf-8") if path.is_file() else nothing
 
 
-@api.get("/jobs/{job_id}/events", response_class=StreamingResponse)
-async def events(request: Request, job_id: Id) -> StreamingResponse:
+@api.get("/jobs/{job_id}/events", response_class=EventSourceResponse)
+async def events(
+    store: StoreDep, job: JobDep, last_event_id: Annotated[int, Header()] = 0
+) -> AsyncIterator[ServerSentEvent]:
     """Stream server-sent events until the job ends: `job` when the job changes, `metrics` with an array of new rows.
 
-    After a resume, steps can repeat: a new row replaces the earlier row of the same step and all rows after it."""
-    store = get_store(request)
-    store.job(job_id)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(request, store, job_id), media_type="text/event-stream", headers=headers)
-
-
-async def _events(request: Request, store: Store, job_id: str) -> AsyncIterator[str]:
-    last_info, position, last_sent = None, (0, 0), time.monotonic()
-    # A browser that reconnects sends the number of the last step that it received.
-    last_event = request.headers.get("last-event-id", "")
-    is_step = last_event.isascii() and last_event.isdecimal() and len(last_event) < 10
-    received_step = int(last_event) if is_step else 0
-    while not await request.is_disconnected():
-        info = job_info(store, store.job(job_id))
+    A browser that reconnects sends the number of the last step that it received as Last-Event-ID. After a resume, steps
+    can repeat: a new row replaces the earlier row of the same step and all rows after it.
+    """
+    last_info, position = None, (0, 0)
+    while True:
+        info = job_info(store, store.job(job.job_id))
         if info != last_info:
             last_info = info
-            yield f"event: job\ndata: {info.model_dump_json()}\n\n"
-        rows, position = await run_in_threadpool(store.new_metrics, job_id, position)
-        if received_step and rows and rows[-1]["step"] >= received_step:
-            rows = [row for row in rows if row["step"] > received_step]
-        received_step = 0
-        for i in range(0, len(rows), EVENT_ROWS):
-            chunk = rows[i : i + EVENT_ROWS]
-            yield f"event: metrics\nid: {chunk[-1]['step']}\ndata: {json.dumps(chunk)}\n\n"
+            yield ServerSentEvent(event="job", data=info)
+        rows, position = await run_in_threadpool(store.metrics, job.job_id, position)
+        if last_event_id and rows and rows[-1]["step"] >= last_event_id:
+            rows = [row for row in rows if row["step"] > last_event_id]
+        last_event_id = 0
+        if rows:
+            yield ServerSentEvent(event="metrics", raw_data=json.dumps(rows), id=str(rows[-1]["step"]))
         if info.status not in ("queued", "training"):
             return
-        if time.monotonic() > last_sent + 15:
-            last_sent = time.monotonic()
-            yield ": keep-alive\n\n"
         await asyncio.sleep(0.5)
 
 
 @api.delete("/jobs/{job_id}")
-def cancel(request: Request, job_id: Id) -> Started:
+def cancel(store: StoreDep, job_id: str) -> Started:
     """Cancel a job. A running job saves a checkpoint first."""
-    job = get_store(request).cancel(job_id)
+    job = store.cancel(job_id)
     message = "cancelled" if job.status == "cancelled" else "stopping; saving a checkpoint first"
     return Started(job_id=job_id, message=message, status=job.status)
 
 
 @api.post("/jobs/{job_id}/resume")
-def resume(request: Request, job_id: Id) -> Started:
+def resume(store: StoreDep, job_id: str) -> Started:
     """Queue a cancelled or failed job again. It resumes from its last checkpoint."""
-    job = get_store(request).resume(job_id)
+    job = store.resume(job_id)
     return Started(job_id=job_id, message="queued again", status=job.status)
 
 
 @api.get("/jobs/{job_id}/download", response_class=FileResponse)
-def download(request: Request, job_id: Id) -> FileResponse:
+def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
     """Return a ZIP with the trained adapter, the tokenizer, the settings and the training history."""
-    store = get_store(request)
-    job = store.job(job_id)
     if job.status != "completed":
-        raise Conflict(f"the job is {job.status}; its result can be downloaded once it is completed")
-    path = store.job_folder(job_id) / f"download-{uuid.uuid4().hex}.zip"
-    pack_result(store, job, path)
+        raise HTTPException(409, f"the job is {job.status}; its result can be downloaded once it is completed")
+    path = pack_result(store, job, scratch)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job.job_name).strip("-.")[:80] or "job"
-    delete_zip = BackgroundTask(path.unlink, missing_ok=True)
-    return FileResponse(path, filename=f"{name}.zip", media_type="application/zip", background=delete_zip)
+    return FileResponse(path, filename=f"{name}.zip", media_type="application/zip")
 
 
-def pack_result(store: Store, job: Job, path: pathlib.Path) -> None:
-    """Write the ZIP of a completed job to `path`."""
+def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
+    """Write the ZIP of a completed job to the folder `scratch` and return its path."""
     from training.export import copy_processor  # imports torch, which takes seconds
 
-    history = store.metrics(job.job_id)
-    state = {"global_step": history[-1]["step"] if history else 0, "max_steps": job.total_steps, "log_history": history}
-    with store.scratch() as folder:
-        copy_processor(job.model, folder)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            os.link(store.run_folder(job.job_id) / "final" / name, folder / name)
-        adapter = json.loads((folder / "adapter_config.json").read_text())
-        adapter["lora_dropout"] = job.settings["request"]["lora_config"]["lora_dropout"]
-        (folder / "adapter_config.json").unlink()
-        (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=1) + "\n")
-        arguments = job.settings["request"] | {"base_model": job.model, "grpo_flags": job.settings["flags"]}
-        (folder / "training_args.json").write_text(json.dumps(arguments, indent=1) + "\n")
-        (folder / "trainer_state.json").write_text(json.dumps(state) + "\n")
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for file in sorted(folder.iterdir()):
-                archive.write(file, file.name)
+    final = store.run_folder(job.job_id) / "final"
+    request = job.settings["request"]
+    dropout = request["lora_config"]["lora_dropout"]
+    history, _ = store.metrics(job.job_id)
+    last_step = history[-1]["step"] if history else 0
+    contents = {
+        "adapter_config.json": json.loads((final / "adapter_config.json").read_text()) | {"lora_dropout": dropout},
+        "training_args.json": request | {"base_model": job.model, "grpo_flags": job.settings["flags"]},
+        "trainer_state.json": {"global_step": last_step, "max_steps": job.total_steps, "log_history": history},
+    }
+    copy_processor(job.model, scratch / "processor")
+    with zipfile.ZipFile(scratch / "result.zip", "w") as archive:
+        for file in [final / "adapter_model.safetensors", *sorted((scratch / "processor").iterdir())]:
+            archive.write(file, file.name)
+        for name, content in contents.items():
+            archive.writestr(name, json.dumps(content, indent=1) + "\n")
+    return scratch / "result.zip"
 
 
 @api.post("/jobs/{job_id}/predict")
-def predict(
+async def predict(
     request: Request,
-    job_id: Id,
+    store: StoreDep,
+    job: JobDep,
+    scratch: ScratchDep,
     picture: Annotated[UploadFile, File(description="an image")],
     question: Annotated[str, Form(min_length=1, max_length=2000)],
-) -> Answer:
+) -> dict[str, str]:
     """Ask the trained model a question about an image."""
-    store = get_store(request)
-    job = store.job(job_id)
     if job.status != "completed":
-        raise Conflict(f"the job is {job.status}; it can answer questions once it is completed")
+        raise HTTPException(409, f"the job is {job.status}; it can answer questions once it is completed")
     if shutil.which("nvidia-smi") and store.jobs("training"):
-        raise Conflict("a job is training and needs the whole GPU: ask again when it has ended")
-    try:
-        image = decode_image(picture.file.read())
-    except (ValueError, OSError) as error:
-        raise HTTPException(400, f"the image cannot be read: {error}") from None
-    if "<" in question and (TAG in question or "<|" in question):
+        raise HTTPException(409, "a job is training and needs the whole GPU: ask again when it has ended")
+    if TAG in question or "<|" in question:
         raise HTTPException(400, "the question contains a control token")
-    if not request.app.state.predicting.acquire(blocking=False):
+    predicting = request.app.state.predicting
+    if predicting.locked():
         raise HTTPException(503, "another question is being answered: ask again in a moment")
+    async with predicting:
+        return {"answer": await run_in_threadpool(ask_model, store, job, scratch, picture.file, question)}
+
+
+def ask_model(store: Store, job: Job, folder: pathlib.Path, picture: BinaryIO, question: str) -> str:
+    """Return the model's answer to `question` about `picture`. Raises HTTPException if there is none."""
     try:
-        with store.scratch() as folder:
-            image.save(folder / "picture.png")
-            return Answer(answer=ask_model(store, job, folder, question))
-    finally:
-        request.app.state.predicting.release()
-
-
-def ask_model(store: Store, job: Job, folder: pathlib.Path, question: str) -> str:
-    """Return the model's answer to `question` about picture.png in `folder`. Raises HTTPException if there is none."""
+        decode_image(picture.read()).save(folder / "picture.png")
+    except ValueError as error:
+        raise HTTPException(400, f"the image cannot be read: {error}") from None
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
@@ -444,29 +386,19 @@ def ask_model(store: Store, job: Job, folder: pathlib.Path, question: str) -> st
 
 def make_app(cfg: Config, token: str | None) -> FastAPI:
     """Build the service and start its job loop. Raises UserError when another service uses the same folder."""
-    app = FastAPIOffline(
-        title="grpo-vlm: counting", version="1", summary="Train a model to count the objects in your images"
-    )
+    app = FastAPIOffline(title="grpo-vlm: counting", version="1", summary="Train a model to count objects in images")
     app.state.cfg = cfg
     app.state.store = Store(cfg.folder)
-    app.state.store.remove_leftovers()
-    app.state.predicting = threading.Lock()
-    app.state.job_list = 0.0, -1, b""  # time when the list was made, version of the store, JSON text
+    app.state.predicting = asyncio.Lock()
     app.state.inspect_pool = WorkerPool(INSPECTORS, [INSPECT_ZIP])
-    app.state.inspect_slots = threading.BoundedSemaphore(INSPECTORS)
-    app.state.upload_threads = anyio.CapacityLimiter(16)  # separate, so that uploads do not block other requests
+    app.state.inspectors = asyncio.Semaphore(INSPECTORS)
     app.include_router(api)
 
     @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
     def page(request: Request) -> Response:
         """Return the page or, with `Accept: application/json`, the service's basic facts as JSON."""
         if "application/json" in request.headers.get("accept", ""):
-            basics = {
-                "service": "grpo-vlm: counting",
-                "docs": "/docs",
-                "data_format": "/data-format",
-                "model": cfg.model,
-            }
+            basics = {"service": app.title, "docs": "/docs", "data_format": "/data-format", "model": cfg.model}
             return JSONResponse(basics)
         if not (token and "token" in request.query_params):
             return FileResponse(PAGE / "index.html")
@@ -479,27 +411,22 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     def script() -> Response:
         return FileResponse(PAGE / "page.js", media_type="text/javascript")
 
-    @app.exception_handler(Missing)
-    def missing(_: Request, error: Missing) -> Response:
-        return JSONResponse({"detail": str(error)}, 404)
-
-    @app.exception_handler(Conflict)
-    def conflict(_: Request, error: Conflict) -> Response:
-        return JSONResponse({"detail": str(error)}, 409)
-
-    @app.exception_handler(DiskFull)
     @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.OperationalError)
     def full(_: Request, error: Exception) -> Response:
-        if not isinstance(error, DiskFull) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise error
-        return JSONResponse({"detail": "the service's disk is full: free some space, then try again"}, 507)
+        full_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full_disk or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            return JSONResponse({"detail": "the service's disk is full: free some space, then try again"}, 507)
+        raise error
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:
         problems = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
         return JSONResponse({"detail": problems}, 422)
 
-    app.add_middleware(AccessMiddleware, token=token, max_bytes=int(cfg.max_upload * 1e9))
+    max_bytes = int(cfg.max_upload * 1e9)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=max_bytes)  # for uploads that do not announce a size
+    app.add_middleware(AccessMiddleware, token=token, max_bytes=max_bytes)  # comes first
     threading.Thread(target=job_loop, args=(app.state.store,), daemon=True).start()
     return app
 
@@ -515,12 +442,12 @@ def job_loop(store: Store) -> None:
 
 
 def main(cfg: Config) -> None:
-    local = cfg.host in LOCAL
-    token = cfg.token if cfg.token or local else secrets.token_urlsafe(24)
+    token = cfg.token or (None if cfg.host in LOCAL else secrets.token_urlsafe(24))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
         cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
-    hint = f"/?token={token}" if token and token != cfg.token else "/?token=TOKEN" if token else ""
+    shown_token = "TOKEN" if cfg.token else token  # a generated token is shown only here
+    hint = f"/?token={shown_token}" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
     uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, log_level="warning", timeout_graceful_shutdown=3)

@@ -1,62 +1,37 @@
-"""The request and response bodies of the service, which its API reference at /docs documents."""
+"""The request and response bodies of the service, which its API reference at /docs documents.
+
+Requests with unknown fields are rejected, because a misspelt field would otherwise be ignored silently. The aliases are
+the names of the settings as flags of grpo.py.
+"""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-DATA_FORMAT = {
-    "format": "ZIP",
-    "contents": {"main.csv": "UTF-8, columns images_path, question, answer", "images/": "the images"},
-    "columns": {
-        "images_path": "path of the image, relative to the ZIP's root or to images/",
-        "question": "the question, like 'How many apples are in the picture?'",
-        "answer": "a sentence with the right number, like 'A photo of 5 apples', or just the number",
-    },
-    "example": "images_path,question,answer\nimages/1.jpg,How many apples?,A photo of 5 apples\n",
-    "notes": [
-        "main.csv and images/ may both be inside one folder of the ZIP",
-        "PNG, JPEG, WebP and every other format that Pillow reads",
-        "the ZIP is not unpacked to disk",
-    ],
-}
+from pydantic import BaseModel, Field
 
 
-class Strict(BaseModel):
-    """Base class that rejects unknown fields: otherwise, a misspelt field would be ignored silently."""
+class TrainingConfig(BaseModel, extra="forbid"):
+    """Training settings. A step has batch_size x gradient_accumulation_steps completions, num_generations per row."""
 
-    model_config = ConfigDict(extra="forbid")
-
-
-class TrainingConfig(Strict):
-    """Training settings of a job.
-
-    One update uses batch_size x gradient_accumulation_steps completions, in groups of num_generations per question.
-    """
-
-    num_epochs: Annotated[int, Field(ge=1, le=1000)] = 50
+    num_epochs: Annotated[int, Field(ge=1, le=1000, serialization_alias="epochs")] = 50
     learning_rate: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 5e-5
     batch_size: Annotated[int, Field(ge=1, le=32)] = 1
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=128)] = 8
     num_generations: Annotated[int, Field(ge=2, le=20)] = 8
     temperature: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] = 1.0
-    use_4bit: bool = True
-    max_image_size: Annotated[int, Field(ge=128, le=2048)] = 512
+    use_4bit: Annotated[bool, Field(serialization_alias="load_in_4bit")] = True
+    max_image_size: Annotated[int, Field(ge=128, le=2048, serialization_alias="max_side")] = 512
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 43
 
 
-class LoraConfig(Strict):
-    """Settings of the LoRA adapter.
+class LoraConfig(BaseModel, extra="forbid"):
+    """Settings of the adapter. lora_dropout is only written to its configuration, since the sampler has no dropout."""
 
-    lora_dropout is written to the adapter's configuration but not applied in training. The sampler has no dropout, so
-    with dropout the trained policy would differ from the policy that sampled.
-    """
-
-    r: Annotated[int, Field(ge=1, le=512)] = 64
+    r: Annotated[int, Field(ge=1, le=512, serialization_alias="lora_rank")] = 64
     lora_alpha: Annotated[int, Field(ge=1, le=512)] = 128
     lora_dropout: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] = 0.05
 
 
-class TrainRequest(Strict):
+class TrainRequest(BaseModel, extra="forbid"):
     """A new job."""
 
     job_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"\S")]
@@ -101,9 +76,3 @@ class Started(BaseModel):
     job_id: str
     message: str
     status: str
-
-
-class Answer(BaseModel):
-    """The answer of a trained model."""
-
-    answer: str

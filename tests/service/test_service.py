@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -19,10 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+from starlette.requests import Request
 
+import grpo
 from demo import tiny
 from service.jobs import Store
 from service.middleware import AccessMiddleware
+from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
 
 TRAINED = ("completed", "failed", "cancelled")
@@ -296,6 +300,21 @@ def test_bad_rows_are_listed(shared):
     assert picture.content.startswith(b"\x89PNG")
 
 
+def test_many_uploads_wait_for_each_other(shared, archive):
+    with ThreadPoolExecutor(8) as pool:
+        files = list(pool.map(shared.upload, [archive] * 8))
+    assert {file["csv_rows"] for file in files} == {24}
+    stored = {path.stem for path in (shared.folder / "files").iterdir()}
+    assert {file["file_id"] for file in files} <= stored
+    wait_for(lambda: not list(shared.folder.glob("scratch-*")), 10)  # deleted after the answer has been sent
+
+
+def test_the_settings_of_a_job_are_flags_of_the_trainer():
+    settings = TrainingConfig().model_dump(by_alias=True) | LoraConfig().model_dump(by_alias=True)
+    combined = {"batch_size", "gradient_accumulation_steps", "lora_dropout"}  # not passed on by themselves
+    assert settings.keys() - combined <= {field.name for field in dataclasses.fields(grpo.Config)}
+
+
 def test_a_table_of_nothing_but_lines_keeps_nobody_waiting(shared, archive):
     with zipfile.ZipFile(data := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as bomb:
         bomb.writestr("main.csv", "images_path,question,answer\na,b,1" + "\n" * 200_000_000)
@@ -339,8 +358,9 @@ def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
 def test_finished_jobs_cost_little(tmp_path):
     """`GET /jobs` reads a job's metrics only if the metrics file has changed."""
     store = Store(str(tmp_path))
-    store.add_file("f", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
-    job = store.add_job("j", "f", "m", {}, 4)
+    (tmp_path / "f.zip").touch()
+    file = store.add_file(tmp_path / "f.zip", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
+    job = store.add_job("j", file["file_id"], "m", {}, 4)
     store.run_folder(job.job_id).mkdir()
     path = store.run_folder(job.job_id) / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
@@ -351,15 +371,15 @@ def test_finished_jobs_cost_little(tmp_path):
     assert store.progress(job)["current_step"] == 1
     os.utime(path, ns=(mtime + 1, mtime + 1))
     assert store.progress(job)["current_step"] == 2
-    rows, position = store.new_metrics(job.job_id, (0, 0))
+    rows, position = store.metrics(job.job_id)
     assert [row["step"] for row in rows] == [2]
     with path.open("a") as file:
         file.write('{"step": 3}\n{"step": 4')  # the last line is incomplete
-    rows, position = store.new_metrics(job.job_id, position)
+    rows, position = store.metrics(job.job_id, position)
     assert [row["step"] for row in rows] == [3]
     with path.open("a") as file:
         file.write("}\n")
-    assert [row["step"] for row in store.new_metrics(job.job_id, position)[0]] == [4]
+    assert [row["step"] for row in store.metrics(job.job_id, position)[0]] == [4]
 
 
 def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
@@ -387,10 +407,15 @@ def test_a_token_of_any_letters_opens_the_page():
     token = 'aGVsbG8/d29ybGQ+Zm9v+w==;"'
     quoted = urllib.parse.quote(token, safe="")
     access = AccessMiddleware(None, token, 1)
-    assert access._authorised({"query_string": f"token={quoted}".encode()}, {})
-    assert access._authorised({"query_string": b""}, {b"cookie": f"a=b; token={quoted}".encode()})
-    assert access._authorised({"query_string": b""}, {b"authorization": f"bearer {token}".encode()})
-    assert not access._authorised({"query_string": b"token="}, {b"cookie": b"token=x", b"authorization": b"Basic x"})
+
+    def authorised(query: str = "", **headers: str) -> bool:
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return access._authorised(Request({"type": "http", "query_string": query.encode(), "headers": encoded}))
+
+    assert authorised(f"token={quoted}")
+    assert authorised(cookie=f"a=b; token={quoted}")
+    assert authorised(authorization=f"bearer {token}")
+    assert not authorised("token=", cookie="token=x", authorization="Basic x")
 
 
 def test_no_other_site_may_ask(shared):
