@@ -1,4 +1,4 @@
-"""File helpers: JSON lines, names of unfinished files, flushing to disk, and the commit of this checkout."""
+"""File helpers: JSON lines, writing whole files, flushing to disk, and the commit of this checkout."""
 
 import json
 import os
@@ -31,6 +31,13 @@ def read_jsonl(path: pathlib.Path) -> list[dict]:
 def partial_path(path: pathlib.Path) -> pathlib.Path:
     """Return the temporary path to which the file or folder `path` is written until it is complete."""
     return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
+
+
+def atomic_write(path: pathlib.Path, text: str) -> None:
+    """Write `text` under a temporary name, then rename the file to `path`, so that `path` is never incomplete."""
+    partial = partial_path(path)
+    partial.write_text(text, encoding="utf-8", errors="replace")  # a row may contain half of a surrogate pair
+    partial.rename(path)
 
 
 def flush(path: pathlib.Path) -> None:

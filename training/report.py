@@ -7,18 +7,15 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 `completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
 """
 
-import html
 import json
-import os
 import pathlib
 from dataclasses import dataclass
 
 from common import cli
 from common.errors import UserError
-from common.figures import STYLE, save_figure
+from common.figures import save_figure, save_page
 from common.files import read_jsonl
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 
@@ -86,38 +83,29 @@ def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, sm
 
 def write_page(folder: pathlib.Path) -> None:
     """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
-    rows = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
-    articles = "\n".join(_article(row) for row in reversed(rows))
-    name = html.escape(folder.name)
-    text = (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>Completions of {name}</title><style>{STYLE}</style><h1>Completions of {name}</h1>"
-        "<p>Sampled during training, newest first. Each entry shows the image, the question, the correct answer and "
-        f"the group of completions that GRPO compares.</p>\n{articles}</html>\n"
+    groups = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
+    entries = [group | {"note": f"step {group['step']}", "rows": _table_rows(group)} for group in reversed(groups)]
+    save_page(
+        folder / "completions.html",
+        title=f"Completions of {folder.name}",
+        introduction="Sampled during training, newest first. Each entry shows the image, the question, the correct "
+        "answer and the group of completions that GRPO compares.",
+        columns=["reward", "advantage"],
+        sections=[{"entries": entries}],
     )
-    partial = folder / "completions.html.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(folder / "completions.html")
 
 
-def _article(row: dict) -> str:
-    images = "".join(f"<img alt='' src='{source}'>" for source in row["images"])
-    lines = []
-    for completion in row["completions"]:
-        reward = completion["reward"]
-        kind = "" if reward is None else "right" if reward >= 1 else "near" if reward > 0 else "wrong"
-        text = html.escape(completion["text"]) + (" <i>… truncated</i>" if completion["truncated"] else "")
-        shown = "no verdict" if reward is None else f"{reward:.2f}"
-        lines.append(
-            f"<tr class='{kind}'><td class='number'>{shown}</td>"
-            f"<td class='number'>{completion['advantage']:+.2f}</td><td class='text'>{text}</td></tr>"
-        )
-    return (
-        f"<article><figure>{images}<figcaption><b>{html.escape(row['question'])}</b>correct answer: "
-        f"{html.escape(row['answer'])}<br>step {row['step']}</figcaption></figure><section><table>"
-        "<tr><th class='number'>reward</th><th class='number'>advantage</th><th>completion</th></tr>"
-        f"{''.join(lines)}</table></section></article>"
-    )
+def _table_rows(group: dict) -> list[dict]:
+    rows = []
+    for completion in group["completions"]:
+        reward, kind = completion["reward"], "wrong"
+        if reward is None:
+            kind = ""
+        elif reward > 0:
+            kind = "right" if reward >= 1 else "near"
+        cells = ["no verdict" if reward is None else f"{reward:.2f}", f"{completion['advantage']:+.2f}"]
+        rows.append(completion | {"kind": kind, "cells": cells})
+    return rows
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------

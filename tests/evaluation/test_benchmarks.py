@@ -16,8 +16,6 @@ from common.errors import UserError
 from common.records import Sample
 from data import load_processor
 from evaluate import Config, read_predictions
-from evaluation import benchmark_metrics, progress
-from evaluation.benchmark_metrics import summarise_benchmark
 from evaluation.benchmarks import (
     BENCHMARKS,
     COGNITION,
@@ -29,6 +27,8 @@ from evaluation.benchmarks import (
     load_benchmark,
     normalise_mathvista,
 )
+from evaluation.held_out import Progress
+from evaluation.metrics import pairs, summarise_benchmark, table
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
@@ -338,7 +338,7 @@ def test_mathvista_by_hand():
         "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
         "multi_choice": {"n": 1, "score": 1.0},
     }
-    assert benchmark_metrics.table(scores).startswith("mathvista (rule-scored)")
+    assert table(scores).startswith("mathvista (rule-scored)")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     script += "cli.run(evaluate.main, cli.parse(evaluate.Config))"
     command = [sys.executable, "-c", script, *flags, f"--output={tmp_path}/killed"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    path = tmp_path / "killed" / "predictions.part-0"
+    path = tmp_path / "killed" / "predictions.part"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (path.is_file() and path.read_text().count("\n") >= 3):
         time.sleep(0.005)
@@ -632,15 +632,15 @@ def test_unequal_numbers_of_responses_and_rows():
     scores = summarise_benchmark("aime24", rows, "rule")
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
-    assert len(benchmark_metrics.pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
+    assert len(pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
     with_images = [row | {"pictures": "a"} for row in rows]
-    assert len(benchmark_metrics.pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
+    assert len(pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
 
 
-def test_other_settings_start_anew(tmp_path, capsys):
-    saved = progress.EvalProgress(tmp_path, {"n": 1})
-    saved.add([3], [{"responses": ["a"]}])
-    assert progress.EvalProgress(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
-    assert progress.EvalProgress(tmp_path, {"n": 2}).done == {}
-    assert "different n; starting over" in capsys.readouterr().err
-    assert (tmp_path / "predictions.aside").is_file()
+def test_other_settings_are_refused(tmp_path):
+    """An interrupted evaluation resumes with the same settings only. Otherwise the message says what has changed."""
+    saved = Progress(tmp_path, {"n": 1, "seed": 0})
+    saved.add({3: {"responses": ["a"]}})
+    with pytest.raises(UserError, match=r"predictions\.part is .* with different n: delete it to start over"):
+        Progress(tmp_path, {"n": 2, "seed": 0})
+    assert Progress(tmp_path, {"n": 1, "seed": 0}).done == {3: {"responses": ["a"]}}
