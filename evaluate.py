@@ -35,7 +35,7 @@ from evaluation.benchmarks import (
     to_sample,
 )
 from evaluation.figures import draw_scores, write_differences
-from evaluation.held_out import Progress, SamplingFlags, judge_task, sample_rows
+from evaluation.held_out import SamplingFlags, judge_task, open_progress, sample_rows
 from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, raw_rows
@@ -44,6 +44,8 @@ from rewards import Scorer, check_math
 from rollout import make_engine
 
 __all__ = ["pass_at_k"]
+
+PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 
 
 @dataclass(kw_only=True)
@@ -161,32 +163,34 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None]:
+def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sample], list[dict]]]:
     """Load the rows and sample responses to them.
 
-    Returns the rows, the model's outputs, and the baseline's outputs or None unless the baseline is a model.
+    Returns the rows with the model's outputs and, if the baseline is a model, the rows with the baseline's outputs.
     """
     processor = make_processor(cfg, cfg.model, "math" if cfg.benchmark else cfg.task)
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
         samples = load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
-    limits = (cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
     baseline = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
-    engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), *limits)
+    dtype, max_length = compute_dtype("auto", device), cfg.max_prompt_length + cfg.max_tokens
+    engine = make_engine(cfg, cfg.model, processor, device, dtype, max_length, max_images(samples))
     if adapted is not None:
         engine.sync_weights(adapted)
-    output, settings = pathlib.Path(cfg.output), resume_key(cfg, samples)
+    settings, output = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
-        outputs = sample_rows(engine, processor, samples, cfg, Progress(output, settings))
-        if baseline is None:
-            return samples, outputs, None
-        engine.sync_weights(baseline)
-        progress = Progress(output / "baseline", settings | weights_mtime("baseline", cfg.baseline))
-        return samples, outputs, sample_rows(engine, processor, samples, cfg, progress)
+        open_progress(output / PROGRESS, settings)
+        evaluations = [(samples, sample_rows(engine, processor, samples, cfg, output / PROGRESS))]
+        if baseline is not None:
+            progress = output / "baseline" / PROGRESS
+            open_progress(progress, settings | weights_mtime("baseline", cfg.baseline))
+            engine.sync_weights(baseline)
+            evaluations.append((samples, sample_rows(engine, processor, samples, cfg, progress)))
     except KeyboardInterrupt:
         raise RunStopped(f"interrupted; run the same command to resume from {cfg.output}", 130) from None
+    return evaluations
 
 
 def load_baseline(cfg: Config) -> Policy:
@@ -208,12 +212,11 @@ def load_baseline(cfg: Config) -> Policy:
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(cfg.model)
         shapes = {name: param.shape for name, param in auto_class(config).from_config(config).named_parameters()}
-    for name, param in policy.model.named_parameters():
-        if shapes.get(name) != param.shape:
-            raise UserError(
-                f"--baseline {cfg.baseline}: its {name} has a different shape in {cfg.model}; score the baseline in "
-                "a separate run and give --baseline the output folder of that run"
-            )
+    if differing := [name for name, param in policy.model.named_parameters() if shapes.get(name) != param.shape]:
+        raise UserError(
+            f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}; score the baseline "
+            "in a separate run and give --baseline the output folder of that run"
+        )
     return policy
 
 
@@ -267,45 +270,40 @@ def main(cfg: Config) -> None:
             f"--baseline {cfg.baseline!r} has no predictions.jsonl, and --predictions gives no model to sample it with"
         )
     judge = Judge(cfg)
-    baseline = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if cfg.baseline_is_saved else None
-    if cfg.predictions:
-        samples, outputs = read_predictions(cfg.predictions, cfg)
-    else:
-        samples, outputs, baseline_outputs = generate_responses(cfg, device)
-        baseline = baseline if baseline_outputs is None else (samples, baseline_outputs)
-    judged = judge(samples, outputs)
-    judged_baseline = judge(*baseline) if baseline else None
+    saved_baseline = [read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg)] if cfg.baseline_is_saved else []
+    evaluations = [read_predictions(cfg.predictions, cfg)] if cfg.predictions else generate_responses(cfg, device)
+    judged = [judge(samples, outputs) for samples, outputs in evaluations + saved_baseline]
     if console.is_main():
-        write_results(cfg, samples, judged, judged_baseline)
+        write_results(cfg, evaluations[0][0], *judged)
     distributed.barrier()
 
 
 def write_results(
-    cfg: Config, samples: list[Sample], judged: tuple[dict, list[dict]], judged_baseline: tuple[dict, list[dict]] | None
+    cfg: Config,
+    samples: list[Sample],
+    model: tuple[dict, list[dict]],
+    baseline: tuple[dict, list[dict]] | None = None,
 ) -> None:
     """Write every file of the evaluation and print a table of the scores.
 
-    `judged` and `judged_baseline` hold the scores and the predictions. Raises UserError when the evaluation and its
-    baseline have no row in common.
+    `model` and `baseline` hold the scores and predictions of each. Raises UserError when they have no row in common.
     """
-    folder, (scores, predictions) = pathlib.Path(cfg.output), judged
+    folder, (scores, predictions) = pathlib.Path(cfg.output), model
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     scores = {name: value for name, value in sources.items() if value is not None} | scores
-    baseline = paired = None
-    saved_scores, matched = scores, []
-    if judged_baseline is not None:
-        baseline = {"model": cfg.baseline} | judged_baseline[0]
-        matched = pairs(cfg.benchmark, judged_baseline[1], predictions)
+    matched, comparison = [], {}
+    if baseline:
+        matched = pairs(cfg.benchmark, baseline[1], predictions)
         scored = [pair for pair in matched if None not in (*pair[0].get("rewards", []), *pair[1].get("rewards", []))]
         if not scored:
             raise UserError(f"--baseline {cfg.baseline}: it has no row in common with this evaluation")
-        paired = difference(cfg.benchmark, scored)
-        _write_predictions(folder / "baseline", baseline, judged_baseline[1])
-        saved_scores = scores | {"baseline": baseline, "paired": paired}
-    _write_predictions(folder, saved_scores, predictions)
-    draw_scores(folder, scores, baseline)
+        baseline_scores = {"model": cfg.baseline} | baseline[0]
+        comparison = {"baseline": baseline_scores, "paired": difference(cfg.benchmark, scored)}
+        _write_predictions(folder / "baseline", baseline_scores, baseline[1])
+    _write_predictions(folder, scores | comparison, predictions)
+    draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
-    print(table(scores, baseline, paired))
+    print(table(scores, **comparison))
     if baseline:
         lost, won = write_differences(folder, scores, matched, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
@@ -318,7 +316,7 @@ def _write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dic
     rows = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in predictions)
     atomic_write(folder / "predictions.jsonl", rows)
     atomic_write(folder / "scores.json", json.dumps(scores, indent=1) + "\n")
-    (folder / "predictions.part").unlink(missing_ok=True)
+    (folder / PROGRESS).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -111,10 +111,8 @@ def judge_letter(text: str, gold: str, row: Row, _: Verifier | None) -> Judgemen
 def gpqa_choices(row: Row) -> list[str]:
     """Return the four choices in an order that depends only on the question, not on the row's position in the file."""
     choices = [str(row["Correct Answer"]), *(str(row[f"Incorrect Answer {i}"]) for i in (1, 2, 3))]
-    seed = hashlib.sha256(str(row["Question"]).encode()).hexdigest()
-    order = list(range(4))
-    random.Random(seed).shuffle(order)
-    return [choices[i].strip() for i in order]
+    random.Random(hashlib.sha256(str(row["Question"]).encode()).hexdigest()).shuffle(choices)
+    return [choice.strip() for choice in choices]
 
 
 def gpqa_gold(row: Row) -> str:

@@ -11,7 +11,6 @@ from evaluation.metrics import subset_score, title
 from inputs.images import decode_image
 
 MAX_ROWS = 100  # maximum number of rows under each heading of the page
-MAX_BARS = 30
 
 
 def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None) -> None:
@@ -23,7 +22,6 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     subsets = [(column, name) for column in parts for name in parts[column]]
     if is_mme:  # the total and the kinds are on a larger scale than the categories; the title shows the kinds
         subsets = [(column, name) for column, name in subsets if column == "category"]
-    subsets = subsets[: MAX_BARS - 1]
     labels = [f"{column} {name} ({parts[column][name]['n']})" for column, name in subsets]
     if not is_mme:
         labels.insert(0, "all")
@@ -56,7 +54,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     axis.set_xlabel("score" if is_mme else "score, 95% interval over rows")
     axis.spines[["top", "right"]].set_visible(False)
     if baseline is not None:
-        axis.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 1), frameon=False)
+        figure.legend(loc="outside lower right", ncols=2, frameon=False)
     save_figure(figure, folder / "scores.png")
 
 
@@ -89,17 +87,16 @@ def _section(heading: str, changed: list[tuple[dict, dict]], samples: Mapping[st
     entries = []
     for before, after in changed[:MAX_ROWS]:
         sample = samples.get(after["source"])
-        rows = [
-            {"kind": "right" if correct else "wrong", "cells": [when], "text": response}
-            for when, row in (("before", before), ("after", after))
-            for response, correct in zip(row["responses"], row["exact"])
-        ]
         entry = {
             "images": [thumbnail(decode_image(image)) for image in sample.images] if sample else [],
             "question": after["prompt"].replace(TAG, ""),
             "answer": after.get("gold", after.get("answer")),
-            "note": after["source"],
-            "rows": rows,
+            "source": after["source"],
+            "completions": [
+                {"model": model, "reward": float(correct), "text": response}
+                for model, row in (("before", before), ("after", after))
+                for response, correct in zip(row["responses"], row["exact"])
+            ],
         }
         entries.append(entry)
     left_out = max(0, len(changed) - MAX_ROWS)

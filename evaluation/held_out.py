@@ -44,37 +44,26 @@ class SamplingFlags:
     """Sampling seed."""
 
 
-class Progress:
-    """The file `predictions.part`, to which the main process appends the model's output for each row.
+def open_progress(path: pathlib.Path, settings: dict[str, Any]) -> None:
+    """Create the progress file of an evaluation, or keep that of an interrupted one with the same `settings`.
 
-    The first line holds the settings; every other line holds an output, with the row's index as `place`.
+    The first line holds the settings, and each further line the output of a row. Raises UserError for other settings.
     """
+    if not console.is_main():
+        return
+    settings = json.loads(json.dumps(settings))
+    saved_settings, *outputs = read_jsonl(path) or [settings]
+    if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
+        raise UserError(
+            f"{path} is from an interrupted evaluation with different {', '.join(changed)}: delete it to start over, "
+            "or choose another --output"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, _json_lines([settings, *outputs]))  # without a half-written last line
 
-    def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
-        """Read the outputs of an earlier attempt, if any. Raises UserError when its settings differ from `settings`."""
-        self.path = folder / "predictions.part"
-        self.done: dict[int, dict] = {}  # row index -> output; the same on every process
-        if console.is_main():
-            settings = json.loads(json.dumps(settings))
-            saved_settings, *rows = read_jsonl(self.path) or [settings]
-            if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
-                raise UserError(
-                    f"{self.path} is from an interrupted evaluation with different {', '.join(changed)}: delete it to "
-                    "start over, or choose another --output"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.path, "".join(json.dumps(line) + "\n" for line in [settings, *rows]))
-            self.done = {row.pop("place"): row for row in rows}
-            if self.done:
-                console.warn(f"resuming: {len(self.done)} rows are already sampled")
-        self.done = distributed.all_gather(self.done)[0]
 
-    def add(self, outputs: dict[int, dict]) -> None:
-        """Append the outputs of these rows."""
-        self.done |= outputs
-        if console.is_main():
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"place": index} | output) + "\n" for index, output in outputs.items())
+def _json_lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def sample_rows(
@@ -82,27 +71,28 @@ def sample_rows(
     processor: Processor,
     samples: list[Sample],
     flags: SamplingFlags,
-    progress: Progress | None = None,
+    progress: pathlib.Path | None = None,
 ) -> list[dict]:
     """Sample responses to every row.
 
     Returns {responses, lengths, truncated, pictures} for each row, in order and on every process; `pictures` is a
-    digest of the row's images. Rows that are already in `progress` are not sampled again, and new rows are added to
-    `progress`. Raises UserError on every process when the images of a row can no longer be read.
+    digest of the row's images. The main process appends the outputs to the file `progress`; rows that it already has
+    are not sampled again. Raises UserError on every process when the images of a row can no longer be read.
     """
-    done = dict(progress.done) if progress else {}
-    pending = [index for index in range(len(samples)) if index not in done]
+    outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
+    if outputs:
+        console.warn(f"resuming: {len(outputs)} rows are already sampled")
     # Processes that share an engine sample together, so each takes part in every chunk, even without a row in it.
     chunk = CHUNK * distributed.world_size()
-    for start in console.progress(range(0, len(pending), chunk), "evaluating", unit="chunk", leave=False):
-        indices = pending[start : start + chunk]
-        local_indices, prompts, error = distributed.shard(indices), [], None
+    for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk", leave=False):
+        local_rows = distributed.shard(list(enumerate(samples))[start : start + chunk])
+        prompts, error = [], None
         try:
-            prompts = encode_prompts([samples[index] for index in local_indices], processor)
+            prompts = encode_prompts([sample for _, sample in local_rows], processor)
         except UserError as problem:
             error = str(problem)
         distributed.raise_first_error(error, UserError)
-        seeds = [prompt_seed(flags.seed, index) for index in local_indices]
+        seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
         groups = engine.generate(prompts, flags.n, seeds, flags.max_tokens, flags.temperature, flags.top_p)
         local_outputs = [
             {
@@ -113,11 +103,12 @@ def sample_rows(
             }
             for prompt, rollouts in zip(prompts, groups)
         ]
-        outputs = dict(zip(indices, distributed.gather_shards(local_outputs)))
-        done |= outputs
-        if progress:
-            progress.add(outputs)
-    return [done[index] for index in range(len(samples))]
+        new_outputs = distributed.gather_shards(local_outputs)
+        outputs += new_outputs
+        if progress and console.is_main():
+            with progress.open("a", encoding="utf-8") as file:
+                file.write(_json_lines(new_outputs))
+    return outputs
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------

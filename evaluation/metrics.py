@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +41,13 @@ class Score:
         sums = zip(self.values.T, self.counted.T)
         return float(sum(self.weight * values.sum() / counted.sum() for values, counted in sums))
 
-    def bootstrap(self, seed: int = 0) -> np.ndarray:
+    def bootstrap(self) -> np.ndarray:
         """Return bootstrap scores (RESAMPLES,), each computed from U units drawn with replacement.
 
-        The same seed draws the same units, so the scores of two models on the same rows can be subtracted.
+        The seed is fixed, so the scores of two models on the same rows can be subtracted: both draw the same rows.
         """
         means = self.values.sum(0) / self.counted.sum(0)  # (R,), used for a category if none of its units is drawn
-        rng, units, scores = np.random.default_rng(seed), len(self.values), []
+        rng, units, scores = np.random.default_rng(0), len(self.values), []
         for _ in range(RESAMPLES):
             draws = np.bincount(rng.integers(units, size=units), minlength=units)  # (U,)
             counted = draws @ self.counted
@@ -119,7 +120,7 @@ def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[
 
 
 def summarise(predictions: list[dict], task: str) -> dict:
-    """Return the scores of a task; evaluate.py's docstring defines them.
+    """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict count only in `no_verdict`; the other scores leave them out. Raises UserError when
     more than a tenth of the completions have no verdict.
@@ -131,16 +132,11 @@ def summarise(predictions: list[dict], task: str) -> dict:
     exact_by_row = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
     exact_by_row = [exact for exact in exact_by_row if exact]
     exact_match = mean_score([mean(exact) for exact in exact_by_row])
-    scores = {
-        "n": len(predictions),
-        "completions_per_row": _max_completions(predictions),
+    return _shared_scores("exact_match", exact_match, exact_by_row, predictions) | {
         "reward": mean([reward for _, reward in completions if reward is not None]),
-        "exact_match": exact_match.total(),
-        "exact_match_95": interval(exact_match.bootstrap()),
         "format_rate": mean([FORMATS[task](response) for response, _ in completions]),
         "no_verdict": no_verdict,
     }
-    return scores | _length_scores(predictions) | _pass_at_k_scores(exact_by_row, predictions)
 
 
 def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
@@ -156,15 +152,35 @@ def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
         raise UserError(f"{no_reply:.0%} of the responses have no reply from the {role} (at most 10% may): is it up?")
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"
-    score = score_of(name, rows)
-    scores = {"benchmark": name, "scoring": scoring, "n": len(rows), "completions_per_row": _max_completions(rows)}
-    scores |= {"score": score.total(), "score_95": interval(score.bootstrap())}
-    scores |= _pass_at_k_scores([row["exact"] for row in rows], rows)
-    scores |= {"no_answer": mean([answer is None for row in rows for answer in row["answers"]])} | _length_scores(rows)
+    scores = {"benchmark": name, "scoring": scoring}
+    scores |= _shared_scores("score", score_of(name, rows), [row["exact"] for row in rows], rows)
+    scores["no_answer"] = mean([answer is None for row in rows for answer in row["answers"]])
     for measure in ("open_recall", "open_f1"):
-        values = [each[measure] for each in measures if measure in each]
-        scores |= {measure: mean(values)} if values else {}
+        if values := [each[measure] for each in measures if measure in each]:
+            scores[measure] = mean(values)
     return scores | {"no_verdict": no_reply, "parts": _subset_scores(name, rows)}
+
+
+def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows: list[dict]) -> dict:
+    """Return the score, its interval, pass@k and the lengths.
+
+    pass@k is given for k = 1, 2, 4, … and for the largest k for which every row has k completions. Each value is a mean
+    over the entries of `exact_by_row` that have at least k verdicts.
+    """
+    scores: dict[str, Any] = {
+        "n": len(rows),
+        "completions_per_row": max(len(row["responses"]) for row in rows),
+        name: score.total(),
+        f"{name}_95": interval(score.bootstrap()),
+    }
+    max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))
+    for k in sorted({max_k, *(2**i for i in range(max_k.bit_length()))}):
+        scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
+    scores["mean_characters"] = mean([len(response) for row in rows for response in row["responses"]])
+    for length, column in (("mean_length", "lengths"), ("truncated", "truncated")):
+        if values := [value for row in rows for value in row.get(column) or []]:
+            scores[length] = mean(values)
+    return scores
 
 
 def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
@@ -172,44 +188,14 @@ def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str,
     scores: dict[str, dict[str, dict[str, float]]] = {}
     for column in BENCHMARKS[name].subset_columns:
         subsets = group_by(rows, [subset_value(name, row, column) for row in rows])
-        subsets.pop(None, None)
-        by_value = {
-            value: {"n": len(subset), "score": score_of(name, subset).total()}
-            for value, subset in sorted(subsets.items())
-        }
-        scores |= {column: by_value} if by_value else {}
-    if name == "mme":
-        for kind, members in (("perception", PERCEPTION), ("cognition", COGNITION)):
-            present = [scores["category"][category] for category in members if category in scores["category"]]
-            if present:
-                total = {key: sum(each[key] for each in present) for key in ("n", "score")}
-                scores.setdefault("kind", {})[kind] = total
-    return scores
-
-
-def _max_completions(rows: list[dict]) -> int:
-    return max(len(row["responses"]) for row in rows)
-
-
-def _pass_at_k_scores(exact_by_row: list[list[bool]], rows: list[dict]) -> dict[str, float]:
-    """Return pass@k for k = 1, 2, 4, … and for the largest k for which every row has k completions.
-
-    Each value is a mean over the entries of `exact_by_row` that have at least k verdicts.
-    """
-    max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))
-    ks = sorted({max_k, *(2**i for i in range(max_k.bit_length()))})
-    return {
-        f"pass@{k}": mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
-        for k in ks
-    }
-
-
-def _length_scores(rows: list[dict]) -> dict[str, float]:
-    """Return the mean length in characters and, if known, in tokens, and the fraction that was cut off."""
-    scores = {"mean_characters": mean([len(response) for row in rows for response in row["responses"]])}
-    for name, column in (("mean_length", "lengths"), ("truncated", "truncated")):
-        values = [value for row in rows for value in row.get(column) or []]
-        scores |= {name: mean(values)} if values else {}
+        for value in sorted(subsets.keys() - {None}):
+            subset = {"n": len(subsets[value]), "score": score_of(name, subsets[value]).total()}
+            scores.setdefault(column, {})[value] = subset
+    kinds = {"perception": PERCEPTION, "cognition": COGNITION} if name == "mme" else {}
+    for kind, members in kinds.items():
+        if present := [scores["category"][category] for category in members if category in scores["category"]]:
+            total = {key: sum(each[key] for each in present) for key in ("n", "score")}
+            scores.setdefault("kind", {})[kind] = total
     return scores
 
 
@@ -238,12 +224,8 @@ def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple
 def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
     """Return the score of the second model minus that of the first, with the interval of the paired difference."""
     before, after = (score_of(name, [pair[side] for pair in paired]) for side in (0, 1))
-    differences = after.bootstrap() - before.bootstrap()  # both draw the same rows, because the seed is the same
-    return {
-        "rows": len(paired),
-        "difference": after.total() - before.total(),
-        "difference_95": interval(differences),
-    }
+    total = after.total() - before.total()
+    return {"rows": len(paired), "difference": total, "difference_95": interval(after.bootstrap() - before.bootstrap())}
 
 
 def title(scores: dict) -> str:
@@ -272,12 +254,11 @@ def table(scores: dict, baseline: dict | None = None, paired: dict | None = None
         for name, subset in subsets.items():
             label = f"{column}: {name} ({subset['n']})"
             lines.append((label[:36], [subset_score(model, column, name) for model in models]))
-    text = "\n".join(f"{label:36}" + "".join(map(_cell, values)) for label, values in lines)
+    text = ""
+    for label, values in lines:
+        cells = [f"{x:12.3f}" if isinstance(x, float) else f"{'-' if x is None else x:>12}" for x in values]
+        text += f"{label:36}{''.join(cells)}\n"
     if paired:
         low, high = paired["difference_95"]
-        text += f"\ndifference {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}) on {paired['rows']} rows of both"
-    return text
-
-
-def _cell(value: float | str | None) -> str:
-    return f"{value:12.3f}" if isinstance(value, float) else f"{'-' if value is None else value:>12}"
+        text += f"difference {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}) on {paired['rows']} rows of both\n"
+    return text.rstrip("\n")

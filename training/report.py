@@ -7,6 +7,7 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 `completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
 """
 
+import itertools
 import json
 import pathlib
 from dataclasses import dataclass
@@ -42,70 +43,46 @@ def draw_curves(folder: pathlib.Path) -> None:
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         return
-
-    def series(name: str) -> tuple[list[int], list[float]]:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        return [step for step, _ in points], [value for _, value in points]
-
     import matplotlib.pyplot as plt  # imported late because most processes draw nothing
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    (reward, match), (length, difference) = axes
-    _draw(reward, *series("reward"), "mean reward of a step", "reward", smooth=True)
-    steps, values = series("eval/exact_match")
-    match.plot(steps, values, "o-", color="#0b7a75")
-    match.set(title="held-out exact match, greedy", ylabel="fraction correct", ylim=(-0.02, 1.02))
-    _draw(length, *series("completions/mean_length"), "mean completion length", "tokens", smooth=True)
+    panels = [
+        ("reward", "mean reward of a step", "reward"),
+        ("eval/exact_match", "held-out exact match, greedy", "fraction correct"),
+        ("completions/mean_length", "mean completion length", "tokens"),
+        ("sampling/logp_difference_mean", "|log p(trainer) − log p(sampler)|", "nats per token"),
+    ]
     if any(row.get("kl") for row in rows):
-        _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats per token", smooth=True)
-    else:
-        name = "sampling/logp_difference_mean"
-        _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats per token")
-    for axis in axes.flat:
-        axis.set_xlabel("step")
+        panels[3] = ("kl", "KL to the starting model (k3)", "nats per token")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axis, (name, title, unit) in zip(axes.flat, panels):
+        measured = [row for row in rows if row.get(name) is not None]
+        steps, values = [row["step"] for row in measured], [row[name] for row in measured]
+        axis.set(title=title, ylabel=unit, xlabel="step")
         axis.grid(alpha=0.3)
-        if not axis.has_data():
+        if not measured:
             axis.text(0.5, 0.5, "not measured yet", ha="center", va="center", transform=axis.transAxes)
+        elif name == "eval/exact_match":
+            axis.plot(steps, values, "o-", color="#0b7a75")
+            axis.set_ylim(-0.02, 1.02)
+        else:
+            average = itertools.accumulate(values, lambda running, value: running + 0.15 * (value - running))
+            axis.plot(steps, values, color="#d1495b", alpha=0.35, linewidth=1, label="step")
+            axis.plot(steps, list(average), color="#d1495b", linewidth=2, label="running mean")
+            axis.legend()
     save_figure(figure, folder / "curves.png")
-
-
-def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, smooth: bool = False) -> None:
-    axis.plot(steps, values, color="#d1495b", alpha=0.35 if smooth else 1.0, linewidth=1, label="step")
-    if smooth and values:
-        running, average = values[0], []
-        for value in values:
-            running += 0.15 * (value - running)
-            average.append(running)
-        axis.plot(steps, average, color="#d1495b", linewidth=2, label="running mean")
-        axis.legend()
-    axis.set(title=title, ylabel=unit)
 
 
 def write_page(folder: pathlib.Path) -> None:
     """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
     groups = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
-    entries = [group | {"note": f"step {group['step']}", "rows": _table_rows(group)} for group in reversed(groups)]
     save_page(
         folder / "completions.html",
         title=f"Completions of {folder.name}",
         introduction="Sampled during training, newest first. Each entry shows the image, the question, the correct "
         "answer and the group of completions that GRPO compares.",
         columns=["reward", "advantage"],
-        sections=[{"entries": entries}],
+        sections=[{"entries": groups[::-1]}],
     )
-
-
-def _table_rows(group: dict) -> list[dict]:
-    rows = []
-    for completion in group["completions"]:
-        reward, kind = completion["reward"], "wrong"
-        if reward is None:
-            kind = ""
-        elif reward > 0:
-            kind = "right" if reward >= 1 else "near"
-        cells = ["no verdict" if reward is None else f"{reward:.2f}", f"{completion['advantage']:+.2f}"]
-        rows.append(completion | {"kind": kind, "cells": cells})
-    return rows
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------

@@ -42,12 +42,8 @@ class RunLog:
         self.failure_reported = False  # whether a failed write has been reported
         if not console.is_main():
             return
-        launch = {
-            "launch": distributed.launcher_ids(),
-            "command": shlex.join(sys.argv),
-            "git_commit": git_commit(),
-            "world_size": distributed.world_size(),
-        }
+        launch = {"launch": distributed.launcher_ids(), "world_size": distributed.world_size()}
+        launch |= {"command": shlex.join(sys.argv), "git_commit": git_commit()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
@@ -86,17 +82,16 @@ class RunLog:
         rows = []
         for group in groups[:GROUPS_PER_REPORT]:
             scored = zip(group.rollouts, group.rewards, advantages[group.index].tolist(), strict=True)
-            completions = [
-                {"text": r.text, "reward": _finite(rewards.total), "advantage": advantage, "truncated": r.truncated}
-                for r, rewards, advantage in scored
-            ]
             row = {
                 "step": step,
                 "source": group.sample.source,
                 "question": group.sample.prompt.replace(TAG, "").strip(),
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
-                "completions": completions,
+                "completions": [
+                    {"text": r.text, "reward": _finite(rewards.total), "advantage": advantage, "truncated": r.truncated}
+                    for r, rewards, advantage in scored
+                ],
             }
             rows.append(row)
         self._append("completions.jsonl", rows)
@@ -156,10 +151,7 @@ def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
 
 
 def _check_shared_folder(path: pathlib.Path, timeout: float = 10.0) -> None:
-    """Raise UserError, on every process, unless all machines of the run see the same folder `path`.
-
-    `timeout`: seconds after which a file written by rank 0 must be visible to the other processes.
-    """
+    """Raise UserError, on every process, unless all machines see a file of rank 0 in `path` within `timeout` s."""
     marker = path / f".marker-{distributed.all_gather(uuid.uuid4().hex)[0]}"
     if console.is_main():
         path.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from PIL import Image
 
 import evaluate
 from common.errors import UserError
+from common.files import read_jsonl
 from common.records import Sample
 from data import load_processor
 from evaluate import Config, read_predictions
@@ -27,7 +28,7 @@ from evaluation.benchmarks import (
     load_benchmark,
     normalise_mathvista,
 )
-from evaluation.held_out import Progress
+from evaluation.held_out import open_progress
 from evaluation.metrics import pairs, summarise_benchmark, table
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from tests.helpers.scripts import ROOT, VECTORS, run_script
@@ -615,7 +616,7 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     rows = path.read_text().count("\n") - 1
     assert 2 <= rows < 12
     with path.open("a") as file:
-        file.write('{"place": 11, "resp')  # a half-written line
+        file.write('{"responses": ["')  # a half-written line
     evaluate.main(Config(**settings, output=f"{tmp_path}/killed"))
     assert f"resuming: {rows} rows" in capsys.readouterr().err
     done = run_script("evaluate.py", *flags, f"--output={tmp_path}/two", processes=2)
@@ -639,8 +640,11 @@ def test_unequal_numbers_of_responses_and_rows():
 
 def test_other_settings_are_refused(tmp_path):
     """An interrupted evaluation resumes with the same settings only. Otherwise the message says what has changed."""
-    saved = Progress(tmp_path, {"n": 1, "seed": 0})
-    saved.add({3: {"responses": ["a"]}})
+    path = tmp_path / "o" / "predictions.part"
+    open_progress(path, {"n": 1, "seed": 0})
+    rows = [{"n": 1, "seed": 0}, {"responses": ["a"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=r"predictions\.part is .* with different n: delete it to start over"):
-        Progress(tmp_path, {"n": 2, "seed": 0})
-    assert Progress(tmp_path, {"n": 1, "seed": 0}).done == {3: {"responses": ["a"]}}
+        open_progress(path, {"n": 2, "seed": 0})
+    open_progress(path, {"n": 1, "seed": 0})
+    assert read_jsonl(path) == rows
