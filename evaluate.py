@@ -25,15 +25,7 @@ from common.files import atomic_write
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
 from data import load_split, make_processor, max_images
-from evaluation.benchmarks import (
-    BENCHMARKS,
-    RULE_SCORED,
-    check_pairs,
-    drop_images,
-    judge_benchmark,
-    load_benchmark,
-    to_sample,
-)
+from evaluation.benchmarks import BENCHMARKS, check_pairs, drop_images, judge_benchmark, load_benchmark, to_sample
 from evaluation.figures import draw_scores, write_differences
 from evaluation.held_out import SamplingFlags, judge_task, open_progress, sample_rows
 from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
@@ -243,24 +235,24 @@ class Judge:
     """Judges and summarises responses with a benchmark or with a task's rewards, depending on the flags."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.scoring = cfg, "rule"
+        self.cfg = cfg
         self.server: Verifier | None = None
         if cfg.benchmark is None:
             self.scorer = Scorer(cfg.task, cfg)
             return
         if cfg.benchmark in ("math500", "geometry3k", "mathverse"):
             check_math()
-        if role := BENCHMARKS[cfg.benchmark].server_role:
+        if BENCHMARKS[cfg.benchmark].server_role:
             self.server = make_verifier(cfg, cfg.judge_cache)
-            self.scoring = f"{role} {self.server.model}" if self.server else RULE_SCORED
 
     def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:
         """Return the scores and the judged predictions."""
-        if self.cfg.benchmark is None:
+        name, task = self.cfg.benchmark, self.cfg.task
+        if name is None:
             predictions = judge_task(self.scorer, samples, outputs)
-            return {"task": self.cfg.task} | summarise(predictions, self.cfg.task), predictions
-        predictions = judge_benchmark(self.cfg.benchmark, samples, outputs, self.server)
-        return summarise_benchmark(self.cfg.benchmark, predictions, self.scoring), predictions
+            return {"task": task} | summarise(predictions, task), predictions
+        predictions = judge_benchmark(name, samples, outputs, self.server)
+        return summarise_benchmark(name, predictions, self.server and self.server.model), predictions
 
 
 def main(cfg: Config) -> None:

@@ -6,6 +6,7 @@ Before a benchmark reads a response, the response's think block is removed and i
 or unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,27 +24,14 @@ from common.errors import UserError
 from common.records import Sample
 from config import DataFlags
 from data import Processor, validate_rows
-from grading.answers import (
-    LETTERS,
-    SHORT,
-    answer_part,
-    balanced,
-    chosen_letter,
-    extract_choice,
-    math_answers,
-    short_answer,
-    whole_number,
-    words,
-)
+from grading import answers
 from grading.verifier import Verifier
 from inputs.rows import Cell, Problem, RowError, add_image_tags, raw_rows, resolve_image
 from rewards import exact_match, same_answer
 
 Row = dict[str, Any]
-CHOOSE = "Answer with the letter of the right choice alone."
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
-RULE_SCORED = "rule-scored"
 
 
 @dataclass
@@ -82,27 +70,27 @@ class Benchmark:
 
 def judge_math(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers with math-verify, as the math reward does."""
-    short, answers = short_answer(text)[0], math_answers(text)
+    short, candidates = answers.short_answer(text)[0], answers.math_answers(text)
     if short == gold.strip():
         return Judgement(short, True)
-    for answer in answers:
-        if balanced(answer) and same_answer(answer.replace("°", "^\\circ"), gold.replace("°", "^\\circ")):
-            return Judgement(answer, True)
-    return Judgement(answers[0] if answers else None, False)
+    for candidate in filter(answers.balanced, candidates):
+        if same_answer(candidate.replace("°", "^\\circ"), gold.replace("°", "^\\circ")):
+            return Judgement(candidate, True)
+    return Judgement(candidates[0] if candidates else None, False)
 
 
 def judge_integer(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers as integers: "025" equals 25."""
-    number = whole_number(text)
+    number = answers.whole_number(text)
     if number is None:
         return Judgement(None, False)
-    return Judgement(str(number), number == whole_number(gold))
+    return Judgement(str(number), number == answers.whole_number(gold))
 
 
 def judge_letter(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the chosen letter with the gold letter, which may be written "A", "(A)" or "a."."""
-    letter = chosen_letter(text)
-    return Judgement(letter, letter is not None and letter == (extract_choice(gold) or gold.strip()))
+    letter = answers.chosen_letter(text)
+    return Judgement(letter, letter is not None and letter == (answers.extract_choice(gold) or gold.strip()))
 
 
 # --- the individual benchmarks ----------------------------------------------------------------------------------------
@@ -117,23 +105,24 @@ def gpqa_choices(row: Row) -> list[str]:
 
 def gpqa_gold(row: Row) -> str:
     """Return the letter of the correct choice."""
-    return LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
+    return answers.LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
 
 
 def lettered(choices: list[str]) -> str:
-    """Return "(A) first", "(B) second", …, one choice per line."""
-    return "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
+    """Return the choices as lines "(A) first", "(B) second", … and ask for a letter."""
+    lines = "\n".join(f"({letter}) {choice}" for letter, choice in zip(answers.LETTERS, choices))
+    return f"{lines}\n\nAnswer with the letter of the right choice alone."
 
 
 def is_closed(row: Row) -> bool:
     """Return whether a VQA-RAD question is closed, from its `answer_type` or, without one, from a yes or no answer."""
     kind = str(row.get("answer_type") or "").strip().upper()
-    return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else words(str(row["answer"])) in (["yes"], ["no"])
+    return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else answers.words(str(row["answer"])) in (["yes"], ["no"])
 
 
 def judge_vqa_rad(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
-    answer_words, gold_words = words(text), words(gold)
+    answer_words, gold_words = answers.words(text), answers.words(gold)
     completion = f"<think>-</think><answer>{text}</answer>"  # the format that `exact_match` expects
     correct = bool(answer_words) and exact_match("vqa", completion, str(row["answer"]))
     if is_closed(row):
@@ -156,7 +145,7 @@ def mathvista_prompt(row: Row) -> str:
     if unit := str(row.get("unit") or "").strip():
         text += f" (Unit: {unit})"
     if choices := choices_of(row):
-        return f"{text}\n\n{lettered(choices)}\n\n{CHOOSE}"
+        return f"{text}\n\n{lettered(choices)}"
     if row["answer_type"] == "float":
         return f"{text}\n\nAnswer with a number of {precision(row)} decimals."
     return f"{text}\n\nAnswer with a {'whole number' if row['answer_type'] == 'integer' else row['answer_type']}."
@@ -166,10 +155,8 @@ def choices_of(row: Row) -> list[str]:
     """Return the choices of a row, or an empty list for a free-form question."""
     choices = row.get("choices")
     if isinstance(choices, str):  # some tables store the list as text
-        try:
+        with contextlib.suppress(ValueError):
             choices = json.loads(choices.replace("'", '"'))
-        except ValueError:
-            choices = None
     return [str(choice) for choice in choices] if isinstance(choices, list) else []
 
 
@@ -208,14 +195,15 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
     def bare(text: str) -> str:
         return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
 
+    by_letter = dict(zip(answers.LETTERS, choices))
     bracketed = re.fullmatch(r"\s*\(([A-Z])\)\s*", answer)
-    if bracketed and LETTERS.index(bracketed[1]) < len(choices):
-        return choices[LETTERS.index(bracketed[1])]
+    if bracketed and bracketed[1] in by_letter:
+        return by_letter[bracketed[1]]
     if exact := [choice for choice in choices if bare(choice) == bare(answer)]:
         return exact[0]
-    letter = chosen_letter(answer)
-    if letter and LETTERS.index(letter) < len(choices):
-        return choices[LETTERS.index(letter)]
+    letter = answers.chosen_letter(answer)
+    if letter in by_letter:
+        return by_letter[letter]
     mentioned = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(answer))]
     return mentioned[0] if len(mentioned) == 1 else None
 
@@ -224,7 +212,7 @@ def judge_mathvista(text: str, gold: str, row: Row, extractor: Verifier | None) 
     """Extract the answer from the text, by server or by rule, convert it to the gold answer's form, and compare."""
     if not text:
         return Judgement(None, False)
-    answer = extractor.extract(str(row["question"]), text) if extractor else short_answer(text)[0]
+    answer = extractor.extract(str(row["question"]), text) if extractor else answers.short_answer(text)[0]
     if answer is None:
         return Judgement(None, False, {"no_verdict": 1.0})
     normalised = normalise_mathvista(answer, row)
@@ -238,7 +226,7 @@ def judge_mathverse(text: str, gold: str, row: Row, judge: Verifier | None) -> J
     by_rule = judge_by_rule(text, gold, row, None)
     if by_rule.correct or judge is None or not text:
         return by_rule
-    answer = short_answer(text)[0][-20 * SHORT :]
+    answer = answers.short_answer(text)[0][-20 * answers.SHORT :]
     question = row.get("question_for_eval") or row["question"] or row["query_wo"]  # some questions are in the image
     verdict = judge(str(question), gold, answer)
     return Judgement(answer, bool(verdict), {"no_verdict": float(verdict is None)})
@@ -263,7 +251,7 @@ BENCHMARKS = {
         judge_letter,
         ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
         subset_columns=("High-level domain", "Subdomain"),
-        prompt=lambda row: f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}",
+        prompt=lambda row: f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}",
         gold=gpqa_gold,
     ),
     "geometry3k": Benchmark("hiyouga/geometry3k@test", judge_math, ("problem", "answer"), "images", prompt=_problem),
@@ -313,9 +301,8 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
     """
     hub = BENCHMARKS[name].hub
     data, usual_split = flags.data or hub, hub.rpartition("@")[2]
-    rows = [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)]
     samples = validate_rows(
-        rows,
+        [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)],
         data,
         task=None,
         processor=processor,
@@ -354,7 +341,7 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
         _check_present(name, row, column)
         if isinstance(row[column], dict) or (isinstance(row[column], list) and column != "choices"):
             raise RowError(f"column '{column}' is neither text nor a number")
-    if name == "aime24" and whole_number(str(row["answer"])) is None:
+    if name == "aime24" and answers.whole_number(str(row["answer"])) is None:
         raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")
     prompt = benchmark.prompt(row)
     if not prompt.strip():
@@ -412,19 +399,17 @@ def judge_benchmark(
     """
     judge = BENCHMARKS[name].judge
     local_rows = distributed.shard([(sample, output["responses"]) for sample, output in zip(samples, outputs)])
-    work = [(answer_part(text), sample) for sample, responses in local_rows for text in responses]
+    work = [(answers.answer_part(text), sample) for sample, responses in local_rows for text in responses]
     if server:
         server.reset_failures()
     with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
         results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
         results = iter(list(console.progress(results, "scoring", total=len(work), unit="response", leave=False)))
-    judgements = [[next(results) for _ in responses] for _, responses in local_rows]
-    judgements = distributed.gather_shards(judgements)
-    return [
-        sample.fields
-        | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
-        | output
-        | {"answers": [j.answer for j in row_judgements], "exact": [j.correct for j in row_judgements]}
-        | {"measures": [j.measures for j in row_judgements]}
-        for sample, output, row_judgements in zip(samples, outputs, judgements)
-    ]
+    judgements = distributed.gather_shards([[next(results) for _ in responses] for _, responses in local_rows])
+    predictions = []
+    for sample, output, judged in zip(samples, outputs, judgements):
+        origin = {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
+        verdicts = {"answers": [j.answer for j in judged], "exact": [j.correct for j in judged]}
+        verdicts["measures"] = [j.measures for j in judged]
+        predictions.append(sample.fields | origin | output | verdicts)
+    return predictions

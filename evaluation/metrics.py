@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from common.errors import UserError
-from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, RULE_SCORED, subset_value
+from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, subset_value
 from rewards import FORMATS, MAX_UNSCORED
 
 RESAMPLES = 2000
+RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the benchmark uses a server
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -139,16 +140,19 @@ def summarise(predictions: list[dict], task: str) -> dict:
     }
 
 
-def summarise_benchmark(name: str, rows: list[dict], scoring: str) -> dict:
+def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
     """Return the scores of benchmark `name`; docs/evaluation.md defines them.
 
-    `scoring` names the server or the rule that judged the responses. Raises UserError when the server gave no reply for
-    more than a tenth of the responses.
+    `server` is the name of the model that judged the responses, or None if rules did. Raises UserError when the server
+    gave no reply for more than a tenth of the responses.
     """
+    role = BENCHMARKS[name].server_role
+    scoring = RULE_SCORED if role else "rule"
+    if server:
+        scoring = f"{role} {server}"
     measures = [measures for row in rows for measures in row["measures"]]
     no_reply = mean([each.get("no_verdict", 0.0) for each in measures])
     if no_reply > MAX_UNSCORED:
-        role = BENCHMARKS[name].server_role
         raise UserError(f"{no_reply:.0%} of the responses have no reply from the {role} (at most 10% may): is it up?")
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"

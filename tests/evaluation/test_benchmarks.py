@@ -102,7 +102,7 @@ def test_aime():
     responses = ["<think>t</think><answer>25</answer>", "\\boxed{025}", "The answer is 25.", "26", "", "25.5", "-25"]
     assert right("aime24", row, *responses) == [True, True, True, False, False, False, False]
     rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
-    scores = summarise_benchmark("aime24", rows, "rule")
+    scores = summarise_benchmark("aime24", rows)
     assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # pass@1, averaged over eight responses
     assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert scores["pass@8"] == 1.0
@@ -122,7 +122,7 @@ def test_math500_by_level():
         {"problem": "c", "answer": "(1,2)", "level": 5, "subject": "Geometry", "response": "\\boxed{(2,1)}"},
         {"problem": "d", "answer": "7", "level": 5, "subject": "Geometry", "response": ""},
     ]
-    scores = summarise_benchmark("math500", judged("math500", rows), "rule")
+    scores = summarise_benchmark("math500", judged("math500", rows))
     assert scores["score"] == 0.5
     assert scores["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
     assert scores["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
@@ -220,7 +220,7 @@ def test_vqa_rad_open_and_closed():
             {"question": "c", "answer": "heart", "response": "liver"},
         ],
     )
-    scores = summarise_benchmark("vqa_rad", rows, "rule")
+    scores = summarise_benchmark("vqa_rad", rows)
     assert scores["score"] == pytest.approx(2 / 3)
     assert scores["open_recall"] == scores["open_f1"] == 0.5
     assert scores["parts"]["answer_type"] == {"closed": {"n": 1, "score": 1.0}, "open": {"n": 2, "score": 0.5}}
@@ -243,7 +243,7 @@ MME = [
 
 
 def test_mme_by_hand():
-    scores = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]), "rule")
+    scores = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]))
     categories = {name: category["score"] for name, category in scores["parts"]["category"].items()}
     # existence: 3 of 4 questions and 1 of 2 images correct
     assert categories == {"existence": 125.0, "OCR": 50.0, "code_reasoning": 200.0, "text_translation": 0.0}
@@ -262,7 +262,7 @@ def test_all_of_mme_right_is_2800():
         for image in ("1", "2")
         for row in mme(category, image, ("Yes", "yes"), ("No", "no"))
     ]
-    scores = summarise_benchmark("mme", judged("mme", rows), "rule")
+    scores = summarise_benchmark("mme", judged("mme", rows))
     assert [scores["parts"]["kind"][kind]["score"] for kind in ("perception", "cognition")] == [2000.0, 800.0]
     assert scores["score_95"] == (2800.0, 2800.0)
 
@@ -286,7 +286,7 @@ def test_mmstar_counts_every_l2_category_alike():
         row("math", "numbers", "C", "(B) no: C", 4),  # 0 of 1: a leading "(B)" counts as the answer
         *(row("logic", "diagrams", "B", response, i) for i, response in ((5, "b."), (6, "The answer is D"))),  # 1 of 2
     ]
-    scores = summarise_benchmark("mmstar", judged("mmstar", rows), "rule")
+    scores = summarise_benchmark("mmstar", judged("mmstar", rows))
     assert {k: v["score"] for k, v in scores["parts"]["l2_category"].items()} == {
         "geometry": 0.75,
         "numbers": 0.0,
@@ -333,7 +333,7 @@ def test_mathvista_by_hand():
         VISTA | dict(question="c", answer_type="float", precision=1.0, answer="1.2", response="The answer is 1.24."),
         VISTA | dict(question="d", answer_type="integer", answer="3", response="It shows three dogs"),
     ]
-    scores = summarise_benchmark("mathvista", judged("mathvista", rows), "rule-scored")
+    scores = summarise_benchmark("mathvista", judged("mathvista", rows))
     assert scores["score"] == 0.75
     assert scores["parts"]["question_type"] == {
         "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
@@ -630,7 +630,7 @@ def test_unequal_numbers_of_responses_and_rows():
     """The largest k of pass@k is the smallest number of responses that any row has. Rows that occur several times are
     paired only if they occur the same number of times in both evaluations."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
-    scores = summarise_benchmark("aime24", rows, "rule")
+    scores = summarise_benchmark("aime24", rows)
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
     assert len(pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
