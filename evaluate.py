@@ -27,7 +27,7 @@ from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags
 from data import load_split, make_processor, max_images
 from evaluation.benchmarks import BENCHMARKS, check_pairs, drop_images, judge_benchmark, load_benchmark, to_sample
 from evaluation.figures import draw_scores, write_differences
-from evaluation.held_out import SamplingFlags, judge_task, open_progress, sample_rows
+from evaluation.held_out import PROGRESS, SamplingFlags, judge_task, open_progress, sample_rows
 from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, raw_rows
@@ -36,8 +36,6 @@ from rewards import Scorer, check_math
 from rollout import make_engine
 
 __all__ = ["pass_at_k"]
-
-PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 
 
 @dataclass(kw_only=True)
@@ -173,12 +171,10 @@ def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sam
         engine.sync_weights(adapted)
     settings, output = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
-        open_progress(output / PROGRESS, settings)
-        evaluations = [(samples, sample_rows(engine, processor, samples, cfg, output / PROGRESS))]
+        evaluations = [(samples, sample_rows(engine, processor, samples, cfg, open_progress(output, settings)))]
         if baseline is not None:
-            progress = output / "baseline" / PROGRESS
-            open_progress(progress, settings | weights_mtime("baseline", cfg.baseline))
             engine.sync_weights(baseline)
+            progress = open_progress(output / "baseline", settings)
             evaluations.append((samples, sample_rows(engine, processor, samples, cfg, progress)))
     except KeyboardInterrupt:
         raise RunStopped(f"interrupted; run the same command to resume from {cfg.output}", 130) from None
@@ -215,17 +211,15 @@ def load_baseline(cfg: Config) -> Policy:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if nothing in it has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
+    key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "baseline")}
     digest = hashlib.sha1()
     for sample in samples:
         digest.update(repr((sample.prompt, sample.system, sample.images)).encode())
-    key = {name: getattr(cfg, name) for name in (*names, "task")} | {"rows": digest.hexdigest()}
-    return key | weights_mtime("model", cfg.model) | weights_mtime("adapter", cfg.adapter)
-
-
-def weights_mtime(name: str, model: str | None) -> dict[str, Any]:
-    """Return the path or hub name of a model and, for a folder, the times at which its weight files were written."""
-    mtimes = [path.stat().st_mtime for path in sorted(pathlib.Path(model or "/none").glob("*.safetensors"))]
-    return {name: model, f"weights of the {name}": mtimes}
+    key["rows"] = digest.hexdigest()
+    for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
+        weights = sorted(pathlib.Path(key[name] or "/none").glob("*.safetensors"))
+        key[f"weights of the {name}"] = [path.stat().st_mtime for path in weights]
+    return key
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -22,10 +22,8 @@ from rewards import Scorer, exact_match
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
+PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images
-
-
-# --- responses --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -44,13 +42,14 @@ class SamplingFlags:
     """Sampling seed."""
 
 
-def open_progress(path: pathlib.Path, settings: dict[str, Any]) -> None:
+def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Path:
     """Create the progress file of an evaluation, or keep that of an interrupted one with the same `settings`.
 
     The first line holds the settings, and each further line the output of a row. Raises UserError for other settings.
     """
+    path = folder / PROGRESS
     if not console.is_main():
-        return
+        return path
     settings = json.loads(json.dumps(settings))
     saved_settings, *outputs = read_jsonl(path) or [settings]
     if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
@@ -58,8 +57,9 @@ def open_progress(path: pathlib.Path, settings: dict[str, Any]) -> None:
             f"{path} is from an interrupted evaluation with different {', '.join(changed)}: delete it to start over, "
             "or choose another --output"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_write(path, _json_lines([settings, *outputs]))  # without a half-written last line
+    return path
 
 
 def _json_lines(rows: list[dict]) -> str:
@@ -109,9 +109,6 @@ def sample_rows(
             with progress.open("a", encoding="utf-8") as file:
                 file.write(_json_lines(new_outputs))
     return outputs
-
-
-# --- judging ----------------------------------------------------------------------------------------------------------
 
 
 def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> list[dict]:

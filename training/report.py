@@ -32,9 +32,6 @@ class Config:
     """Folder with the scores.json of the trained model."""
 
 
-# --- curves -----------------------------------------------------------------------------------------------------------
-
-
 def draw_curves(folder: pathlib.Path) -> None:
     """Draw `curves.png`: reward, held-out exact match, completion length and KL at each step.
 
@@ -83,9 +80,6 @@ def write_page(folder: pathlib.Path) -> None:
         columns=["reward", "advantage"],
         sections=[{"entries": groups[::-1]}],
     )
-
-
-# --- side by side -----------------------------------------------------------------------------------------------------
 
 
 def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> None:

@@ -640,11 +640,10 @@ def test_unequal_numbers_of_responses_and_rows():
 
 def test_other_settings_are_refused(tmp_path):
     """An interrupted evaluation resumes with the same settings only. Otherwise the message says what has changed."""
-    path = tmp_path / "o" / "predictions.part"
-    open_progress(path, {"n": 1, "seed": 0})
+    path = open_progress(tmp_path / "o", {"n": 1, "seed": 0})
     rows = [{"n": 1, "seed": 0}, {"responses": ["a"]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError, match=r"predictions\.part is .* with different n: delete it to start over"):
-        open_progress(path, {"n": 2, "seed": 0})
-    open_progress(path, {"n": 1, "seed": 0})
+        open_progress(tmp_path / "o", {"n": 2, "seed": 0})
+    open_progress(tmp_path / "o", {"n": 1, "seed": 0})
     assert read_jsonl(path) == rows
