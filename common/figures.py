@@ -1,11 +1,15 @@
-"""Helpers for figures and HTML pages: saving figures, the page style, and thumbnails."""
+"""Helpers for figures and HTML pages: saving figures, filling the page template, and thumbnails."""
 
 import base64
 import io
 import os
 import pathlib
+from typing import Any
 
+import jinja2
 from PIL import Image
+
+from common.files import atomic_write, partial_path
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
 THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
@@ -16,24 +20,17 @@ def save_figure(figure, path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     try:
-        figure.savefig(path.with_suffix(".partial"), format="png", dpi=110)
+        figure.savefig(partial_path(path), format="png", dpi=110)
     finally:
         plt.close(figure)
-    path.with_suffix(".partial").rename(path)
+    partial_path(path).rename(path)
 
 
-# --- page -------------------------------------------------------------------------------------------------------------
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 66em; padding: 0 1em; color: #222; }
-article { display: flex; flex-wrap: wrap; gap: 1.2em; border-top: 1px solid #ddd; padding: 1.2em 0; }
-figure { margin: 0; flex: 0 0 15em; } figure img { width: 100%; image-rendering: pixelated; border: 1px solid #ccc; }
-figcaption b { display: block; margin-top: .4em; } section { flex: 1 1 30em; min-width: 0; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .25em .6em; vertical-align: top; }
-th.number, td.number { width: 1%; text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: .9em; }
-tr.right { background: #e5f4e3; } tr.wrong { background: #fbeaea; } tr.near { background: #fdf6e0; }
-"""
+def save_page(path: pathlib.Path, **values: Any) -> None:
+    """Write a page of questions and completions. The template `page.html.j2` says which `values` it shows."""
+    folder = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
+    template = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.j2")
+    atomic_write(path, template.render(values))
 
 
 def thumbnail(image: Image.Image) -> str:

@@ -31,8 +31,9 @@ def partial_path(path: Path) -> Path:
 
 def atomic_write(path: Path, text: str) -> None:
     """Write `text` to a temporary file and rename it to `path`, so that `path` is complete at all times."""
-    partial_path(path).write_text(text, encoding="utf-8")
-    partial_path(path).rename(path)
+    partial = partial_path(path)
+    partial.write_text(text, encoding="utf-8", errors="replace")  # a row may contain half of a surrogate pair
+    partial.rename(path)
 
 
 def flush(path: Path) -> None:

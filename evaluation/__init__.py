@@ -2,6 +2,6 @@
 
 Imports `training`, and the rooms and modules up to `rollout`. Start reading at `held_out.py`, which samples and judges
 rows and is also used during training. `benchmarks.py` defines the prompt and the scoring of each benchmark,
-`metrics.py` and `benchmark_metrics.py` summarise predictions, `progress.py` lets an interrupted evaluation resume,
-`figures.py` draws, and `run_flags.py` prints the flags that score a trained run.
+`metrics.py` summarises predictions and compares two models, `figures.py` draws, and `run_flags.py` prints the flags
+that score a trained run.
 """

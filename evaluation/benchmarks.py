@@ -1,27 +1,19 @@
 """Named benchmarks: the prompt for a row, how an answer is read from a response, and when the answer is correct.
 
-    name           columns                                              scored by
-    aime24         problem, answer                                      integer equality
-    math500        problem, answer, level, subject                      math-verify
-    gpqa_diamond   Question, Correct Answer, Incorrect Answer 1 to 3    letter; choices are shuffled per problem
-    geometry3k     problem, images, answer                              math-verify
-    vqa_rad        question, answer, image, (answer_type)               closed: exact; open: exact, word recall and F1
-    mme            question_id, image, question, answer, category       yes, no or other; summed by `mme_ratios`
-    mmstar         question, image, answer, category, l2_category       letter; averaged by `by_category`
-    mathvista      question, decoded_image, choices, unit, precision,   extractor on a server, then equality
-                   answer, question_type, answer_type
-    mathverse      question, image, answer, question_type, query_wo     letter or math-verify, then a judge on a server
+`BENCHMARKS` at the end of the first half is the table of all benchmarks; docs/evaluation.md explains their scores.
 
 Before a benchmark reads a response, the response's think block is removed and its answer block is unwrapped. An empty
 or unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
 """
 
+import contextlib
 import hashlib
 import json
+import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,39 +23,23 @@ from common.errors import UserError
 from common.records import Sample
 from config import DataFlags
 from data import Processor, validate_rows
-from grading.answers import (
-    LETTERS,
-    SHORT,
-    answer_part,
-    balanced,
-    chosen_letter,
-    extract_choice,
-    math_answers,
-    short_answer,
-    whole_number,
-    words,
-)
+from grading import answers
 from grading.verifier import Verifier
 from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
 from rewards import same_answer, vqa_exact_match, vqa_reward
 
 Row = dict[str, Any]
-CHOOSE = "Answer with the letter of the right choice alone."
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
-MAY_BE_EMPTY = ("choices", "unit", "precision", "level", "subject", "query_wo")
-RULE_SCORED = "rule-scored"
 
 
 @dataclass
 class Judgement:
-    """The answer read from a response, and whether it is correct."""
+    """The answer read from a response (None without a readable one), whether it is correct, and other measures."""
 
     answer: str | None
-    """Answer as it was read; None when the response has no readable answer."""
     correct: bool
     measures: dict[str, float] = field(default_factory=dict)
-    """Additional numbers about the response, by name."""
 
 
 @dataclass(frozen=True)
@@ -72,47 +48,48 @@ class Benchmark:
 
     hub: str
     """Name on the hub, with the split that is scored."""
+    judge: Callable[[str, str, Row, Verifier | None], Judgement]
+    """Judges the answer part of a response, given also the gold answer, the row and the server."""
     columns: tuple[str, ...]
     """Columns that the prompt and the scoring need."""
-    image_column: str | None
+    image_column: str | None = None
     """Column of the images; None for text-only benchmarks."""
-    prompt: Callable[[Row], str]
-    gold: Callable[[Row], str]
-    judge: Callable[[str, Row, Verifier | None], Judgement]
-    """Judges the answer part of a response."""
     subset_columns: tuple[str, ...] = ()
     """Optional columns whose values get separate scores."""
+    may_be_empty: tuple[str, ...] = ()
+    """Those of `columns` that may be empty."""
+    prompt: Callable[[Row], str] = lambda row: str(row["question"])
+    gold: Callable[[Row], str] = lambda row: str(row["answer"])
     server_role: str | None = None
     """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 
 
-def judge_math(text: str, row: Row, _: Verifier | None) -> Judgement:
+# --- judging by rule --------------------------------------------------------------------------------------------------
+
+
+def judge_math(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers with math-verify, as the math reward does."""
-    answers, gold = math_answers(text), str(row["answer"]).replace("°", "^\\circ")
-    if short_answer(text)[0] == str(row["answer"]).strip():
-        return Judgement(short_answer(text)[0], True)
-    for answer in answers:
-        if balanced(answer) and same_answer(answer.replace("°", "^\\circ"), gold):
-            return Judgement(answer, True)
-    return Judgement(answers[0] if answers else None, False)
+    short, candidates = answers.short_answer(text)[0], answers.math_answers(text)
+    if short == gold.strip():
+        return Judgement(short, True)
+    for candidate in filter(answers.balanced, candidates):
+        if same_answer(candidate.replace("°", "^\\circ"), gold.replace("°", "^\\circ")):
+            return Judgement(candidate, True)
+    return Judgement(candidates[0] if candidates else None, False)
 
 
-def judge_integer(text: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_integer(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers as integers: "025" equals 25."""
-    number = whole_number(text)
-    correct = number is not None and number == whole_number(str(row["answer"]))
-    return Judgement(None if number is None else str(number), correct)
+    number = answers.whole_number(text)
+    if number is None:
+        return Judgement(None, False)
+    return Judgement(str(number), number == answers.whole_number(gold))
 
 
-def judge_letter(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare the chosen letter with the gold letter."""
-    letter = chosen_letter(text)
-    return Judgement(letter, letter is not None and letter == gold_letter(row))
-
-
-def gold_letter(row: Row) -> str:
-    """Return "A" for a gold answer of "A", "(A)" or "a."."""
-    return extract_choice(str(row["answer"])) or str(row["answer"]).strip()
+def judge_letter(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+    """Compare the chosen letter with the gold letter, which may be written "A", "(A)" or "a."."""
+    letter = answers.chosen_letter(text)
+    return Judgement(letter, letter is not None and letter == (answers.extract_choice(gold) or gold.strip()))
 
 
 # --- the individual benchmarks ----------------------------------------------------------------------------------------
@@ -121,44 +98,31 @@ def gold_letter(row: Row) -> str:
 def gpqa_choices(row: Row) -> list[str]:
     """Return the four choices in an order that depends only on the question, not on the row's position in the file."""
     choices = [str(row["Correct Answer"]), *(str(row[f"Incorrect Answer {i}"]) for i in (1, 2, 3))]
-    seed = hashlib.sha256(str(row["Question"]).encode()).hexdigest()
-    order = list(range(4))
-    random.Random(seed).shuffle(order)
-    return [choices[i].strip() for i in order]
-
-
-def gpqa_prompt(row: Row) -> str:
-    """Return the question with its lettered choices."""
-    return f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}\n\n{CHOOSE}"
+    random.Random(hashlib.sha256(str(row["Question"]).encode()).hexdigest()).shuffle(choices)
+    return [choice.strip() for choice in choices]
 
 
 def gpqa_gold(row: Row) -> str:
     """Return the letter of the correct choice."""
-    return LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
-
-
-def judge_gpqa(text: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare the chosen letter with the letter of the correct choice."""
-    letter = chosen_letter(text)
-    return Judgement(letter, letter == gpqa_gold(row))
+    return answers.LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
 
 
 def lettered(choices: list[str]) -> str:
-    """Return "(A) first", "(B) second", …, one choice per line."""
-    return "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
+    """Return the choices as lines "(A) first", "(B) second", … and ask for a letter."""
+    lines = "\n".join(f"({letter}) {choice}" for letter, choice in zip(answers.LETTERS, choices))
+    return f"{lines}\n\nAnswer with the letter of the right choice alone."
 
 
 def is_closed(row: Row) -> bool:
     """Return whether a VQA-RAD question is closed, from its `answer_type` or, without one, from a yes or no answer."""
     kind = str(row.get("answer_type") or "").strip().upper()
-    return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else words(str(row["answer"])) in (["yes"], ["no"])
+    return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else answers.words(str(row["answer"])) in (["yes"], ["no"])
 
 
-def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_vqa_rad(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
-    answer_words, gold_words = words(text), words(str(row["answer"]))
+    answer_words, gold_words = answers.words(text), answers.words(gold)
     completion = f"<think>-</think><answer>{text}</answer>"  # the format that `vqa_reward` expects
-    gold = str(row["answer"])
     correct = bool(answer_words) and vqa_exact_match(completion, gold, vqa_reward(completion, gold))
     if is_closed(row):
         return Judgement(text or None, correct)
@@ -168,11 +132,10 @@ def judge_vqa_rad(text: str, row: Row, _: Verifier | None) -> Judgement:
     return Judgement(text or None, correct, {"open_recall": recall, "open_f1": f1})
 
 
-def judge_mme(text: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_mme(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Look for "yes" or "no" in the first four characters, as the official script does; anything else is wrong."""
-    start = text.strip().lower()[:4]
-    answer = "yes" if "yes" in start else "no" if "no" in start else None
-    return Judgement(answer, answer == str(row["answer"]).strip().lower())
+    answer = next((word for word in ("yes", "no") if word in text.strip().lower()[:4]), None)
+    return Judgement(answer, answer == gold.strip().lower())
 
 
 def mathvista_prompt(row: Row) -> str:
@@ -181,7 +144,7 @@ def mathvista_prompt(row: Row) -> str:
     if unit := str(row.get("unit") or "").strip():
         text += f" (Unit: {unit})"
     if choices := choices_of(row):
-        return f"{text}\n\n{lettered(choices)}\n\n{CHOOSE}"
+        return f"{text}\n\n{lettered(choices)}"
     if row["answer_type"] == "float":
         return f"{text}\n\nAnswer with a number of {precision(row)} decimals."
     return f"{text}\n\nAnswer with a {'whole number' if row['answer_type'] == 'integer' else row['answer_type']}."
@@ -191,10 +154,8 @@ def choices_of(row: Row) -> list[str]:
     """Return the choices of a row, or an empty list for a free-form question."""
     choices = row.get("choices")
     if isinstance(choices, str):  # some tables store the list as text
-        try:
+        with contextlib.suppress(ValueError):
             choices = json.loads(choices.replace("'", '"'))
-        except ValueError:
-            choices = None
     return [str(choice) for choice in choices] if isinstance(choices, list) else []
 
 
@@ -218,7 +179,7 @@ def normalise_mathvista(answer: str, row: Row) -> str | None:
     if not match:
         return answer.strip() if row["answer_type"] == "text" else None
     value = float(match[0].replace("−", "-"))
-    if value in (float("inf"), float("-inf")):
+    if not math.isfinite(value):
         return None
     return str(int(value)) if row["answer_type"] == "integer" else str(round(value, precision(row)))
 
@@ -233,126 +194,97 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
     def bare(text: str) -> str:
         return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
 
+    by_letter = dict(zip(answers.LETTERS, choices))
     bracketed = re.fullmatch(r"\s*\(([A-Z])\)\s*", answer)
-    if bracketed and LETTERS.index(bracketed[1]) < len(choices):
-        return choices[LETTERS.index(bracketed[1])]
+    if bracketed and bracketed[1] in by_letter:
+        return by_letter[bracketed[1]]
     if exact := [choice for choice in choices if bare(choice) == bare(answer)]:
         return exact[0]
-    letter = chosen_letter(answer)
-    if letter and LETTERS.index(letter) < len(choices):
-        return choices[LETTERS.index(letter)]
+    letter = answers.chosen_letter(answer)
+    if letter in by_letter:
+        return by_letter[letter]
     mentioned = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(answer))]
     return mentioned[0] if len(mentioned) == 1 else None
 
 
-def judge_mathvista(text: str, row: Row, extractor: Verifier | None) -> Judgement:
+def judge_mathvista(text: str, gold: str, row: Row, extractor: Verifier | None) -> Judgement:
     """Extract the answer from the text, by server or by rule, convert it to the gold answer's form, and compare."""
-    answer = short_answer(text)[0]
-    if extractor and text:
-        answer = extractor.extract(str(row["question"]), text)
-        if answer is None:
-            return Judgement(None, False, {"no_verdict": 1.0})
-    normalised, gold = normalise_mathvista(answer, row) if text else None, str(row["answer"])
+    if not text:
+        return Judgement(None, False)
+    answer = extractor.extract(str(row["question"]), text) if extractor else answers.short_answer(text)[0]
+    if answer is None:
+        return Judgement(None, False, {"no_verdict": 1.0})
+    normalised = normalise_mathvista(answer, row)
     golds = {gold} if choices_of(row) else {gold, normalise_mathvista(gold, row)}
     return Judgement(normalised, normalised is not None and normalised in golds)
 
 
-def judge_mathverse(text: str, row: Row, judge: Verifier | None) -> Judgement:
+def judge_mathverse(text: str, gold: str, row: Row, judge: Verifier | None) -> Judgement:
     """Compare letters, or compare formulas with math-verify. If this finds a difference, the judge (if any) decides."""
     judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
-    by_rule = judge_by_rule(text, row, None)
+    by_rule = judge_by_rule(text, gold, row, None)
     if by_rule.correct or judge is None or not text:
         return by_rule
-    answer = short_answer(text)[0][-20 * SHORT :]
+    answer = answers.short_answer(text)[0][-20 * answers.SHORT :]
     question = row.get("question_for_eval") or row["question"] or row["query_wo"]  # some questions are in the image
-    verdict = judge(str(question), str(row["answer"]), answer)
+    verdict = judge(str(question), gold, answer)
     return Judgement(answer, bool(verdict), {"no_verdict": float(verdict is None)})
 
 
-def _column(name: str) -> Callable[[Row], str]:
-    return lambda row: str(row[name])
+def _problem(row: Row) -> str:
+    return str(row["problem"])
 
 
 BENCHMARKS = {
-    "aime24": Benchmark(
-        hub="HuggingFaceH4/aime_2024@train",
-        columns=("problem", "answer"),
-        image_column=None,
-        prompt=_column("problem"),
-        gold=_column("answer"),
-        judge=judge_integer,
-    ),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024@train", judge_integer, ("problem", "answer"), prompt=_problem),
     "math500": Benchmark(
-        hub="HuggingFaceH4/MATH-500@test",
-        columns=("problem", "answer", "level", "subject"),
-        image_column=None,
-        prompt=_column("problem"),
-        gold=_column("answer"),
-        judge=judge_math,
+        "HuggingFaceH4/MATH-500@test",
+        judge_math,
+        ("problem", "answer", "level", "subject"),
         subset_columns=("level", "subject"),
+        may_be_empty=("level", "subject"),
+        prompt=_problem,
     ),
     "gpqa_diamond": Benchmark(
-        hub="Idavidrein/gpqa:gpqa_diamond@train",
-        columns=("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
-        image_column=None,
-        prompt=gpqa_prompt,
-        gold=gpqa_gold,
-        judge=judge_gpqa,
+        "Idavidrein/gpqa:gpqa_diamond@train",
+        judge_letter,
+        ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3"),
         subset_columns=("High-level domain", "Subdomain"),
+        prompt=lambda row: f"{str(row['Question']).strip()}\n\n{lettered(gpqa_choices(row))}",
+        gold=gpqa_gold,
     ),
-    "geometry3k": Benchmark(
-        hub="hiyouga/geometry3k@test",
-        columns=("problem", "answer"),
-        image_column="images",
-        prompt=_column("problem"),
-        gold=_column("answer"),
-        judge=judge_math,
-    ),
+    "geometry3k": Benchmark("hiyouga/geometry3k@test", judge_math, ("problem", "answer"), "images", prompt=_problem),
     "vqa_rad": Benchmark(
-        hub="flaviagiammarino/vqa-rad@test",
-        columns=("question", "answer"),
-        image_column="image",
-        prompt=_column("question"),
-        gold=_column("answer"),
-        judge=judge_vqa_rad,
-        subset_columns=("answer_type",),
+        "flaviagiammarino/vqa-rad@test", judge_vqa_rad, ("question", "answer"), "image", ("answer_type",)
     ),
     "mme": Benchmark(
-        hub="lmms-lab/MME@test",
-        columns=("question_id", "question", "answer", "category"),
-        image_column="image",
-        prompt=_column("question"),
-        gold=_column("answer"),
-        judge=judge_mme,
-        subset_columns=("category",),
+        "lmms-lab/MME@test", judge_mme, ("question_id", "question", "answer", "category"), "image", ("category",)
     ),
     "mmstar": Benchmark(
-        hub="Lin-Chen/MMStar@val",
-        columns=("question", "answer", "category", "l2_category"),
-        image_column="image",
-        prompt=_column("question"),
-        gold=_column("answer"),
-        judge=judge_letter,
+        "Lin-Chen/MMStar@val",
+        judge_letter,
+        ("question", "answer", "category", "l2_category"),
+        "image",
         subset_columns=("category", "l2_category"),
     ),
     "mathvista": Benchmark(
-        hub="AI4Math/MathVista@testmini",
-        columns=("question", "choices", "unit", "precision", "answer", "question_type", "answer_type"),
-        image_column="decoded_image",
-        prompt=mathvista_prompt,
-        gold=_column("answer"),
-        judge=judge_mathvista,
+        "AI4Math/MathVista@testmini",
+        judge_mathvista,
+        ("question", "choices", "unit", "precision", "answer", "question_type", "answer_type"),
+        "decoded_image",
         subset_columns=("question_type", "answer_type"),
+        may_be_empty=("choices", "unit", "precision"),
+        prompt=mathvista_prompt,
         server_role="extractor",
     ),
     "mathverse": Benchmark(
-        hub="AI4Math/MathVerse:testmini@testmini",
-        columns=("answer", "question", "question_type", "query_wo"),
-        image_column="image",
-        prompt=lambda row: str(row["query_wo"] or row["question"]),
-        gold=_column("answer"),
-        judge=judge_mathverse,
+        "AI4Math/MathVerse:testmini@testmini",
+        judge_mathverse,
+        ("answer", "question", "question_type", "query_wo"),
+        "image",
         subset_columns=("question_type", "problem_version", "subject"),
+        may_be_empty=("question", "query_wo"),
+        prompt=lambda row: str(row["query_wo"] or row["question"]),
         server_role="judge",
     ),
 }
@@ -364,13 +296,12 @@ BENCHMARKS = {
 def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
     """Load the first `limit` rows of a benchmark (0: all) as samples whose `fields` hold the columns.
 
-    The rows are checked like training rows. Raises a UserError that names the first missing column or the bad rows.
+    The rows are checked like training rows. Raises a UserError that names the bad rows or a missing column.
     """
-    benchmark = BENCHMARKS[name]
-    data, usual_split = flags.data or benchmark.hub, benchmark.hub.rpartition("@")[2]
-    rows = [_sample(benchmark, *row) for row in _check_first_row(name, raw_rows(data, flags.image_dir, usual_split))]
+    hub = BENCHMARKS[name].hub
+    data, usual_split = flags.data or hub, hub.rpartition("@")[2]
     samples = validate_rows(
-        rows,
+        [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)],
         data,
         task=None,
         processor=processor,
@@ -384,51 +315,46 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
     return samples
 
 
-def _check_first_row(name: str, rows: Iterator) -> Iterator[tuple]:
-    """Yield `rows`. Raises UserError when the first readable row lacks a column that the benchmark needs."""
-    benchmark = BENCHMARKS[name]
-    needed = [*benchmark.columns, *([benchmark.image_column] if benchmark.image_column else [])]
-    checked = False
-    for source, row, locate in rows:
-        if isinstance(row, dict) and not checked:
-            checked = True
-            if missing := [column for column in needed if column not in row]:
-                raise UserError(
-                    f"{source}: no column '{missing[0]}', which --benchmark {name} needs (columns: {', '.join(row)})"
-                )
-        yield source, row, locate
-
-
-def _sample(benchmark: Benchmark, source: str, row: Row | RowError, locate: Locate) -> Sample | Problem:
-    if isinstance(row, RowError):
-        return Problem(source, str(row))
+def _row(name: str, source: str, row: Row | RowError, locate: Locate) -> Sample | Problem:
+    image_column = BENCHMARKS[name].image_column
     try:
-        check_columns(benchmark, row)
-        value = row.get(benchmark.image_column) if benchmark.image_column else None
-        cells = value if isinstance(value, list) else [] if value in (None, "") else [value]
-        if benchmark.image_column and not cells:
-            raise RowError(f"no image in column '{benchmark.image_column}'")
-        images = [resolve_image(cell, locate) for cell in cells]
-        return add_image_tags(Sample(benchmark.prompt(row), benchmark.gold(row), images, source, drop_images(row)))
+        if isinstance(row, RowError):
+            raise row
+        sample = to_sample(name, source, row)
+        if image_column:
+            _check_present(name, row, image_column)
+            cells = row[image_column] if isinstance(row[image_column], list) else [row[image_column]]
+            sample.images = [resolve_image(cell, locate) for cell in cells]
+        return add_image_tags(sample)
     except RowError as error:
         return Problem(source, str(error))
 
 
-def check_columns(benchmark: Benchmark, row: Row) -> None:
-    """Raise RowError when a column that the benchmark needs is missing, empty or of the wrong type in this row."""
+def to_sample(name: str, source: str, row: Row) -> Sample:
+    """Return a row of benchmark `name` as a sample without its images.
+
+    Raises RowError when a column that the benchmark needs is missing, empty or of the wrong type.
+    """
+    benchmark = BENCHMARKS[name]
     for column in benchmark.columns:
-        if column not in row:
-            raise RowError(f"no column '{column}'")
-        value = row[column]
-        may_be_empty = (*MAY_BE_EMPTY, "question") if "query_wo" in benchmark.columns else MAY_BE_EMPTY
-        if column not in may_be_empty and (value is None or value == "" or value != value):  # only NaN != itself
-            raise RowError(f"column '{column}' is empty")
-        if isinstance(value, dict) or (isinstance(value, list) and column != "choices"):
+        _check_present(name, row, column)
+        if isinstance(row[column], dict) or (isinstance(row[column], list) and column != "choices"):
             raise RowError(f"column '{column}' is neither text nor a number")
-    if benchmark is BENCHMARKS["aime24"] and whole_number(str(row["answer"])) is None:
+    if name == "aime24" and answers.whole_number(str(row["answer"])) is None:
         raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")
-    if not benchmark.prompt(row).strip():
+    prompt = benchmark.prompt(row)
+    if not prompt.strip():
         raise RowError("the question is empty")
+    return Sample(prompt, benchmark.gold(row), [], source, drop_images(row))
+
+
+def _check_present(name: str, row: Row, column: str) -> None:
+    if column not in row:
+        raise RowError(f"no column '{column}', which --benchmark {name} needs (columns: {', '.join(row)})")
+    value = row[column]
+    is_empty = value in (None, "", []) or value != value  # only NaN differs from itself
+    if is_empty and column not in BENCHMARKS[name].may_be_empty:
+        raise RowError(f"column '{column}' is empty")
 
 
 def check_pairs(samples: list[Sample]) -> None:
@@ -441,9 +367,9 @@ def check_pairs(samples: list[Sample]) -> None:
             raise UserError(f"mme has no category {category!r}")
 
 
-def subset_value(row: Row, column: str) -> str | None:
+def subset_value(name: str, row: Row, column: str) -> str | None:
     """Return the row's value in a column of `Benchmark.subset_columns`. The column may be nested in `metadata`."""
-    if column == "answer_type" and "question" in row and "answer_type" not in row and "choices" not in row:
+    if name == "vqa_rad" and column not in row:
         return "closed" if is_closed(row) else "open"
     value = row.get(column)
     if value is None and isinstance(row.get("metadata"), dict):
@@ -463,19 +389,17 @@ def judge_benchmark(
     """
     judge = BENCHMARKS[name].judge
     local_rows = distributed.shard([(sample, output["responses"]) for sample, output in zip(samples, outputs)])
-    work = [(answer_part(text), sample.fields) for sample, responses in local_rows for text in responses]
+    work = [(answers.answer_part(text), sample) for sample, responses in local_rows for text in responses]
     if server:
         server.reset_failures()
     with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
-        results = pool.map(lambda args: judge(*args, server), work)
+        results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
         results = iter(list(console.progress(results, "scoring", total=len(work), unit="response", leave=False)))
-    judgements = [[next(results) for _ in responses] for _, responses in local_rows]
-    judgements = distributed.gather_shards(judgements)
-    return [
-        sample.fields
-        | {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
-        | output
-        | {"answers": [j.answer for j in row_judgements], "exact": [j.correct for j in row_judgements]}
-        | {"measures": [j.measures for j in row_judgements]}
-        for sample, output, row_judgements in zip(samples, outputs, judgements)
-    ]
+    judgements = distributed.gather_shards([[next(results) for _ in responses] for _, responses in local_rows])
+    predictions = []
+    for sample, output, judged in zip(samples, outputs, judgements):
+        origin = {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
+        verdicts = {"answers": [j.answer for j in judged], "exact": [j.correct for j in judged]}
+        verdicts["measures"] = [j.measures for j in judged]
+        predictions.append(sample.fields | origin | output | verdicts)
+    return predictions

@@ -3,61 +3,98 @@
 Each process samples its share of the rows and then receives the results of all rows. Every function is a collective.
 """
 
+import json
 import math
+import pathlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from common import console, distributed
 from common.errors import UserError
+from common.files import atomic_write, read_jsonl
 from common.records import Rollout, Sample, Sampling
 from data import Processor, encode_prompts
 from evaluation.metrics import summarise
-from evaluation.progress import EvalProgress
 from policy.model import Policy
 from rewards import TASKS, Scorer
 from rollout import Engine
 from training.prompt_stream import prompt_seed
 
-CHUNK = 256  # number of rows encoded and sampled at a time; limits the memory for their images
+PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
+CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images
 
 
-# --- responses --------------------------------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class SamplingFlags:
+    """How responses are sampled. The default is one greedy completion per row."""
+
+    n: int = 1
+    """Completions per row."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy decoding."""
+    top_p: float = 1.0
+    """Nucleus sampling: tokens are drawn from the smallest set whose probabilities sum to this."""
+    max_tokens: int = 1024
+    """Maximum completion length in tokens."""
+    seed: int = 0
+    """Sampling seed."""
+
+
+def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Path:
+    """Create the progress file of an evaluation, or keep that of an interrupted one with the same `settings`.
+
+    The first line holds the settings, and each further line the output of a row. A file with other settings is renamed.
+    """
+    path = folder / PROGRESS
+    if not console.is_main():
+        return path
+    settings = json.loads(json.dumps(settings))
+    saved_settings, *outputs = read_jsonl(path) or [settings]
+    if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
+        path.rename(path.with_suffix(".old"))
+        outputs = []
+        console.warn(f"starting over: {path.with_suffix('.old')} was sampled with different {', '.join(changed)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, _json_lines([settings, *outputs]))  # without a half-written last line
+    return path
+
+
+def _json_lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def sample_rows(
     engine: Engine,
     processor: Processor,
     samples: list[Sample],
-    max_tokens: int,
-    n: int = 1,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    progress: EvalProgress | None = None,
+    flags: SamplingFlags,
+    progress: pathlib.Path | None = None,
 ) -> list[dict]:
-    """Sample `n` responses to every row.
+    """Sample responses to every row.
 
     Returns {responses, lengths, truncated, pictures} for each row, in order and on every process; `pictures` is a
-    digest of the row's images. Rows that are already in `progress` are not sampled again, and new rows are added to
-    `progress`. Raises UserError on every process when the images of a row can no longer be read.
+    digest of the row's images. The main process appends the outputs to the file `progress`; rows that it already has
+    are not sampled again. Raises UserError on every process when the images of a row can no longer be read.
     """
-    done = progress.done if progress else {}
-    pending = [index for index in range(len(samples)) if index not in done]
-    local_indices, local_outputs = distributed.shard(pending), []
-    # Processes that share an engine sample together, so each takes part in as many chunks as the busiest process.
-    max_rows = int(distributed.all_max(torch.tensor(len(local_indices))))
-    for start in console.progress(range(0, max_rows, CHUNK), "evaluating", unit="chunk", leave=False):
-        indices = local_indices[start : start + CHUNK]
+    outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
+    if outputs:
+        console.warn(f"resuming: {len(outputs)} rows are already sampled")
+    # Processes that share an engine sample together, so each takes part in every chunk, even without a row in it.
+    chunk = CHUNK * distributed.world_size()
+    for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk", leave=False):
+        local_rows = distributed.shard(list(enumerate(samples))[start : start + chunk])
         prompts, error = [], None
         try:
-            prompts = encode_prompts([samples[index] for index in indices], processor)
+            prompts = encode_prompts([sample for _, sample in local_rows], processor)
         except UserError as problem:
             error = str(problem)
         distributed.raise_first_error(error, UserError)
-        seeds = [prompt_seed(seed, index) for index in indices]
-        groups = engine.generate(prompts, seeds, Sampling(n, max_tokens, temperature, top_p))
-        outputs = [
+        seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
+        how = Sampling(flags.n, flags.max_tokens, flags.temperature, flags.top_p)
+        groups = engine.generate(prompts, seeds, how)
+        local_outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],
                 "lengths": [len(rollout.ids) for rollout in rollouts],
@@ -66,14 +103,12 @@ def sample_rows(
             }
             for prompt, rollouts in zip(prompts, groups)
         ]
-        local_outputs += outputs
-        if progress:
-            progress.add(indices, outputs)
-    done = done | dict(zip(pending, distributed.gather_shards(local_outputs)))
-    return [done[index] for index in range(len(samples))]
-
-
-# --- judging ----------------------------------------------------------------------------------------------------------
+        new_outputs = distributed.gather_shards(local_outputs)
+        outputs += new_outputs
+        if progress and console.is_main():
+            with progress.open("a", encoding="utf-8") as file:
+                file.write(_json_lines(new_outputs))
+    return outputs
 
 
 def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> list[dict]:
@@ -102,21 +137,13 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     ]
 
 
-def evaluate(
-    engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
-) -> tuple[dict[str, Any], list[dict]]:
-    """Sample one greedy completion per row with the engine's current weights. Return the scores and the predictions;
-    both are the same on every process."""
-    predictions = judge_task(scorer, samples, sample_rows(engine, processor, samples, max_tokens))
-    return summarise(predictions, scorer.task), predictions
-
-
 def score_policy(
     policy: Policy, engine: Engine, processor: Processor, samples: list[Sample], scorer: Scorer, max_tokens: int
 ) -> dict[str, float]:
     """Score the policy during training, with one greedy completion per row. Return the metrics named eval/…"""
     engine.wake_up()
     engine.sync_weights(policy)
-    scores, _ = evaluate(engine, processor, samples, scorer, max_tokens)
+    outputs = sample_rows(engine, processor, samples, SamplingFlags(max_tokens=max_tokens))
+    scores = summarise(judge_task(scorer, samples, outputs), scorer.task)
     engine.sleep()
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}

@@ -29,23 +29,20 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
         flags = {"model": config["model"], "baseline": config.get("adapter") or config["model"]}
         flags["adapter"] = f"{run}/final"
     if not benchmark:
-        flags |= {"task": config["task"], "data": test_data or _held_out_rows(run, config)}
+        recipe_scores = run / "eval" / "scores.json"  # of the evaluation after the training of a recipe
+        data = test_data or config["eval_data"]
+        if not data and recipe_scores.is_file():
+            data = json.loads(recipe_scores.read_text())["data"]
+        if not data:
+            sys.exit("error: the run has no eval_data; use TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")
+        flags |= {"task": config["task"], "data": data}
         flags |= {name: config[name] for name in TASK_FLAGS if config.get(name)}
     flags |= {name: config[name] for name in COMMON_FLAGS if config.get(name) is not None}
     return flags | {"max_tokens": config["max_completion_length"]}
 
 
-def _held_out_rows(run: pathlib.Path, config: dict[str, Any]) -> str:
-    """Return the run's `eval_data`, or the data of its last evaluation."""
-    scores = run / "eval" / "scores.json"
-    data = config["eval_data"] or (json.loads(scores.read_text())["data"] if scores.is_file() else None)
-    if data is None:
-        sys.exit("error: the run has no eval_data; use TEST_DATA=FILE ./run.sh eval RUN, or --benchmark NAME")
-    return data
-
-
 def main(run: str, test_data: str, *user_flags: str) -> None:
-    benchmark = any(flag == "--benchmark" or flag.startswith("--benchmark=") for flag in user_flags)
+    benchmark = any(flag.partition("=")[0] == "--benchmark" for flag in user_flags)
     for name, value in run_flags(pathlib.Path(run), test_data, benchmark).items():
         for item in value if isinstance(value, list) else [value]:
             if item is not False:

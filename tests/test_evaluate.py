@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from common.errors import UserError
-from config import RewardFlags
 from data import load_processor, load_samples
 from evaluate import Config
 from evaluation import held_out
-from evaluation.metrics import bootstrap_interval, pass_at_k, summarise
+from evaluation.metrics import interval, mean_score, pass_at_k, summarise
 from policy.model import load_model
-from rewards import Scorer
 from rollout import HFEngine
 from tests.helpers.scripts import VECTORS
 
@@ -53,8 +51,8 @@ def test_scores_by_hand():
 
 
 def test_bootstrap_interval():
-    assert bootstrap_interval([1.0] * 50) == (1.0, 1.0)
-    low, high = bootstrap_interval([0.0, 1.0] * 200)
+    assert interval(mean_score([1.0] * 50).bootstrap()) == (1.0, 1.0)
+    low, high = interval(mean_score([0.0, 1.0] * 200).bootstrap())
     # the standard error of the mean is 0.5 / sqrt(400) = 0.025, and the interval is about ±1.96 standard errors
     assert low == pytest.approx(0.5 - 0.049, abs=0.01)
     assert high == pytest.approx(0.5 + 0.049, abs=0.01)
@@ -79,14 +77,19 @@ def test_completions_without_verdict_are_left_out_and_counted():
 
 
 def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monkeypatch):
-    """This process has two rows and another process has five, so this process must join all five chunks."""
+    """This process is the second of two. It has no row in the last chunk, but it must join that chunk, too."""
     processor = load_processor(tiny_model, "count")
     samples = load_samples(shapes, "count", processor=processor)
     engine = HFEngine(load_model(tiny_model, torch.float32), processor)
     calls, generate = [], engine.generate
     monkeypatch.setattr(held_out, "CHUNK", 1)
-    monkeypatch.setattr(held_out.distributed, "all_max", lambda count: count + 3)
+    monkeypatch.setattr(held_out.distributed, "rank", lambda: 1)
+    monkeypatch.setattr(held_out.distributed, "world_size", lambda: 2)
+    first = [{"responses": ["of the first process"]}]
+    monkeypatch.setattr(held_out.distributed, "all_gather", lambda value: [value, value])
     monkeypatch.setattr(engine, "generate", lambda prompts, *a: (calls.append(len(prompts)), generate(prompts, *a))[1])
-    _, predictions = held_out.evaluate(engine, processor, samples[:2], Scorer("count", RewardFlags()), 4)
-    assert calls == [1, 1, 0, 0, 0]
-    assert len(predictions) == 2
+    monkeypatch.setattr(held_out.distributed, "gather_shards", lambda items: [*first, *items])
+    outputs = held_out.sample_rows(engine, processor, samples[:3], held_out.SamplingFlags(max_tokens=4))
+    assert calls == [1, 0]
+    assert [output["responses"] for output in outputs[::2]] == [first[0]["responses"]] * 2
+    assert len(outputs) == 3

@@ -7,18 +7,16 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 `completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
 """
 
-import html
+import itertools
 import json
-import os
 import pathlib
 from dataclasses import dataclass
 
 from common import cli
 from common.errors import UserError
-from common.figures import STYLE, save_figure
+from common.figures import save_figure, save_page
 from common.files import read_jsonl
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 
@@ -34,9 +32,6 @@ class Config:
     """Folder with the scores.json of the trained model."""
 
 
-# --- curves -----------------------------------------------------------------------------------------------------------
-
-
 def draw_curves(folder: pathlib.Path) -> None:
     """Draw `curves.png`: reward, held-out exact match, completion length and KL at each step.
 
@@ -45,82 +40,46 @@ def draw_curves(folder: pathlib.Path) -> None:
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         return
-
-    def series(name: str) -> tuple[list[int], list[float]]:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        return [step for step, _ in points], [value for _, value in points]
-
     import matplotlib.pyplot as plt  # imported late because most processes draw nothing
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-    (reward, match), (length, difference) = axes
-    _draw(reward, *series("reward"), "mean reward of a step", "reward", smooth=True)
-    steps, values = series("eval/exact_match")
-    match.plot(steps, values, "o-", color="#0b7a75")
-    match.set(title="held-out exact match, greedy", ylabel="fraction correct", ylim=(-0.02, 1.02))
-    _draw(length, *series("completions/mean_length"), "mean completion length", "tokens", smooth=True)
+    panels = [
+        ("reward", "mean reward of a step", "reward"),
+        ("eval/exact_match", "held-out exact match, greedy", "fraction correct"),
+        ("completions/mean_length", "mean completion length", "tokens"),
+        ("sampling/logp_difference_mean", "|log p(trainer) − log p(sampler)|", "nats per token"),
+    ]
     if any(row.get("kl") for row in rows):
-        _draw(difference, *series("kl"), "KL to the starting model (k3)", "nats per token", smooth=True)
-    else:
-        name = "sampling/logp_difference_mean"
-        _draw(difference, *series(name), "|log p(trainer) − log p(sampler)|", "nats per token")
-    for axis in axes.flat:
-        axis.set_xlabel("step")
+        panels[3] = ("kl", "KL to the starting model (k3)", "nats per token")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for axis, (name, title, unit) in zip(axes.flat, panels):
+        measured = [row for row in rows if row.get(name) is not None]
+        steps, values = [row["step"] for row in measured], [row[name] for row in measured]
+        axis.set(title=title, ylabel=unit, xlabel="step")
         axis.grid(alpha=0.3)
-        if not axis.has_data():
+        if not measured:
             axis.text(0.5, 0.5, "not measured yet", ha="center", va="center", transform=axis.transAxes)
+        elif name == "eval/exact_match":
+            axis.plot(steps, values, "o-", color="#0b7a75")
+            axis.set_ylim(-0.02, 1.02)
+        else:
+            average = itertools.accumulate(values, lambda running, value: running + 0.15 * (value - running))
+            axis.plot(steps, values, color="#d1495b", alpha=0.35, linewidth=1, label="step")
+            axis.plot(steps, list(average), color="#d1495b", linewidth=2, label="running mean")
+            axis.legend()
     save_figure(figure, folder / "curves.png")
-
-
-def _draw(axis, steps: list[int], values: list[float], title: str, unit: str, smooth: bool = False) -> None:
-    axis.plot(steps, values, color="#d1495b", alpha=0.35 if smooth else 1.0, linewidth=1, label="step")
-    if smooth and values:
-        running, average = values[0], []
-        for value in values:
-            running += 0.15 * (value - running)
-            average.append(running)
-        axis.plot(steps, average, color="#d1495b", linewidth=2, label="running mean")
-        axis.legend()
-    axis.set(title=title, ylabel=unit)
 
 
 def write_page(folder: pathlib.Path) -> None:
     """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
-    rows = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
-    articles = "\n".join(_article(row) for row in reversed(rows))
-    name = html.escape(folder.name)
-    text = (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>Completions of {name}</title><style>{STYLE}</style><h1>Completions of {name}</h1>"
-        "<p>Sampled during training, newest first. Each entry shows the image, the question, the correct answer and "
-        f"the group of completions that GRPO compares.</p>\n{articles}</html>\n"
+    groups = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
+    save_page(
+        folder / "completions.html",
+        title=f"Completions of {folder.name}",
+        introduction="Sampled during training, newest first. Each entry shows the image, the question, the correct "
+        "answer and the group of completions that GRPO compares.",
+        columns=["reward", "advantage"],
+        sections=[{"entries": groups[::-1]}],
     )
-    partial = folder / "completions.html.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(folder / "completions.html")
-
-
-def _article(row: dict) -> str:
-    images = "".join(f"<img alt='' src='{source}'>" for source in row["images"])
-    lines = []
-    for completion in row["completions"]:
-        reward = completion["reward"]
-        kind = "" if reward is None else "right" if reward >= 1 else "near" if reward > 0 else "wrong"
-        text = html.escape(completion["text"]) + (" <i>… truncated</i>" if completion["truncated"] else "")
-        shown = "no verdict" if reward is None else f"{reward:.2f}"
-        lines.append(
-            f"<tr class='{kind}'><td class='number'>{shown}</td>"
-            f"<td class='number'>{completion['advantage']:+.2f}</td><td class='text'>{text}</td></tr>"
-        )
-    return (
-        f"<article><figure>{images}<figcaption><b>{html.escape(row['question'])}</b>correct answer: "
-        f"{html.escape(row['answer'])}<br>step {row['step']}</figcaption></figure><section><table>"
-        "<tr><th class='number'>reward</th><th class='number'>advantage</th><th>completion</th></tr>"
-        f"{''.join(lines)}</table></section></article>"
-    )
-
-
-# --- side by side -----------------------------------------------------------------------------------------------------
 
 
 def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from common import console, distributed
 from common.errors import UserError
 from common.figures import thumbnail
-from common.files import git_commit, read_jsonl
+from common.files import atomic_write, git_commit, read_jsonl
 from common.records import TAG, ScoredGroup
 from training.report import draw_curves, write_page
 
@@ -38,50 +38,22 @@ class RunLog:
         `every`: steps between two reports. Raises UserError when the folder cannot be written to.
         """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
-        self.waiting: dict[str, str] = {}  # for each file, lines that could not be written yet
+        self.waiting = {"metrics.jsonl": "", "completions.jsonl": ""}  # lines that could not be written yet
         self.failure_reported = False  # whether a failed write has been reported
         if not console.is_main():
             return
-        launch = {
-            "launch": distributed.launcher_ids(),
-            "command": shlex.join(sys.argv),
-            "git_commit": git_commit(),
-            "world_size": distributed.world_size(),
-        }
+        launch = {"launch": distributed.launcher_ids(), "world_size": distributed.world_size()}
+        launch |= {"command": shlex.join(sys.argv), "git_commit": git_commit()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "completions.jsonl"):  # steps after the checkpoint will be repeated
+            for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name) if resumed is not None else []
-                self._replace(name, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= resumed))
-            self._replace("config.json", json.dumps(config | launch, indent=1) + "\n")
+                atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed]))
+            atomic_write(self.folder / "config.json", json.dumps(config | launch, indent=1) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
-
-    def _replace(self, name: str, text: str) -> None:
-        """Write a temporary file and rename it to `name`, so that the file `name` is complete at all times."""
-        partial = self.folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(self.folder / name)
-
-    def _append(self, name: str, line: str) -> None:
-        """Append a line to a file.
-
-        If that fails, the line is kept in memory and written together with the next one. The first failure is printed.
-        """
-        lines, path = self.waiting.pop(name, "") + line, self.folder / name
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(lines)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)  # a part of the lines may have been written
-            if not self.failure_reported:
-                message = f"cannot write {path} ({error.strerror}): keeping its rows in memory for now"
-                print(message, file=sys.stderr)
-            self.failure_reported, self.waiting[name] = True, lines
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves and the page.
@@ -94,9 +66,9 @@ class RunLog:
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         rows = read_jsonl(self.folder / "metrics.jsonl") if step == self.resumed else []
         if rows and rows[-1]["step"] == step:
-            self._replace("metrics.jsonl", "".join(json.dumps(r) + "\n" for r in [*rows[:-1], rows[-1] | row]))
+            atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
         else:
-            self._append("metrics.jsonl", json.dumps(row) + "\n")
+            self._append("metrics.jsonl", [row])
         if step % self.every == 0 and step:
             self.refresh()
 
@@ -107,37 +79,52 @@ class RunLog:
         """
         if not console.is_main() or (step % self.every and step != 1):
             return
+        rows = []
         for group in groups[:GROUPS_PER_REPORT]:
-            completions = [
-                {
-                    "text": rollout.text,
-                    "reward": _finite(rewards.total),
-                    "advantage": advantage,
-                    "truncated": rollout.truncated,
-                }
-                for rollout, rewards, advantage in zip(
-                    group.rollouts, group.rewards, advantages[group.index].tolist(), strict=True
-                )
-            ]
+            scored = zip(group.rollouts, group.rewards, advantages[group.index].tolist(), strict=True)
             row = {
                 "step": step,
                 "source": group.sample.source,
                 "question": group.sample.prompt.replace(TAG, "").strip(),
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
-                "completions": completions,
+                "completions": [
+                    {"text": r.text, "reward": _finite(rewards.total), "advantage": advantage, "truncated": r.truncated}
+                    for r, rewards, advantage in scored
+                ],
             }
-            self._append("completions.jsonl", json.dumps(row, ensure_ascii=False) + "\n")
+            rows.append(row)
+        self._append("completions.jsonl", rows)
 
     def refresh(self) -> None:
         """Redraw `curves.png` and `completions.html`, and try to write the lines kept in memory."""
         if not console.is_main():
             return
-        for name in list(self.waiting):
-            self._append(name, "")
+        for name in self.waiting:
+            self._append(name, [])
         with contextlib.suppress(OSError):  # the next report draws them again
             draw_curves(self.folder)
             write_page(self.folder)
+
+    def _append(self, name: str, rows: list[dict]) -> None:
+        """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
+        self.waiting[name] += _json_lines(rows)
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(self.waiting[name])
+            self.waiting[name] = ""
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # a part of the lines may have been written
+            if not self.failure_reported:
+                print(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now", file=sys.stderr)
+            self.failure_reported = True
+
+
+def _json_lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _finite(value: float) -> float | None:
@@ -164,10 +151,7 @@ def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
 
 
 def _check_shared_folder(path: pathlib.Path, timeout: float = 10.0) -> None:
-    """Raise UserError, on every process, unless all machines of the run see the same folder `path`.
-
-    `timeout`: seconds after which a file written by rank 0 must be visible to the other processes.
-    """
+    """Raise UserError, on every process, unless all machines see a file of rank 0 in `path` within `timeout` s."""
     marker = path / f".marker-{distributed.all_gather(uuid.uuid4().hex)[0]}"
     if console.is_main():
         path.mkdir(parents=True, exist_ok=True)

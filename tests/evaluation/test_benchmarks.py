@@ -13,11 +13,10 @@ from PIL import Image
 
 import evaluate
 from common.errors import UserError
+from common.files import read_jsonl
 from common.records import Sample
 from data import load_processor
 from evaluate import Config, read_predictions
-from evaluation import benchmark_metrics, progress
-from evaluation.benchmark_metrics import summarise_benchmark
 from evaluation.benchmarks import (
     BENCHMARKS,
     COGNITION,
@@ -29,6 +28,8 @@ from evaluation.benchmarks import (
     load_benchmark,
     normalise_mathvista,
 )
+from evaluation.held_out import open_progress
+from evaluation.metrics import pairs, summarise_benchmark, table
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
@@ -101,7 +102,7 @@ def test_aime():
     responses = ["<think>t</think><answer>25</answer>", "\\boxed{025}", "The answer is 25.", "26", "", "25.5", "-25"]
     assert right("aime24", row, *responses) == [True, True, True, False, False, False, False]
     rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
-    scores = summarise_benchmark("aime24", rows, "rule")
+    scores = summarise_benchmark("aime24", rows)
     assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # pass@1, averaged over eight responses
     assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert scores["pass@8"] == 1.0
@@ -121,7 +122,7 @@ def test_math500_by_level():
         {"problem": "c", "answer": "(1,2)", "level": 5, "subject": "Geometry", "response": "\\boxed{(2,1)}"},
         {"problem": "d", "answer": "7", "level": 5, "subject": "Geometry", "response": ""},
     ]
-    scores = summarise_benchmark("math500", judged("math500", rows), "rule")
+    scores = summarise_benchmark("math500", judged("math500", rows))
     assert scores["score"] == 0.5
     assert scores["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
     assert scores["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
@@ -219,7 +220,7 @@ def test_vqa_rad_open_and_closed():
             {"question": "c", "answer": "heart", "response": "liver"},
         ],
     )
-    scores = summarise_benchmark("vqa_rad", rows, "rule")
+    scores = summarise_benchmark("vqa_rad", rows)
     assert scores["score"] == pytest.approx(2 / 3)
     assert scores["open_recall"] == scores["open_f1"] == 0.5
     assert scores["parts"]["answer_type"] == {"closed": {"n": 1, "score": 1.0}, "open": {"n": 2, "score": 0.5}}
@@ -242,7 +243,7 @@ MME = [
 
 
 def test_mme_by_hand():
-    scores = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]), "rule")
+    scores = summarise_benchmark("mme", judged("mme", [dict(row) for row in MME]))
     categories = {name: category["score"] for name, category in scores["parts"]["category"].items()}
     # existence: 3 of 4 questions and 1 of 2 images correct
     assert categories == {"existence": 125.0, "OCR": 50.0, "code_reasoning": 200.0, "text_translation": 0.0}
@@ -261,7 +262,7 @@ def test_all_of_mme_right_is_2800():
         for image in ("1", "2")
         for row in mme(category, image, ("Yes", "yes"), ("No", "no"))
     ]
-    scores = summarise_benchmark("mme", judged("mme", rows), "rule")
+    scores = summarise_benchmark("mme", judged("mme", rows))
     assert [scores["parts"]["kind"][kind]["score"] for kind in ("perception", "cognition")] == [2000.0, 800.0]
     assert scores["score_95"] == (2800.0, 2800.0)
 
@@ -285,7 +286,7 @@ def test_mmstar_counts_every_l2_category_alike():
         row("math", "numbers", "C", "(B) no: C", 4),  # 0 of 1: a leading "(B)" counts as the answer
         *(row("logic", "diagrams", "B", response, i) for i, response in ((5, "b."), (6, "The answer is D"))),  # 1 of 2
     ]
-    scores = summarise_benchmark("mmstar", judged("mmstar", rows), "rule")
+    scores = summarise_benchmark("mmstar", judged("mmstar", rows))
     assert {k: v["score"] for k, v in scores["parts"]["l2_category"].items()} == {
         "geometry": 0.75,
         "numbers": 0.0,
@@ -332,13 +333,13 @@ def test_mathvista_by_hand():
         VISTA | dict(question="c", answer_type="float", precision=1.0, answer="1.2", response="The answer is 1.24."),
         VISTA | dict(question="d", answer_type="integer", answer="3", response="It shows three dogs"),
     ]
-    scores = summarise_benchmark("mathvista", judged("mathvista", rows), "rule-scored")
+    scores = summarise_benchmark("mathvista", judged("mathvista", rows))
     assert scores["score"] == 0.75
     assert scores["parts"]["question_type"] == {
         "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
         "multi_choice": {"n": 1, "score": 1.0},
     }
-    assert benchmark_metrics.table(scores).startswith("mathvista (rule-scored)")
+    assert table(scores).startswith("mathvista (rule-scored)")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -606,7 +607,7 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     script += "cli.run(evaluate.main, cli.parse(evaluate.Config))"
     command = [sys.executable, "-c", script, *flags, f"--output={tmp_path}/killed"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    path = tmp_path / "killed" / "predictions.part-0"
+    path = tmp_path / "killed" / "predictions.part"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (path.is_file() and path.read_text().count("\n") >= 3):
         time.sleep(0.005)
@@ -615,7 +616,7 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     rows = path.read_text().count("\n") - 1
     assert 2 <= rows < 12
     with path.open("a") as file:
-        file.write('{"place": 11, "resp')  # a half-written line
+        file.write('{"responses": ["')  # a half-written line
     evaluate.main(Config(**settings, output=f"{tmp_path}/killed"))
     assert f"resuming: {rows} rows" in capsys.readouterr().err
     done = run_script("evaluate.py", *flags, f"--output={tmp_path}/two", processes=2)
@@ -629,18 +630,21 @@ def test_unequal_numbers_of_responses_and_rows():
     """The largest k of pass@k is the smallest number of responses that any row has. Rows that occur several times are
     paired only if they occur the same number of times in both evaluations."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
-    scores = summarise_benchmark("aime24", rows, "rule")
+    scores = summarise_benchmark("aime24", rows)
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
-    assert len(benchmark_metrics.pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
+    assert len(pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
     with_images = [row | {"pictures": "a"} for row in rows]
-    assert len(benchmark_metrics.pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
+    assert len(pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
 
 
 def test_other_settings_start_anew(tmp_path, capsys):
-    saved = progress.EvalProgress(tmp_path, {"n": 1})
-    saved.add([3], [{"responses": ["a"]}])
-    assert progress.EvalProgress(tmp_path, {"n": 1}).done == {3: {"responses": ["a"]}}
-    assert progress.EvalProgress(tmp_path, {"n": 2}).done == {}
-    assert "different n; starting over" in capsys.readouterr().err
-    assert (tmp_path / "predictions.aside").is_file()
+    """An interrupted evaluation resumes with the same settings only. Otherwise its responses are set aside."""
+    path = open_progress(tmp_path / "o", {"n": 1, "seed": 0})
+    rows = [{"n": 1, "seed": 0}, {"responses": ["a"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    open_progress(tmp_path / "o", {"n": 1, "seed": 0})
+    assert read_jsonl(path) == rows
+    open_progress(tmp_path / "o", {"n": 2, "seed": 0})
+    assert read_jsonl(path) == [{"n": 2, "seed": 0}] and read_jsonl(path.with_suffix(".old")) == rows
+    assert "predictions.old was sampled with different n" in capsys.readouterr().err
