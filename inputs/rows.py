@@ -90,8 +90,8 @@ def raw_rows(
 ) -> Iterator[tuple[str, dict | RowError, Locate]]:
     """Yield (source, row, locate) for each row of one data set. A row that is not a dictionary is a RowError.
 
-    `default_split` is read when there are several splits and `spec` has no `@split`. Only main.csv needs `columns`.
-    Raises UserError when the data set cannot be read.
+    `default_split` is read when there are several splits and `spec` has no `@split`. `columns` is None for benchmarks
+    and predictions, which need every row of a JSON file. Raises UserError when the data set cannot be read.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -103,7 +103,7 @@ def raw_rows(
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
     if suffix in (".json", ".jsonl"):
         locate = functools.partial(_locate, (folder, folder / OSF_IMAGES))
-        rows = _json_rows(path, split)
+        rows = _json_rows(path, split, is_raw=columns is None)
     elif suffix == ".zip" or (path / "main.csv").is_file():
         if split is not None:
             raise UserError(f"{name!r} has no splits: remove @{split}")
@@ -311,20 +311,21 @@ def drop_images(row: dict) -> dict:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json_rows(path: pathlib.Path, split: str | None) -> Iterator[tuple[str, dict | RowError]]:
+def _json_rows(path: pathlib.Path, split: str | None, is_raw: bool) -> Iterator[tuple[str, dict | RowError]]:
+    """Yield the rows of a JSON file. Unless `is_raw`, VQA-RAD (OSF) is reduced to the rows of its split."""
     left_out = 0
     for number, row in _json_values(path):
         source = f"{path} row {number}"
         if not isinstance(row, dict):
             yield source, row if isinstance(row, RowError) else RowError("not an object with columns")
             continue
-        is_osf = "image_name" in row and "prompt" not in row  # VQA-RAD from the OSF
+        is_osf = "image_name" in row and "prompt" not in row and not is_raw
         if is_osf and isinstance(row.get("phrase_type"), str):
             row_split = "test" if row["phrase_type"].strip().startswith("test_") else "train"
             if row_split not in (split or "train").split("+"):
                 left_out += 1
                 continue
-        elif split is not None:
+        elif split is not None and not is_raw:
             raise UserError(f"{source} has no 'phrase_type' column to tell its split: remove @{split}")
         types = [name for name in ("answer_type", "question_type") if is_osf and isinstance(row.get(name), str)]
         yield source, row | {name: row[name].strip() for name in types}

@@ -23,7 +23,7 @@ from common.records import Sample
 from config import Columns
 from data import encode_prompt, load_processor, load_samples
 from inputs.images import decode_image
-from inputs.rows import Cell
+from inputs.rows import Cell, raw_rows
 from tests.helpers.scripts import ROOT, run_script
 from training.prompt_stream import row_at, source_sizes
 
@@ -274,6 +274,7 @@ def test_osf_json_with_its_splits(folder, capsys):
     err = capsys.readouterr().err
     assert "2 rows of" in err
     assert "VQA_RAD.json@test" in err
+    assert len(list(raw_rows(f"{folder}/VQA_RAD.json"))) == 4, "predictions on the test split must not be left out"
     assert len(load_samples(f"{folder}/VQA_RAD.json@test", "vqa")) == 2
     assert len(load_samples(f"{folder}/VQA_RAD.json@train+test", "vqa")) == 4
     with pytest.raises(UserError, match="no 'phrase_type' column to tell its split: remove @test"):
