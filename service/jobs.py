@@ -109,8 +109,9 @@ class Store:
     def add_file(self, path: pathlib.Path, filename: str, contents: dict[str, Any]) -> dict:
         """Move the ZIP at `path` into the store, with its `contents`: {rows, images, usable, problems}."""
         file_id = uuid.uuid4().hex
-        values = (file_id, filename, _now(), contents["rows"], contents["images"], contents["usable"])
-        self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", *values, json.dumps(contents["problems"]))
+        problems = json.dumps(contents["problems"])
+        counts = [contents[name] for name in ("rows", "images", "usable")]
+        self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file_id, filename, _now(), *counts, problems)
         path.rename(self.zip_path(file_id))
         return self.file(file_id)
 
