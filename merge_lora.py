@@ -122,10 +122,9 @@ def _untie(model: transformers.PreTrainedModel) -> None:
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
-    """Compare the logits of the `merged` model in `folder` with those of the `adapted` model (base with adapter).
+    """Return the largest difference between the logits of the `merged` model and those of the `adapted` model.
 
-    Returns the largest difference. Raises RunStopped if the difference is more than rounding error. The `base` model's
-    logits show how much the adapter changes.
+    Raises RunStopped if it is more than rounding error. The `base` logits show how much the adapter changes.
     """
     largest, deviation = (merged - adapted).abs().max().item(), adapted.std().item()
     error, change = ((merged - other).square().mean().sqrt().item() for other in (adapted, base))

@@ -198,9 +198,7 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
     if init not in PLAIN_INITS:
         kinds.append(f"init_lora_weights={init!r}")
     if kinds:
-        raise UserError(
-            f"{source!r} is a LoRA adapter with {kinds[0]}, which is not supported: merge it with PEFT itself"
-        )
+        raise UserError(f"{source!r} is a LoRA adapter with {kinds[0]}, which is not supported: merge it with PEFT")
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -210,10 +208,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
-    """Inside the context, let `model` act as the reference, with the adapter that training started from or with none.
-
-    Does nothing if `switch` is false or the model has no adapter.
-    """
+    """Let `model` act as the reference inside the context, if `switch` is set and the model has an adapter."""
     layers = list(adapted_layers(model).values()) if switch else []
     try:
         for layer in layers:  # PEFT's own methods would also change which parameters are trained
