@@ -1,14 +1,12 @@
-"""Draw a run's training curves, write a page of sampled completions with their images, and compare two evaluations.
+"""Draw a run's training curves, and write a page of sampled completions with their images.
 
-    python -m training.report --run runs/demo                                                    # redraw both
-    python -m training.report --run runs/demo --before runs/demo/before --after runs/demo/after  # and compare
+    python -m training.report --run runs/demo    # redraw both
 
 The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
 `completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
 """
 
 import itertools
-import json
 import pathlib
 from dataclasses import dataclass
 
@@ -22,14 +20,10 @@ GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 @dataclass
 class Config:
-    """Redraw a run's curves and completions page, and optionally compare two evaluations."""
+    """Redraw a run's curves and completions page."""
 
     run: str
     """Folder of the run."""
-    before: str | None = None
-    """Folder with the scores.json of the starting model."""
-    after: str | None = None
-    """Folder with the scores.json of the trained model."""
 
 
 def draw_curves(folder: pathlib.Path) -> None:
@@ -82,33 +76,12 @@ def write_page(folder: pathlib.Path) -> None:
     )
 
 
-def compare(folder: pathlib.Path, before: pathlib.Path, after: pathlib.Path) -> None:
-    """Write both evaluations to `scores.json` in the run's folder and print them side by side."""
-    scores = {}
-    for name, source in (("before", before), ("after", after)):
-        try:
-            scores[name] = json.loads((source / "scores.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"cannot read scores.json in {source} ({error}): run evaluate.py with --output {source} first"
-            ) from None
-    (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n")
-    print(f"\n{'':24}{'before':>10}{'after':>10}")
-    for name in ("exact_match", "reward", "format_rate", "mean_length", "n"):
-        values = [scores[which][name] for which in ("before", "after")]
-        print(f"{name:24}" + "".join(f"{v:10.3f}" if isinstance(v, float) else f"{v:10}" for v in values))
-    print(f"\ncurves       {folder / 'curves.png'}\ncompletions  {folder / 'completions.html'}")
-    print(f"scores       {folder / 'scores.json'}\nmodel        {folder / 'final'}")
-
-
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.run)
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {cfg.run!r}: pass the folder that grpo.py wrote (its --output)")
     draw_curves(folder)
     write_page(folder)
-    if cfg.before and cfg.after:
-        compare(folder, pathlib.Path(cfg.before), pathlib.Path(cfg.after))
 
 
 if __name__ == "__main__":
