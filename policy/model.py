@@ -83,7 +83,10 @@ def load_model(
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype), "device_map": {"": four_bit_device}}
     with _explain_load_errors(name):
-        return auto_class(config).from_pretrained(name, **options)
+        model, report = auto_class(config).from_pretrained(name, output_loading_info=True, **options)
+    if report["missing_keys"]:  # transformers only warns, and fills them with random numbers
+        raise UserError(f"{name!r} lacks {sorted(report['missing_keys'])[0]}: download the model again")
+    return model
 
 
 def load_config(name: str) -> transformers.PreTrainedConfig:

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
@@ -45,7 +46,7 @@ def untied(tiny_model, tmp_path_factory) -> str:
     config = json.loads((folder / "config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config))
-    model = load_model(str(folder), torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
     assert model.lm_head.weight is not model.model.language_model.embed_tokens.weight
     torch.nn.init.normal_(model.lm_head.weight, std=0.08)
     (folder / "model.safetensors").unlink()
@@ -180,12 +181,17 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
 
     weights = copy("cut") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    short = copy("short") / "model.safetensors"
+    tensors = load_file(short)
+    del tensors["model.norm.weight" if "model.norm.weight" in tensors else "model.language_model.norm.weight"]
+    save_file(tensors, short, {"format": "pt"})
     copy_with_config("unknown", model_type="nothing_known")
     copy_with_config("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     sorted(copy("shard", untied).glob("model-*.safetensors"))[0].unlink()
     (copy("index", untied) / "model.safetensors.index.json").write_text("{")
     cases = {
         "cut": r"cannot load a model from .*/cut' \(.*incomplete metadata",
+        "short": r"short' lacks model\.language_model\.norm\.weight: download the model again",
         "unknown": r"cannot load a model from .*/unknown' \(.*nothing_known",
         "quantised": r"quantised' was saved quantised: give the original model",
         "shard": r"cannot load a model from .*/shard' \(.*model-00001-of-",
