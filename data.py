@@ -44,8 +44,7 @@ class Processor:
 
     tokenizer: transformers.PreTrainedTokenizerBase
     image_processor: transformers.Qwen2VLImageProcessorPil | None
-    skeleton: transformers.PreTrainedModel
-    """The model without weights, used to compute token positions."""
+    skeleton: transformers.PreTrainedModel  # the model without weights, used to compute token positions
     system: str | None
     template: jinja2.Template
     min_pixels: int

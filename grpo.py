@@ -102,14 +102,10 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
 class LossOptions:
     """The options of `grpo_loss`."""
 
-    loss_type: str = "grpo"
-    """A key of `LOSSES`."""
-    clip_low: float = 0.2
-    """ε_low: the ratio is clipped below at 1 − ε_low."""
-    clip_high: float = 0.2
-    """ε_high: the ratio is clipped above at 1 + ε_high."""
-    beta: float = 0.0
-    """β, the weight of the KL term."""
+    loss_type: str = "grpo"  # a key of `LOSSES`
+    clip_low: float = 0.2  # ε_low: the ratio is clipped below at 1 − ε_low
+    clip_high: float = 0.2  # ε_high: the ratio is clipped above at 1 + ε_high
+    beta: float = 0.0  # β, the weight of the KL term
 
 
 def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
@@ -188,12 +184,9 @@ class Loss:
 
     objective: Callable[[Tensor, Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor]]
     """The objective of each token and whether it was clipped, from logp, log_ratio, advantages, row_of_token (C,)."""
-    average: Literal["sequences", "tokens", "constant"]
-    """What the loss is a mean over; see `token_weights`."""
-    clip_low: float
-    """The default of `--clip_low`."""
-    clip_high: float
-    """The default of `--clip_high`."""
+    average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `token_weights`
+    clip_low: float  # the default of `--clip_low`
+    clip_high: float  # the default of `--clip_high`
 
 
 LOSSES = {

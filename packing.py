@@ -37,16 +37,11 @@ T = TypeVar("T")
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    kv_index: Tensor
-    """(K,) packed index of each key, segment by segment."""
-    cu_q: Tensor
-    """(segments + 1,) cumulative query lengths, int32."""
-    cu_k: Tensor
-    """(segments + 1,) cumulative key lengths, int32."""
-    q_lens: list[int]
-    """Query lengths of the segments, on the host, so that no kernel launch waits for the device."""
-    k_lens: list[int]
-    """Key lengths of the segments, on the host."""
+    kv_index: Tensor  # (K,) packed index of each key, segment by segment
+    cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
+    cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
+    q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
+    k_lens: list[int]  # key lengths of the segments, on the host
 
 
 @dataclass
@@ -56,8 +51,7 @@ class TokenValues:
     sampling_logp: Tensor
     advantages: Tensor
     weights: Tensor
-    has_image: Tensor
-    """Whether the prompt has an image, bool."""
+    has_image: Tensor  # whether the prompt has an image, bool
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
 
@@ -68,27 +62,18 @@ class PackedBatch:
 
     input_ids: Tensor
     """(1, T) token ids; completion tokens are stored as −1 − id, see `policy.forward._restore_completion_ids`."""
-    position_ids: Tensor
-    """Position ids: (3, 1, T) with M-RoPE, otherwise (1, T)."""
-    segments: Segments
-    """Which tokens attend to which."""
-    predict_from: Tensor
-    """(C,) packed index of the hidden state that predicts each completion token."""
-    targets: Tensor
-    """(C,) token ids of the completion tokens."""
-    row_of_token: Tensor
-    """(C,) index of the completion that each token belongs to: 0, 0, ..., 1, ..."""
-    lengths: list[int]
-    """Length of each completion in tokens, on the host, in packed order."""
-    values: TokenValues
-    """What the loss needs of each completion token."""
+    position_ids: Tensor  # position ids: (3, 1, T) with M-RoPE, otherwise (1, T)
+    segments: Segments  # which tokens attend to which
+    predict_from: Tensor  # (C,) packed index of the hidden state that predicts each completion token
+    targets: Tensor  # (C,) token ids of the completion tokens
+    row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
+    lengths: list[int]  # length of each completion in tokens, on the host, in packed order
+    values: TokenValues  # what the loss needs of each completion token
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images."""
-    image_tokens: Tensor
-    """Packed indices of the image tokens that `features` belong to."""
-    flop: float = 0.0
-    """Number of floating-point operations in a forward and backward pass, for the metrics."""
+    image_tokens: Tensor  # packed indices of the image tokens that `features` belong to
+    flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
     dummy_vision: bool = False
     """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
 

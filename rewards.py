@@ -246,14 +246,10 @@ THINK_ANSWER = (
 class Task:
     """What a run trains for: `--task` is a key of `TASKS`."""
 
-    reward: Reward
-    """The reward; 1 is the full reward."""
-    system: str | None = None
-    """The system prompt of rows that have none."""
-    template: str = THINK_ANSWER
-    """Jinja template of the user's turn; {{ content }} is the question."""
-    format: Reward = format_reward
-    """1 if a completion has the requested form, else 0; reported in evaluation."""
+    reward: Reward  # the reward; 1 is the full reward
+    system: str | None = None  # the system prompt of rows that have none
+    template: str = THINK_ANSWER  # Jinja template of the user's turn; {{ content }} is the question
+    format: Reward = format_reward  # 1 if a completion has the requested form, else 0; reported in evaluation
     exact_match: Callable[[str, str, float], bool] = has_full_reward
     """Whether (completion, answer, reward) counts as correct in evaluation."""
     gold_problem: Callable[[str], str | None] = lambda answer: None

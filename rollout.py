@@ -44,10 +44,8 @@ from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs,
 class RequestLimits:
     """The largest request that a sampler must accept."""
 
-    tokens: int
-    """Tokens of a prompt with its completion."""
-    images: int
-    """Images of a prompt."""
+    tokens: int  # tokens of a prompt with its completion
+    images: int  # images of a prompt
 
 
 class Engine(Protocol):

@@ -92,14 +92,10 @@ class Prompt:
 class Sampling:
     """How the completions of each prompt are sampled."""
 
-    n: int
-    """Number of completions per prompt."""
-    max_tokens: int
-    """Maximum length of a completion in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy decoding."""
-    top_p: float = 1.0
-    """Sample from the most likely tokens whose total probability is at least this."""
+    n: int  # number of completions per prompt
+    max_tokens: int  # maximum length of a completion in tokens
+    temperature: float = 1.0  # sampling temperature; 0 is greedy decoding
+    top_p: float = 1.0  # sample from the most likely tokens whose total probability is at least this
 
 
 @dataclass(frozen=True)

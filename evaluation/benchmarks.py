@@ -46,18 +46,13 @@ class Judgement:
 class Benchmark:
     """How the rows of one benchmark are read, turned into prompts and scored."""
 
-    hub: str
-    """Name on the hub, with the split that is scored."""
+    hub: str  # name on the hub, with the split that is scored
     judge: Callable[[str, str, Row, Verifier | None], Judgement]
     """Judges the answer part of a response, given also the gold answer, the row and the server."""
-    columns: tuple[str, ...]
-    """Columns that the prompt and the scoring need."""
-    image_column: str | None = None
-    """Column of the images; None for text-only benchmarks."""
-    subset_columns: tuple[str, ...] = ()
-    """Optional columns whose values get separate scores."""
-    may_be_empty: tuple[str, ...] = ()
-    """Those of `columns` that may be empty."""
+    columns: tuple[str, ...]  # columns that the prompt and the scoring need
+    image_column: str | None = None  # column of the images; None for text-only benchmarks
+    subset_columns: tuple[str, ...] = ()  # optional columns whose values get separate scores
+    may_be_empty: tuple[str, ...] = ()  # those of `columns` that may be empty
     prompt: Callable[[Row], str] = lambda row: str(row["question"])
     gold: Callable[[Row], str] = lambda row: str(row["answer"])
     server_role: str | None = None

@@ -31,10 +31,8 @@ class Score:
     A plain score is one mean, and a mean over categories has one per category. MME has two per category.
     """
 
-    values: np.ndarray
-    """(U, R); 0 where the value does not count."""
-    counted: np.ndarray
-    """(U, R); 1 where the value counts in the mean, else 0."""
+    values: np.ndarray  # (U, R); 0 where the value does not count
+    counted: np.ndarray  # (U, R); 1 where the value counts in the mean, else 0
     weight: float = 1.0
 
     def total(self) -> float:

@@ -162,18 +162,12 @@ def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) ->
 class MemoryBudget:
     """What a process's GPU memory is spent on when micro-batches are sized, in bytes."""
 
-    total: float
-    """Memory of the GPU, or the limit `--gpu_memory`."""
-    margin: float
-    """The part of it that the allocator cannot use."""
-    in_use: float
-    """Weights, the reference, and what the sleeping sampler keeps."""
-    optimizer: float
-    """Gradients and moments, which the first update allocates."""
-    logits: float
-    """Float32 logits of `LOGIT_ROWS` tokens and their derivatives."""
-    layers: float
-    """Two gathered layers."""
+    total: float  # memory of the GPU, or the limit `--gpu_memory`
+    margin: float  # the part of it that the allocator cannot use
+    in_use: float  # weights, the reference, and what the sleeping sampler keeps
+    optimizer: float  # gradients and moments, which the first update allocates
+    logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
+    layers: float  # two gathered layers
 
     @property
     def activations(self) -> float:

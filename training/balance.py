@@ -20,10 +20,8 @@ class GroupCost:
     """The cost of a group in tokens. The plan depends on nothing else."""
 
     group_index: int
-    prompt_cost: float
-    """Cost of the prompt, including its images."""
-    lengths: tuple[int, ...]
-    """Length in tokens of each completion that is trained on."""
+    prompt_cost: float  # cost of the prompt, including its images
+    lengths: tuple[int, ...]  # length in tokens of each completion that is trained on
 
     @property
     def cost(self) -> float:

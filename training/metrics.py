@@ -50,12 +50,9 @@ def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
 class GroupRewards:
     """The rewards of several groups, of all processes. Unscored completions are NaN."""
 
-    total: Tensor
-    """(groups, G) weighted sums of the rewards."""
-    raw: Tensor
-    """(groups, G) the same before the overlong penalty."""
-    parts: dict[str, Tensor]
-    """(groups, G) each reward by name."""
+    total: Tensor  # (groups, G) weighted sums of the rewards
+    raw: Tensor  # (groups, G) the same before the overlong penalty
+    parts: dict[str, Tensor]  # (groups, G) each reward by name
 
 
 def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
