@@ -231,7 +231,7 @@ class Run:
     best: dict[str, float] | None = None  # step and score of the best evaluation
     skipped: int = 0  # consecutive updates skipped so far
     skip_reason: str = ""  # why the most recent of these updates was skipped
-    unscored: bool = False  # whether an evaluation is due
+    eval_due: bool = False  # whether the policy has to be evaluated before the next step
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
     norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
     features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
@@ -507,14 +507,14 @@ def train(run: Run) -> None:
     After a signal, save a checkpoint and exit with status 130.
     """
     cfg, run.interrupted = run.cfg, signals.defer_signals()
-    if run.unscored:
+    if run.eval_due:
         finish_step(run, {})
     with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not console.is_main()) as bar:
         while run.step < run.total_steps:
             metrics = step_or_save(run)
             run.step += 1
             due = run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0)
-            run.unscored = bool(due and run.eval_samples)
+            run.eval_due = bool(due and run.eval_samples)
             finish_step(run, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
             bar.update()
@@ -553,10 +553,10 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
             f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); {guards.NONFINITE_HINT}"
         )
         run.checkpoints.folder.keep_last = 0  # keep all: the last good one may be an earlier one
-    elif run.unscored and not interrupted:
+    elif run.eval_due and not interrupted:
         try:
             metrics |= evaluate_policy(run)
-            run.unscored = False
+            run.eval_due = False
         except UserError as error:
             problem = f"evaluation after step {run.step}: {error}"
     run.log.metrics(run.step, metrics)
@@ -685,7 +685,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(stream.samples) / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
-    state = {"step": 0, "position": 0, "lengths": {}, "unscored": bool(inputs.eval_samples)}
+    state = {"step": 0, "position": 0, "lengths": {}, "eval_due": bool(inputs.eval_samples)}
     if resume.checkpoint:
         config = asdict(cfg) | stream.fingerprint
         state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)

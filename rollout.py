@@ -148,13 +148,12 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
             os.environ.setdefault(name, "0")
-        options: dict[str, Any] = {"limit_mm_per_prompt": {"image": limits.images, "video": 0}}
+        options: dict[str, Any] = {}
         if processor.image_processor is not None:
-            # Images arrive already resized; these limits keep vLLM from resizing them again.
+            options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
             options["enable_mm_embeds"] = True
+            # Images arrive already resized; these limits keep vLLM from resizing them again.
             options["mm_processor_kwargs"] = {"min_pixels": processor.factor**2, "max_pixels": processor.max_pixels}
-        else:
-            options = {}
         try:
             with restore_compiler_settings():
                 import vllm

@@ -75,8 +75,7 @@ set_up() {
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
-  # without --no-compile, half of the time goes into bytecode for modules that nothing imports
-  .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
+  .venv/bin/pip install --disable-pip-version-check $quiet --requirement $file
   echo "$stamp" > .venv/installed
 }
 

@@ -192,5 +192,6 @@ def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             gathering.wait()
         gathering = units[following].unshard(async_op=True) if following else None
         parameters = dict(units[unit].named_parameters(prefix=unit))
-        yield from ((name.removeprefix("model."), parameters[name]) for name in names[unit])
+        for name in names[unit]:
+            yield name.removeprefix("model."), parameters[name]  # `Policy` holds the model as `.model`
         units[unit].reshard()

@@ -44,7 +44,7 @@ PROMPT_SETTINGS = ("task", "data", "data_weights", "rows", "rows_digest", "seed"
 POLICY_SETTINGS = ("model", "lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
-RUN_STATE = ("step", "position", "best", "norms", "skipped", "unscored")  # attributes of `grpo.Run` that are saved
+RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attributes of `grpo.Run` that are saved
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 PLAIN_COPY = StagingOptions(False, False, False, False)  # to ordinary host memory, before `stage` returns
 

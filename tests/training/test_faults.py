@@ -141,7 +141,7 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     stderr = capsys.readouterr().err
     assert "temperature was 1.0, is 0.9" in stderr and "max_completion_length was 12, is 20" in stderr
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
-    del state["config"]["rows_digest"], state["skipped"], state["unscored"]
+    del state["config"]["rows_digest"], state["skipped"], state["eval_due"]
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))
     write_manifest(tmp_path / "run" / "checkpoint-4")
     assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags)).step == 4
