@@ -20,7 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the slow tests")
 
 
+# They run first, so that no worker is left alone with a long test.
+LONG_FILES = ["test_run_sh", "test_checkpoint", "test_sharding", "test_service", "test_faults", "test_runs", "test_lora"]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (*LONG_FILES, item.path.stem).index(item.path.stem))
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run it with ./run.sh test --slow"))
