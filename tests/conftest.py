@@ -21,7 +21,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # They run first, so that no worker is left alone with a long test.
-LONG_FILES = ["test_run_sh", "test_checkpoint", "test_sharding", "test_service", "test_faults", "test_runs", "test_lora"]
+LONG_FILES = [
+    "test_run_sh",
+    "test_checkpoint",
+    "test_sharding",
+    "test_service",
+    "test_faults",
+    "test_runs",
+    "test_lora",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,10 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 VECTORS = ROOT / "tests" / "vectors"
+# Starting a process also asks for the status of all others. If two threads ask for the same one, both read the same
+# pipe, and one of them takes its end for status 255.
+_children_lock = threading.Lock()
 
 
 def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -32,13 +36,15 @@ def run_script(*args: object, processes: int = 0, env: dict[str, str] | None = N
             for variables in rank_variables:
                 environment = (os.environ if env is None else env) | variables
                 process = forks.Process(target=_as_script, args=([*map(str, args)], out.name, err.name, environment))
-                process.start()
+                with _children_lock:
+                    process.start()
                 started.append(process)
             status = _first_status(started)
         finally:
             for process in started:
-                process.kill()
-                process.join()
+                with _children_lock:
+                    process.kill()
+                    process.join()
         return subprocess.CompletedProcess(args, status, out.read(), err.read())
 
 
@@ -52,7 +58,8 @@ def _first_status(started: list, timeout: float = 300) -> int:
     while running and time.monotonic() < deadline:
         for sentinel in multiprocessing.connection.wait(running, deadline - time.monotonic()):
             process = running.pop(sentinel)
-            process.join()
+            with _children_lock:
+                process.join()
             if process.exitcode and not status:
                 status, deadline = process.exitcode, time.monotonic() + 30
     if running and not status:
