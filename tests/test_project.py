@@ -194,7 +194,7 @@ def known_flags() -> set[str]:
     for path in (ROOT / "bench").glob("*.py"):
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
-    known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow"}  # torchrun, pytest
+    known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow", "dist"}  # torchrun, pytest
     known |= {"nodes", "signal", "requeue", "dependency", "time", "mem"}  # Slurm
     return known | {"tasks", "log_samples", "batch_size", "model_args"}  # lmms-eval
 
