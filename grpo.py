@@ -199,7 +199,7 @@ LOSSES = {
 
 
 def get_loss(loss_type: str) -> Loss:
-    """Return the loss of that name. Raises ValueError for one that `LOSSES` lacks."""
+    """Return the loss of that name. Raises ValueError if the name is not in `LOSSES`."""
     if loss_type not in LOSSES:
         raise ValueError(f"--loss_type {loss_type}: choose one of {', '.join(LOSSES)}")
     return LOSSES[loss_type]
@@ -630,7 +630,7 @@ def set_up(cfg: Config) -> Run:
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
-    sized when everything else has its memory. The output folder is changed last, when nothing can be refused any more.
+    sized once all other memory has been allocated. The output folder is changed last, when nothing can be refused.
     """
     device = distributed.start(cfg.hang_timeout)
     resolve_loss(cfg)

@@ -92,7 +92,9 @@ def _merge(
     Returns the logits of the base and of the adapted model.
     """
     config, tensors = read_adapter(source, cache_dir)
-    model = load_model(base, torch.promote_types(saved_dtype(base), dtype))  # rounds only after the merge
+    model = load_model(
+        base, torch.promote_types(saved_dtype(base), dtype)
+    )  # so that rounding happens only after the merge
     base_logits = _logits(model, inputs)
     if any(re.search(r"\b(embed_tokens|lm_head)\.", key) for key in tensors):
         _untie(model)

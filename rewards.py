@@ -270,7 +270,7 @@ TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """Return the task of that name. Raises UserError for one that `TASKS` lacks."""
+    """Return the task of that name. Raises UserError if the name is not in `TASKS`."""
     if name not in TASKS:
         raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task to TASKS in rewards.py")
     return TASKS[name]

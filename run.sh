@@ -76,7 +76,7 @@ set_up() {
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
   .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
-  # pip would compile on a single core; some packages contain tests that do not compile
+  # compile here on all cores, because pip uses only one; ignore errors in packages' own tests
   .venv/bin/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
   echo "$stamp" > .venv/installed
 }

@@ -1,7 +1,7 @@
 """Compare two mathematical answers with math-verify. Runs only in the killable processes of `sandbox.py`.
 
 math-verify's own time limit is turned off, because it needs SIGALRM in the main thread and cannot interrupt a long
-multiplication. An answer such as `9^{9^{9}}` computes forever, so the caller kills the process.
+multiplication. Evaluating an answer such as `9^{9^{9}}` would take forever, so the caller kills the process.
 """
 
 import contextlib

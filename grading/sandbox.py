@@ -160,7 +160,7 @@ def _wait_for_answer(pid: int, child: connection.Connection, seconds: float) -> 
 
 
 def _process_state(pid: int) -> tuple[str, float]:
-    """Return a process's state (R: ready to run, D: waits for I/O) and CPU time in seconds; ("", 0.0) without /proc."""
+    """Return a process's state (R: ready to run, D: waiting for I/O) and CPU seconds; ("", 0.0) without /proc."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -72,7 +72,7 @@ def parse_extraction(reply: str) -> str:
 
 
 def judge_messages(question: str, gold: str, candidate: str) -> list[dict]:
-    """Build the messages that ask for a verdict, with the candidate between marks that it cannot contain."""
+    """Build the messages that ask for a verdict. The candidate is enclosed in delimiters that it cannot contain."""
     context = f"Question:\n{question}\n\nReference answer:\n{gold}"
     request = 'Is the candidate answer correct? Reply "Correct" or "Incorrect".'
     return _messages(INSTRUCTION, context, "Candidate answer", candidate, request)

@@ -172,7 +172,7 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
 
 
 def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Remove the columns that the sample needs and return (prompt, answer, system prompt, images inside the prompt)."""
+    """Pop prompt, answer and system prompt from the row; return them and the images inside the prompt."""
     name = _column(row, PROMPT_COLUMNS, columns.prompt)
     if name is None:
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {', '.join(row)})")
@@ -312,7 +312,7 @@ def drop_images(row: dict) -> dict:
 
 
 def _json_rows(path: pathlib.Path, split: str | None, is_raw: bool) -> Iterator[tuple[str, dict | RowError]]:
-    """Yield the rows of a JSON file. Unless `is_raw`, VQA-RAD (OSF) is reduced to the rows of its split."""
+    """Yield the rows of a JSON file. For VQA-RAD (OSF), yield only the rows in `split`, unless `is_raw` is set."""
     left_out = 0
     for number, row in _json_values(path):
         source = f"{path} row {number}"

@@ -187,7 +187,8 @@ def cache_image_features(
     The sampler, the reference and all updates of a step share these features. `feature_cache` keeps them in host memory
     for later steps, keyed by image digest, up to `FEATURE_CACHE_BYTES`.
 
-    `at_once`: maximum number of patches per call of the vision tower; 0 means 32,768 on a GPU and one prompt on a CPU.
+    `at_once`: maximum number of patches per call of the vision tower; 0 means 32,768 patches on a GPU and those of one
+    prompt on a CPU.
     With one prompt per call, a prompt's features do not depend on the other prompts. The features are then
     bit-for-bit identical, even after a resume.
     """

@@ -181,7 +181,7 @@ def picture(store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=
 
 @api.delete("/files/{file_id}")
 def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
-    """Delete a data set. Refused while a queued or running job uses it."""
+    """Delete a data set. This is refused while a queued or running job uses it."""
     store.delete_file(file_id)
     return {"message": "deleted"}
 
@@ -267,7 +267,7 @@ async def events(
 ) -> AsyncIterator[ServerSentEvent]:
     """Stream server-sent events until the job ends: `job` when the job changes, `metrics` with an array of new rows.
 
-    A browser that reconnects sends the number of the last step that it received as Last-Event-ID. After a resume, steps
+    When a browser reconnects, its `Last-Event-ID` header gives the last step that it received. After a resume, steps
     can repeat: a new row replaces the earlier row of the same step and all rows after it.
     """
     last_info, position = None, (0, 0)

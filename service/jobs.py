@@ -139,7 +139,7 @@ class Store:
         return self.folder / "jobs" / job_id
 
     def run_folder(self, job_id: str) -> pathlib.Path:
-        """Return the output folder of the job's grpo.py."""
+        """Return the output folder of the job's training run."""
         return self.job_folder(job_id) / "run"
 
     def add_job(self, name: str, file_id: str, model: str, settings: dict[str, Any], total_steps: int) -> Job:

@@ -117,7 +117,7 @@ class RunLog:
             self.waiting[name] = ""
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.truncate(path, size)  # a part of the lines may have been written
+                os.truncate(path, size)  # some of the lines may have been written
             if not self.failure_reported:
                 print(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now", file=sys.stderr)
             self.failure_reported = True
