@@ -34,7 +34,8 @@ from training.run_folder import write_manifest
 def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
     """Return the folder of a run of four steps with a checkpoint and an evaluation every two steps."""
     output = tmp_path_factory.mktemp("runs") / "run"
-    grpo.main(config(tiny_model, shapes, output, max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01))
+    flags = dict(max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01, report_every=1)
+    grpo.main(config(tiny_model, shapes, output, **flags))
     return output
 
 

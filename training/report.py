@@ -44,7 +44,8 @@ def draw_curves(folder: pathlib.Path) -> None:
     ]
     if any(row.get("kl") for row in rows):
         panels[3] = ("kl", "KL to the starting model (k3)", "nats per token")
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)
     for axis, (name, title, unit) in zip(axes.flat, panels):
         measured = [row for row in rows if row.get(name) is not None]
         steps, values = [row["step"] for row in measured], [row[name] for row in measured]

@@ -6,6 +6,7 @@ Each attempt runs in new processes. If there are several, they are connected by 
 which has already imported everything, so an attempt starts in one second instead of eight.
 """
 
+import importlib
 import json
 import mmap
 import os
@@ -21,9 +22,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 import torch
 
 import grpo
+from tests.helpers.scripts import PRELOADED
 from training import checkpoint, metrics
 
-STEPS, SAVE_EVERY = 24, 2
+STEPS, SAVE_EVERY = 16, 2
 MODEL, DATA, FOLDER = sys.argv[1:4]
 PROCESSES, KILLS, SEED = map(int, sys.argv[4:])
 shared_phase = mmap.mmap(-1, 32)  # rank 0 writes its current phase here, and this process reads it
@@ -128,6 +130,8 @@ def resume_flags(output: str) -> dict:
 
 def main() -> None:
     random.seed(SEED)
+    for module in PRELOADED:
+        importlib.import_module(module)
     start = time.monotonic()
     attempt(f"{FOLDER}/plain", PROCESSES, None)
     duration = time.monotonic() - start

@@ -4,10 +4,7 @@ Guards against: normalisation per process or per micro-batch, gradients that are
 processes that disagree on the number of collectives (a hang), and a vision tower that only some processes run.
 """
 
-import os
 import pathlib
-import signal
-import subprocess
 import time
 
 import pytest
@@ -17,22 +14,30 @@ from safetensors.torch import load_file
 from common import distributed
 from common.errors import UserError
 from common.files import read_jsonl
-from tests.helpers.scripts import ROOT, end_well, free_port, on_machine, run_on_machines, run_script
+from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
 from training.run_log import check_output_folder
 
+TWO = pytest.param(2, marks=pytest.mark.slow)
 WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model, tmp_path_factory) -> dict[int, dict]:
-    folder = tmp_path_factory.mktemp("gradients")
-    gradients = {}
-    for processes in (1, 2, 4):
-        out = folder / f"{processes}.pt"
-        process = run_script(WORKER, tiny_model, out, processes=processes)
+    return Gradients(tiny_model, tmp_path_factory.mktemp("gradients"))
+
+
+class Gradients(dict):
+    """The gradients of all variants by number of processes, computed when they are first asked for."""
+
+    def __init__(self, model: str, folder: pathlib.Path):
+        self.model, self.folder = model, folder
+
+    def __missing__(self, processes: int) -> dict:
+        out = self.folder / f"{processes}.pt"
+        process = run_script(WORKER, self.model, out, processes=processes)
         assert process.returncode == 0, process.stderr[-3000:]
-        gradients[processes] = torch.load(out)
-    return gradients
+        self[processes] = torch.load(out)
+        return self[processes]
 
 
 def difference(a: dict, b: dict) -> float:
@@ -73,7 +78,7 @@ ON_MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [TWO, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
     assert difference(results[1][variant], results[processes][variant]) < 1e-6
@@ -92,7 +97,7 @@ def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines
     assert difference(results[1][variant], on_machines[variant]) < 1e-6
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [TWO, 4])
 def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
@@ -103,7 +108,7 @@ def test_completions_move_to_processes_with_less_work(results, processes):
 
 
 @pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, TWO, 4])
 def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
     assert difference(results[1]["one micro-batch"], results[processes][variant]) < 1e-6
 
@@ -135,11 +140,11 @@ def test_the_vision_tower_is_trained_only_when_asked(results):
     assert not has_vision("one micro-batch")
 
 
-def test_metrics_are_sums_over_all_processes(results):
+@pytest.mark.parametrize("processes", [TWO, 4])
+def test_metrics_are_sums_over_all_processes(results, processes):
     for name in ("stats/tokens", "stats/loss", "stats/entropy", "stats/difference_max"):
-        for processes in (2, 4):
-            a, b = (results[n]["many micro-batches"][name] for n in (1, processes))
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        a, b = (results[n]["many micro-batches"][name] for n in (1, processes))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 # --- whole runs on two machines ---------------------------------------------------------------------------------------
@@ -175,19 +180,14 @@ def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     """On one machine, torchrun and its worker are killed and restarted. The run resumes from the newest checkpoint."""
     command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
     port = free_port()
-    machines = [on_machine(i, port, *command, processes=1, start_new_session=True) for i in range(2)]
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "run").glob("checkpoint-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    killed = machines.pop()
-    children = subprocess.run(
-        ["pgrep", "-P", str(killed.pid)], capture_output=True, text=True, check=False
-    ).stdout.split()
-    for pid in [killed.pid, *map(int, children)]:
-        os.kill(pid, signal.SIGKILL)
-    machines.append(on_machine(1, port, *command, processes=1, start_new_session=True))
-    end_well(machines)
+    with on_machine(0, port, *command, processes=1) as first:
+        with on_machine(1, port, *command, processes=1):
+            deadline = time.monotonic() + 100
+            while not list((tmp_path / "run").glob("checkpoint-*")):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        with on_machine(1, port, *command, processes=1) as replacement:
+            check_success(first, replacement)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert any(row["grad_norm"] > 1e-3 for row in rows)

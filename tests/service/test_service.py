@@ -114,9 +114,20 @@ def zipped(folder: pathlib.Path) -> bytes:
     return data.getvalue()
 
 
+@pytest.fixture(scope="module")
+def terse_model(tiny_model, tmp_path_factory) -> str:
+    """Return a copy of the tiny model whose completions end after about ten tokens, because many tokens end them."""
+    folder = tmp_path_factory.mktemp("terse") / "model"
+    shutil.copytree(tiny_model, folder)
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(65, 91)]}))
+    return str(folder)
+
+
 @pytest.fixture
-def service(tmp_path, tiny_model) -> Iterator[Service]:
-    service = Service(tmp_path / "service", tiny_model)
+def service(tmp_path, terse_model) -> Iterator[Service]:
+    service = Service(tmp_path / "service", terse_model)
     yield service
     end(service)
 

@@ -4,6 +4,7 @@ Guards against: a resumed run that differs by even a single bit, loading a damag
 an earlier checkpoint.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
-from tests.helpers.scripts import ROOT, run_script
+from tests.helpers.scripts import ROOT, Script, check_success, run_script, torchrun
 from training import run_folder
 from training.checkpoint import Saver
 from training.run_folder import RunFolder, verify_checkpoint
@@ -46,7 +48,7 @@ def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
     print(killed_in)
     assert sum(killed_in.values()) == kills
     assert len(killed_in) >= min(4, kills // 4), f"killed in too few different phases: {killed_in}"
-    last = "checkpoint-24"
+    last = "checkpoint-16"
     assert difference(tmp_path / "plain" / last, tmp_path / "killed" / last, tmp_path) == 0.0
     plain, killed = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "killed"))
     assert all(torch.equal(plain[name], killed[name]) for name in plain)
@@ -152,7 +154,7 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk on this machine: {mounted.stderr.decode().strip()}")
     try:
-        grpo.main(config(tiny_model, shapes, disk / "run", max_steps=4, save_every=1))
+        grpo.main(config(tiny_model, shapes, disk / "run", max_steps=4, save_every=1, report_every=1))
         stderr = capsys.readouterr().err
         assert "a checkpoint takes 0.0" in stderr
         assert re.search(r"could not save checkpoint-\d: .* free another .* GB; checkpoint-\d is complete", stderr)
@@ -184,21 +186,15 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     sizes = dict(prompts_per_step=12, num_generations=16 if processes else 8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "grpo.py", *flags],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    for line in process.stderr:
-        if line.startswith("grpo:"):  # the first line of the progress bar is complete after step 1
-            break
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    stderr = process.communicate(timeout=60)[1]
-    assert process.returncode != 0, "the run ended before the signal"
+    launcher = torchrun("--standalone", f"--nproc_per_node={processes}") if processes else []
+    with Script(*launcher, "grpo.py", *flags) as script:
+        while not read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+            assert not script.has_ended(), script.stderr()[-3000:]
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(script.pid, signal.SIGTERM)
+        status, stderr = script.wait(60)
+    assert status != 0, "the run ended before the signal"
     assert "stopped after step 1; checkpoint-1 is complete: continue with --resume" in stderr, stderr[-2000:]
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-1") is None
     if not processes:  # the resumed run is identical to an uninterrupted run
@@ -212,19 +208,17 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
         assert difference(*(tmp_path / name / "checkpoint-2" for name in ("run", "undisturbed")), tmp_path) == 0.0
 
 
-def start_run(folder: pathlib.Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[subprocess.Popen, int]:
-    """Start a run on two processes and wait for its second checkpoint. Return torchrun's process and a worker's pid."""
-    command = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "grpo.py", *flags]
-    command += [f"--output={folder}", "--save_every=1", *(f"--{name}={value}" for name, value in SMALL.items())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    while not (folder / "checkpoint-2").is_dir():
-        assert process.poll() is None, process.stderr.read()[-3000:]
-        time.sleep(0.02)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-    return process, int(children.stdout.split()[-1])
+@contextlib.contextmanager
+def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterator[tuple[Script, int]]:
+    """Start a run on two processes and wait for its second checkpoint. Yields torchrun and the pid of a worker."""
+    flags += (f"--output={folder}", "--save_every=1", *(f"--{name}={value}" for name, value in SMALL.items()))
+    launcher = torchrun("--standalone", "--nproc_per_node=2", f"--max_restarts={max_restarts}")
+    with Script(*launcher, "grpo.py", *flags) as script:
+        while not (folder / "checkpoint-2").is_dir():
+            assert not script.has_ended(), script.stderr()[-3000:]
+            time.sleep(0.02)
+        children = subprocess.run(["pgrep", "-P", str(script.pid)], capture_output=True, text=True, check=True)
+        yield script, int(children.stdout.split()[-1])
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
@@ -232,24 +226,23 @@ def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model,
     """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `--hang_timeout` plus
     torchrun's 30 seconds."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
-    process, child = start_run(tmp_path / "run", *flags)
-    os.kill(child, how)
-    killed_at = time.monotonic()
-    stderr = process.communicate(timeout=90)[1]
+    with started_run(tmp_path / "run", *flags, max_restarts=0) as (script, child):
+        os.kill(child, how)
+        killed_at = time.monotonic()
+        status, stderr = script.wait(90)
     assert time.monotonic() - killed_at < (30 if how == signal.SIGKILL else 60)
-    assert process.returncode != 0
+    assert status != 0
     message = r'another process died or hangs .*; last seen: rank [01] in "\w+" \d+ s ago'
     assert re.search(message, stderr), stderr[-3000:]
 
 
 def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
     """With `--max_restarts`, torchrun restarts the job, which resumes from its checkpoint and finishes."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=15"]
-    process, child = start_run(tmp_path / "run", *flags, launcher=("--max_restarts=1",))
-    os.kill(child, signal.SIGKILL)
-    stderr = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, stderr[-3000:]
-    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 16))
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=9"]
+    with started_run(tmp_path / "run", *flags, max_restarts=1) as (script, child):
+        os.kill(child, signal.SIGKILL)
+        check_success(script)
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 10))
     assert (tmp_path / "run" / "final").is_dir()
 
 
