@@ -183,7 +183,8 @@ case $recipe in
     set_up
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist worksteal "$@" ;;
+    # one more worker than cores, because many tests wait for other processes
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(($(nproc) + 1)) --dist worksteal "$@" ;;
   setup)
     set_up
     echo ".venv is ready" ;;
