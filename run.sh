@@ -2,7 +2,7 @@
 # Set-up and recipes. Every command of a recipe is printed before it runs, so that it can be copied and changed.
 #
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
-#   ./run.sh digits                   the same demo on scikit-learn's scanned handwritten digits
+#   ./run.sh digits                   the same demo on scanned handwritten digits
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
@@ -183,8 +183,7 @@ case $recipe in
     set_up
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    # one more worker than cores, because many tests wait for other processes
-    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(($(nproc) + 1)) --dist worksteal "$@" ;;
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist worksteal "$@" ;;
   setup)
     set_up
     echo ".venv is ready" ;;

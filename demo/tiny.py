@@ -1,7 +1,7 @@
 """Build the default model and data: a tiny Qwen2.5-VL and generated images. GRPO then runs anywhere, without downloads.
 
     python -m demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
-    python -m demo.tiny --task digits     # scikit-learn's scans of handwritten digits: which digit is it? is it even?
+    python -m demo.tiny --task digits     # scans of handwritten digits: which digit is it? is it even?
 
 The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
 tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format
@@ -43,7 +43,7 @@ class Config:
     """Build and warm-start a tiny Qwen2.5-VL, and write its data."""
 
     task: Literal["count", "digits"] = "count"
-    """"count": drawings of shapes. "digits": scikit-learn's scanned digits."""
+    """"count": drawings of shapes. "digits": scanned handwritten digits."""
     output: str | None = None
     """Folder to write. Default: runs/tiny/TASK-SEED."""
     seed: int = 0
@@ -169,15 +169,17 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
 
 
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
-    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit is it? is it even?"""
-    from sklearn.datasets import load_digits
+    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit is it? is it even?
 
-    scans = load_digits()
+    The 1,797 scans of 8 x 8 pixels, from 0 to 16, are the test set of "Optical Recognition of Handwritten Digits" (E.
+    Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY 4.0). The last column is the digit.
+    """
+    scans = np.loadtxt(pathlib.Path(__file__).parent / "digits.csv.gz", delimiter=",")
     (folder / "images").mkdir(parents=True)
     with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
         for i in indices.tolist():
-            name, digit = f"images/{i:04d}.png", int(scans.target[i])
-            Image.fromarray((scans.images[i] * 255 / 16).round().astype(np.uint8)).save(folder / name)
+            name, digit, pixels = f"images/{i:04d}.png", int(scans[i, -1]), scans[i, :-1].reshape(8, 8)
+            Image.fromarray((pixels * 255 / 16).round().astype(np.uint8)).save(folder / name)
             even = "yes" if digit % 2 == 0 else "no"
             for question, answer in (("Which digit is this?", str(digit)), ("Is this digit even?", even)):
                 row = {"prompt": f"<image>{question}", "answer": answer, "images": [name], "digit": digit}
