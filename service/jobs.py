@@ -238,7 +238,7 @@ class Store:
     def _flags(self, job: Job) -> list[str]:
         """Return the job's flags for grpo.py."""
         flags = {"task": "count", "model": job.model, "data": self.zip_path(job.file_id)} | job.settings["flags"]
-        flags |= {"output": self.run_folder(job.job_id), "skip_bad_rows": True, "save_every": 10, "report_every": 1}
+        flags |= {"output": self.run_folder(job.job_id), "skip_bad_rows": True, "save_every": 10, "report_every": 5}
         switches = [f"--{name}" for name, value in flags.items() if value is True]
         return switches + [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, bool)]
 

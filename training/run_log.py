@@ -56,7 +56,7 @@ class RunLog:
             ) from None
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves and the page.
+        """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
 
         After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
         existing line of that step.
@@ -73,7 +73,7 @@ class RunLog:
             self.refresh()
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
-        """Log the first groups of the main process, at step 1 and every `every` steps.
+        """Log the first groups of the main process and write the page, at step 1 and every `every` steps.
 
         `advantages` (P, G) are those of all groups of the step.
         """
@@ -95,16 +95,17 @@ class RunLog:
             }
             rows.append(row)
         self._append("completions.jsonl", rows)
+        with contextlib.suppress(OSError):  # the next report writes it again
+            write_page(self.folder)
 
     def refresh(self) -> None:
-        """Redraw `curves.png` and `completions.html`, and try to write the lines kept in memory."""
+        """Redraw `curves.png`, and try to write the lines kept in memory."""
         if not console.is_main():
             return
         for name in self.waiting:
             self._append(name, [])
-        with contextlib.suppress(OSError):  # the next report draws them again
+        with contextlib.suppress(OSError):  # the next report draws it again
             draw_curves(self.folder)
-            write_page(self.folder)
 
     def _append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
