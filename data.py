@@ -293,9 +293,9 @@ def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
 def _check_row(
     task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Row
 ) -> tuple[str | None, str, int]:
-    """Return (why the row cannot be used or None, key, number of prompt tokens). Duplicate rows have the same key.
+    """Return why the row cannot be used (None if it can), its key, and its number of prompt tokens.
 
-    `image_sizes` caches the (height, width) of each checked image.
+    Duplicate rows have the same key. `image_sizes` caches the (height, width) of each checked image.
     """
     if isinstance(row, Problem):
         return row.message, "", 0

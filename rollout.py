@@ -44,7 +44,7 @@ from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs,
 class RequestLimits:
     """The largest request that a sampler must accept."""
 
-    tokens: int  # tokens of a prompt with its completion
+    tokens: int  # maximum number of tokens in a prompt plus its completion
     images: int  # images of a prompt
 
 

@@ -22,7 +22,7 @@ from common.errors import RunStopped
 T = TypeVar("T")
 OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
 _processes: list[tuple[str, int, int]] = []  # for each rank: the torchrun that started it, its pid, its restart count
-_heartbeats: list[dist.Store] = []  # at most one store, in which every process records its current activity
+_heartbeats: list[dist.Store] = []  # empty, or the one store in which every process records its current activity
 
 
 def run(main: Callable[[T], None], args: T) -> None:

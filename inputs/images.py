@@ -63,7 +63,7 @@ def check_image(source: ImageSource) -> tuple[int, int]:
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
-    """Convert `source` to a path, encoded bytes or an image. Table cells and files in a ZIP are read.
+    """Convert `source` to a path, encoded bytes or an image. Only table cells and files in a ZIP are read here.
 
     Raises ValueError when `source` has neither bytes nor a path, or cannot be read from its ZIP.
     """

@@ -211,9 +211,9 @@ def choose_micro_batch_size(
     """Configure checkpointing and weight gathering, and return the maximum number of tokens per micro-batch.
 
     The maximum is `flags.micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the free
-    memory. Every process makes the same choice. `longest`: maximum number of tokens in a prompt with one completion,
-    which cannot be split. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises UserError if not
-    even one prompt with one completion fits.
+    memory. Every process makes the same choice. `longest`: maximum number of tokens in a prompt plus one completion,
+    which always share a micro-batch. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises
+    UserError if not even one prompt with one completion fits.
     """
     num_layers, requested = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}

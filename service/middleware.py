@@ -20,7 +20,7 @@ TOKEN_FORM = (pathlib.Path(__file__).parent / "page" / "token.html").read_text()
 
 
 class AccessMiddleware(BaseHTTPMiddleware):
-    """Wraps every request: adds a request id, checks origin, token and announced size, and hides tracebacks."""
+    """Wraps every request: adds a request id, checks origin, token and declared size, and hides tracebacks."""
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: int):
         super().__init__(app)

@@ -117,7 +117,7 @@ class Saver:
         return None
 
     def write_failed(self) -> bool:
-        """Return whether the write of this process has already failed, without waiting for its end."""
+        """Return whether this process has already failed to write. Does not wait for the write to finish."""
         future = self.pending[0] if self.pending else None
         return future is not None and future.done() and future.exception() is not None
 
