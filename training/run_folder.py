@@ -212,7 +212,7 @@ def verify_checkpoint(folder: Path) -> str | None:
             return f"{folder}: {damaged[0]} is damaged: its size or hash differs from {MANIFEST}"
         missing = _required_files(folder) - written.keys()
     except (OSError, ValueError, KeyError) as error:
-        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:120]})"
+        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:300]})"
     return f"{folder} is not a complete checkpoint: {MANIFEST} does not list {min(missing)}" if missing else None
 
 
