@@ -376,6 +376,14 @@ def test_without_locks_the_record_of_the_holder_decides(tmp_path, monkeypatch):
             assert lock.closed and path.read_text() == "", "another machine may now start a run"
 
 
+def test_a_run_that_ends_with_an_error_clears_its_record(tmp_path):
+    script = "import pathlib; from common import cli, files; from common.errors import RunStopped\n"
+    script += f"lock = files.lock_file(pathlib.Path({str(tmp_path / 'run.lock')!r}), '')\n"
+    script += "def main(args):\n    raise RunStopped('stopped', 130)\ncli.run(main, None)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 130
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
 def test_a_folder_that_cannot_be_locked_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to '.*file/run' \(Not a directory\): .*another --output"):
