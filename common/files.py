@@ -1,6 +1,7 @@
 """File helpers: JSON lines, locks, files that are complete at all times, and the commit of this checkout."""
 
 import atexit
+import contextlib
 import errno
 import fcntl
 import json
@@ -129,8 +130,9 @@ def _may_run(holder: str) -> bool:
 def release_locks() -> None:
     """Release the locks of this process and clear their records, which matter on a file system without locks."""
     for file in list(_locked_files.values()):
-        file.truncate(0)
-        file.close()
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            file.close()
     _locked_files.clear()
 
 

@@ -77,7 +77,7 @@ class RunFolder:
                 problem = f"cannot write to {str(self.path)!r} ({error.strerror})"
                 raise UserError(f"{problem}: free some space or choose another --output") from None
             except UserError:
-                if time.monotonic() > give_up_at:
+                if time.monotonic() >= give_up_at:
                     raise
             time.sleep(0.5)
 

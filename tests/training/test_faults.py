@@ -424,14 +424,22 @@ def test_the_scores_of_a_resumed_evaluation_wait_for_room(tmp_path, monkeypatch)
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 0.5}, {"step": 1, "eval/reward": 1.0}]
 
 
-def test_credentials_are_not_logged(tmp_path, monkeypatch):
+def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """Neither in config.json nor in checkpoints, which are compared with the flags of a resumed run."""
     url = "http://user:pa@ss@host/v1?key=swordfish&v=1"
     monkeypatch.setattr(sys, "argv", ["grpo.py", f"--verifier_url={url}"])
     RunLog(str(tmp_path), {"verifier_url": url}, every=10)
     text = (tmp_path / "config.json").read_text()
     assert json.loads(text)["verifier_url"] == "http://***@host/v1?key=***&v=1"
     assert "--verifier_url=http://***@host/v1?key=***&v=1" in json.loads(text)["command"]
-    assert "pa@ss" not in text and "swordfish" not in text
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", verifier_url=url))
+    grpo.save_checkpoint(run, last=True)
+    grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url=url))
+    grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url="http://me:pa@ss@other"))
+    stderr, state = capsys.readouterr().err, (tmp_path / "run" / "checkpoint-0" / "state.json").read_text()
+    assert stderr.count("verifier_url was http://***@host/v1?key=***&v=1, is http://***@other") == 1
+    for written in (text, state, stderr):
+        assert "pa@ss" not in written and "swordfish" not in written
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
