@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -23,6 +24,7 @@ from common.errors import UserError
 from common.files import flush, lock_file, partial_path
 
 MANIFEST = "manifest.json"
+LOCK = "run.lock"
 SUPERSEDED_SUFFIX = ".before-resume"
 RESTART_WAIT = 120.0  # seconds; a file server may keep the locks of a lost machine for 90 seconds
 
@@ -42,9 +44,10 @@ class RunFolder:
     def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False):
         """`keep_last` and `keep_best` say which checkpoints are kept; `keep_last` 0 keeps all."""
         self.path, self.keep_last, self.keep_best = Path(output), keep_last, keep_best
+        self.lock: IO[str] | None = None
 
     def plan_resume(self, requested: str | None) -> ResumePlan:
-        """Lock the folder for this run and return where the run starts, the same on every process.
+        """Return where the run starts, the same on every process.
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
         restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
@@ -54,7 +57,8 @@ class RunFolder:
         plan = error = None
         if console.is_main():
             try:
-                self._lock()
+                if (self.path / LOCK).exists():  # a run that may still be refused leaves nothing in a new folder
+                    self._lock()
                 plan = self._plan_resume(requested)
             except UserError as exception:
                 error = str(exception)
@@ -62,7 +66,7 @@ class RunFolder:
         return distributed.all_gather(plan)[0]
 
     def _lock(self) -> None:
-        """Lock `run.lock` in the folder until this object is deleted or the process ends.
+        """Lock the folder until this object is deleted or the process ends. Raises UserError if another run has it.
 
         After a restart, wait for a while: the processes of the previous start may not have ended yet.
         """
@@ -71,7 +75,7 @@ class RunFolder:
         while True:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.lock = lock_file(self.path / "run.lock", in_use)
+                self.lock = lock_file(self.path / LOCK, in_use)
                 return
             except OSError as error:
                 problem = f"cannot write to {str(self.path)!r} ({error.strerror})"
@@ -117,8 +121,18 @@ class RunFolder:
         """Prepare the folder for a run that resumes after `step`, or for a new run (None): then delete an earlier run.
 
         Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
-        checkpoint of that step or a later one. Call this after all other checks have passed.
+        checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
+        process if another run has started in the folder since `plan_resume`.
         """
+        error = None
+        if console.is_main() and not self.lock:
+            try:
+                if (self.path / LOCK).exists():
+                    raise UserError(f"another run has started in {str(self.path)!r}: choose another --output")
+                self._lock()
+            except UserError as exception:
+                error = str(exception)
+        distributed.raise_first_error(error, UserError)
         if not console.is_main():
             return
         for leftover in self.path.glob("checkpoint-*.partial"):

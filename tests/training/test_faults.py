@@ -384,10 +384,16 @@ def test_a_run_that_ends_with_an_error_clears_its_record(tmp_path):
     assert (tmp_path / "run.lock").read_text() == ""
 
 
-def test_a_folder_that_cannot_be_locked_is_refused_in_one_line(tmp_path):
+def test_a_new_folder_is_locked_when_nothing_can_be_refused_any_more(tmp_path):
+    """Of two runs that start in it at the same time, the second is refused. A refused run has written nothing."""
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to '.*file/run' \(Not a directory\): .*another --output"):
-        RunFolder(str(tmp_path / "file" / "run")).plan_resume(None)
+        RunFolder(str(tmp_path / "file" / "run")).prepare(None)
+    first, second = (RunFolder(str(tmp_path / "run")) for _ in range(2))
+    assert first.plan_resume(None) == second.plan_resume(None) and not (tmp_path / "run").exists()
+    first.prepare(None)
+    with pytest.raises(UserError, match=r"another run has started in '.*run': choose another --output"):
+        second.prepare(None)
 
 
 def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
