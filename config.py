@@ -90,7 +90,7 @@ class VerifierFlags:
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
     REWARD_MODEL_PATH or, if neither is set, the only model that the server lists."""
     verifier_timeout: float = 60.0
-    """Time limit for one request in seconds."""
+    """Time limit for one question in seconds, including all retries."""
     verifier_retries: int = 3
     """Maximum number of retries of a failed request. The pause before each retry is longer than the previous pause."""
     verifier_concurrency: int = 64

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import tyro
 
-from common import console
+from common import console, files
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
@@ -47,4 +47,5 @@ def run(main: Callable[[T], None], args: T) -> None:
     # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
     # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
     sys.stdout.flush()
+    files.release_locks()
     os._exit(status)

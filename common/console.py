@@ -1,11 +1,22 @@
 """Messages and progress bars, printed by the main process only. Does not import torch."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
+
+# In URLs, also in JSON: the user before the host, and the values of parameters that are called like a secret.
+CHARACTER = r"""(?:[^\s"'\\&#]|\\u)"""  # of a password or key; in JSON, \u begins one that is not ASCII
+USER = re.compile(rf"(?<=://)(?:{CHARACTER}|[&#])*@")
+SECRET = re.compile(rf"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=){CHARACTER}+", re.IGNORECASE)
+
+
+def hide_credentials(text: str) -> str:
+    """Replace the credentials of all URLs in `text` with asterisks: http://user:password@host?key=1."""
+    return SECRET.sub(r"\1***", USER.sub("***@", text))
 
 
 def is_main() -> bool:

@@ -1,10 +1,24 @@
-"""File helpers: JSON lines, files that are complete at all times, and the commit of this checkout."""
+"""File helpers: JSON lines, locks, files that are complete at all times, and the commit of this checkout."""
 
+import atexit
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+
+from common import console
+from common.errors import UserError
+
+_locked_files: weakref.WeakValueDictionary[Path, IO[str]] = weakref.WeakValueDictionary()  # by this process
 
 
 def git_commit() -> str | None:
@@ -16,12 +30,28 @@ def git_commit() -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """Return the objects in a .jsonl file, [] without one. An incomplete last line, left by a kill, is skipped."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+def read_jsonl(path: Path, is_valid: Callable[[dict], bool] = lambda row: True, contiguous: bool = False) -> list[dict]:
+    """Return the objects in a .jsonl file, [] without one. Damaged lines are skipped, and a message says so.
+
+    A line is damaged if it is not a JSON object, such as an incomplete line left by a kill, or if it is not valid. With
+    `contiguous`, the lines after the first damaged one are skipped, too: then row i of the result is line i.
+    """
+    rows, damaged = [], []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and is_valid(row):
+            rows.append(row)
+        elif line.strip():
+            damaged.append(number)
+            if contiguous:
+                break
+    if damaged:
+        extent = "and all that follow" if contiguous else f"({len(damaged)} in total)"
+        console.warn(f"{path}: skipped the damaged line {damaged[0]} {extent}")
+    return rows
 
 
 def partial_path(path: Path) -> Path:
@@ -43,3 +73,74 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# --- locks ------------------------------------------------------------------------------------------------------------
+
+
+def lock_file(path: Path, in_use: str) -> IO[str]:
+    """Lock the file `path` for this process and return it open. The lock ends when it is closed or the process ends.
+
+    Programs that this process starts do not inherit the lock. The file says who holds the lock. On a file system
+    without locks, this record decides: another process of this machine must have ended, and the record of another
+    machine must have been removed. Raises UserError, which begins with `in_use`, if another process holds the lock, and
+    OSError if the file cannot be written.
+    """
+    path = path.resolve()
+    if path in _locked_files:
+        return _locked_files[path]
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{in_use} ({_read_holder(file) or 'unknown holder'})") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if _may_run(holder := _read_holder(file)):
+            hint = f"if it has ended, remove {path}, because this file system has no locks"
+            raise UserError(f"{in_use} ({holder}); {hint}") from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locked_files[path] = file
+    return file
+
+
+def _read_holder(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read(200).strip()
+
+
+def _may_run(holder: str) -> bool:
+    """Return whether the process in the record "pid 12 on node-3" may still run. One of another machine may."""
+    match = re.fullmatch(r"pid (\d+) on (.*)", holder)
+    if not match or match[2] != socket.gethostname():
+        return bool(holder)
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it belongs to another user
+        return True
+    return int(match[1]) != os.getpid()
+
+
+@atexit.register
+def release_locks() -> None:
+    """Release the locks of this process and clear their records, which matter on a file system without locks."""
+    for file in list(_locked_files.values()):
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            file.close()
+    _locked_files.clear()
+
+
+def _forget_locks() -> None:
+    """Close the locked files in a forked process, which might otherwise hold the locks longer than this process."""
+    for file in list(_locked_files.values()):
+        file.close()
+    _locked_files.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

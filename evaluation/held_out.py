@@ -51,7 +51,7 @@ def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Pat
     if not console.is_main():
         return path
     settings = json.loads(json.dumps(settings))
-    saved_settings, *outputs = read_jsonl(path) or [settings]
+    saved_settings, *outputs = read_jsonl(path, contiguous=True) or [settings]
     if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
         path.rename(path.with_suffix(".old"))
         outputs = []

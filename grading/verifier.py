@@ -6,6 +6,8 @@ is answered only once per run, or only once ever if replies are cached on disk. 
 made from a hash, which it cannot contain, so it cannot pass for part of the instructions.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -15,14 +17,21 @@ import sqlite3
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from common import console
+from common.console import hide_credentials
 from common.errors import UserError
 from config import VerifierFlags
 from grading.answers import outside_thinking
 
+if TYPE_CHECKING:
+    import openai
+
+NO_KEY = "none"  # the client needs a key
+MAX_REPLY = 1_000_000  # bytes of an HTTP reply; a verdict takes less than 20,000
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
 INSTRUCTION = (
     'You compare a candidate answer with the reference answer of a question. Reply "Correct" when the candidate states '
@@ -39,18 +48,22 @@ EXTRACTION = (
 
 
 def parse_url(url: str) -> str:
-    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`. Raises UserError."""
-    url = (url if "://" in url else f"http://{url}").strip().rstrip("/").removesuffix("/chat/completions")
+    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`. Raises UserError.
+
+    A run's config.json hides the credentials of its URL behind asterisks, so such a URL is refused.
+    """
+    url = (url if "://" in url else f"http://{url}").strip()
     try:
         split = urllib.parse.urlsplit(url)
         valid = split.scheme in ("http", "https") and split.hostname and " " not in url and split.port != 0
     except ValueError:
         valid = False
-    if not valid:
-        raise UserError(
-            f"{url!r} is not the URL of a verifier: give one such as http://localhost:8000/v1 (--verifier_url)"
-        )
-    return url if split.path else f"{url}/v1"
+    if not valid or "***" in url:
+        reason = "hides its credentials" if valid else "is not the URL of a verifier"
+        hidden = hide_credentials(url)
+        raise UserError(f"{hidden!r} {reason}: give one such as http://localhost:8000/v1 (--verifier_url)")
+    path = split.path.rstrip("/").removesuffix("/chat/completions").rstrip("/")
+    return split._replace(path=path or "/v1").geturl()
 
 
 def parse_verdict(reply: str) -> bool | None:
@@ -106,6 +119,38 @@ class ReplyCache:
         self.table.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (question, reply))
 
 
+def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
+    """Return a client for the server at `url`. It sends the key REWARD_MODEL_KEY and no other.
+
+    It reads at most `MAX_REPLY` + 1 bytes of a reply, and follows no redirects, so nothing is sent to another server.
+    """
+    import openai  # takes half a second to import, so only runs with a verifier import it
+
+    class BoundedClient(openai.DefaultAsyncHttpxClient):
+        async def send(self, request: Any, **options: Any) -> Any:
+            response, content = await super().send(request, **options | {"stream": True}), bytearray()
+            async with contextlib.aclosing(response):
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > MAX_REPLY:
+                        break
+            response.headers.pop("content-encoding", None)  # none was asked for, and it could unpack to any size
+            whole = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
+            return type(response)(response.status_code, request=response.request, **whole)
+
+    base_url, _, query = url.partition("?")
+    client = openai.AsyncOpenAI(
+        base_url=base_url,
+        default_query=dict(urllib.parse.parse_qsl(query)),
+        api_key=os.environ.get("REWARD_MODEL_KEY") or NO_KEY,
+        timeout=None,  # `Verifier` limits the time of a call with all its retries
+        max_retries=retries,
+        http_client=BoundedClient(headers={"Accept-Encoding": "identity"}, follow_redirects=False, timeout=None),
+    )
+    client.organization = client.project = None  # from OPENAI_ORG_ID and OPENAI_PROJECT_ID
+    return client
+
+
 class Verifier:
     """Client for the verifier at `url`. Many threads may call it at the same time.
 
@@ -113,18 +158,15 @@ class Verifier:
     """
 
     def __init__(self, url: str, model: str | None, flags: VerifierFlags, cache: str | None = None):
-        import openai  # takes half a second to import, so only runs with a verifier import it
-
-        self.url, self.model, self.flags = parse_url(url), model, flags
-        key = os.environ.get("REWARD_MODEL_KEY") or os.environ.get("OPENAI_API_KEY") or "none"
-        self.client = openai.OpenAI(
-            base_url=self.url, api_key=key, timeout=flags.verifier_timeout, max_retries=flags.verifier_retries
-        )
-        self.errors = (openai.OpenAIError, OSError, ValueError)
+        url = parse_url(url)
+        self.client = make_client(url, flags.verifier_retries)
+        self.url, self.model, self.flags = hide_credentials(url), model, flags
         self.last_error = ""
         self.failures = 0  # requests since the last successful request, including requests in flight
         self.cache = ReplyCache(cache or ":memory:")
-        self.threads = ThreadPoolExecutor(flags.verifier_concurrency)
+        self.loop = asyncio.new_event_loop()  # a call that takes too long can be cancelled there, whatever it waits for
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.slots = asyncio.Semaphore(flags.verifier_concurrency)
         self.lock = threading.Lock()  # guards `requests`
         self.requests: dict[str, Future] = {}  # those in flight, by their messages
 
@@ -142,33 +184,43 @@ class Verifier:
         key = json.dumps(messages)
         with self.lock:
             if key not in self.requests:
-                self.requests[key] = self.threads.submit(self._ask, messages, parse)
+                self.requests[key] = self._start(self._ask(messages, parse))
             request = self.requests[key]
         try:
             return request.result()
-        except self.errors as error:
-            self.last_error = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        except Exception as error:  # noqa: BLE001 - a malformed reply may raise anything
+            self.last_error = self._describe(error)
             return None
         finally:
             self.requests.pop(key, None)  # from now on, the cache answers, or the question is asked again
 
-    def _ask(self, messages: list[dict], parse: Callable) -> bool | str | None:
+    def _start(self, coroutine: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def _describe(self, error: Exception) -> str:
+        """Return one line of at most 200 characters. It contains no credentials, even if the server repeats them."""
+        text = hide_credentials(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        key = self.client.api_key
+        return (text.replace(key, "***") if key != NO_KEY else text)[:200]
+
+    async def _ask(self, messages: list[dict], parse: Callable) -> bool | str | None:
         """Return the parsed reply from the cache or the server, or None if the server is down.
 
-        Raises one of `errors` if the request fails, or ValueError if the reply cannot be parsed.
+        Raises an error if the request fails, for example ValueError if the reply cannot be parsed.
         """
         key = hashlib.sha256(json.dumps([self.model, messages]).encode()).hexdigest()
         cached = self.cache.get(key)
         if cached is not None:
             return parse(cached)
-        if self.failures >= 2 * self.flags.verifier_concurrency:  # the server is down
-            return None
-        self.failures += 1  # reset to 0 once a request succeeds
-        create = self.client.chat.completions.create
-        completion = create(model=self.model, messages=messages, temperature=0, max_tokens=2048)
+        async with self.slots:
+            if self.failures >= 2 * self.flags.verifier_concurrency:  # the server is down
+                return None
+            self.failures += 1  # reset to 0 once a request succeeds
+            create = self.client.chat.completions.with_raw_response.create
+            completion = await self._call(create, model=self.model, messages=messages, temperature=0, max_tokens=2048)
         try:
-            reply = completion.choices[0].message.content
-        except (AttributeError, IndexError, TypeError):  # the response does not follow the API
+            reply = completion["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):  # the response does not follow the API
             reply = None
         if not isinstance(reply, str):
             raise ValueError(f"{self.url} sent a response without text: {str(completion)[:80]!r}")
@@ -179,6 +231,21 @@ class Verifier:
         if reply:
             self.cache.put(key, reply)
         return answer
+
+    async def _call(self, request: Callable, **arguments: Any) -> Any:
+        """Return the JSON value with which the server replies to `request`.
+
+        Raises TimeoutError after `verifier_timeout` seconds, even if the server is still sending.
+        """
+        limit = self.flags.verifier_timeout
+        try:
+            async with asyncio.timeout(limit):
+                content = (await request(**arguments)).content
+        except TimeoutError:
+            raise TimeoutError(f"no complete reply within {limit:g} s (--verifier_timeout)") from None
+        if len(content) > MAX_REPLY:
+            raise ValueError(f"it sent more than {MAX_REPLY:,} bytes")
+        return json.loads(content)
 
     def reset_failures(self) -> None:
         """Allow new requests even if the server was down, before each round of rewards."""
@@ -193,16 +260,19 @@ class Verifier:
         try:
             self.model = self.model or self.cache.get(model_key)
             if self.model is None:
-                models = [model.id for model in self.client.models.list()]
+                listing = self._start(self._call(self.client.models.with_raw_response.list)).result()
+                models = [str(model["id"]) for model in listing["data"]]
                 if len(models) != 1:
-                    served = ", ".join(models) or "no model"
+                    served = ", ".join(models)[:200] or "no model"
                     raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
                 self.model = models[0]
                 self.cache.put(model_key, self.model)
-            reply = self._ask(judge_messages("What is 1 + 1?", "2", "2"), str)
-        except self.errors as error:
+            reply = self._start(self._ask(judge_messages("What is 1 + 1?", "2", "2"), str)).result()
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `_request`
             raise UserError(
-                f"the verifier at {self.url} cannot be used ({type(error).__name__}: {str(error).strip()[:200]}): "
+                f"the verifier at {self.url} cannot be used ({self._describe(error)}): "
                 "start it, correct --verifier_url or REWARD_MODEL_URL, or set neither to judge without a verifier"
             ) from None
         if parse_verdict(reply) is None and console.is_main():

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 
 from common import cli, console, distributed
+from common.console import hide_credentials
 from common.errors import RunStopped, UserError
 from config import PolicyFlags, RunFlags
 from policy.model import Policy, load_policy
@@ -160,7 +161,7 @@ class Saver:
             partial.mkdir(parents=True, exist_ok=True)
             torch.save(random_states(), partial / f"random-{distributed.rank()}.pt")
             if console.is_main():
-                (partial / "state.json").write_text(json.dumps(state, indent=1))
+                (partial / "state.json").write_text(hide_credentials(json.dumps(state, indent=1)))
             tensors = DefaultStager(PLAIN_COPY).stage(tensors)
         except (OSError, RuntimeError) as exception:  # torch.save raises RuntimeError on a full disk
             error = self._describe(exception)
@@ -240,7 +241,7 @@ def load_checkpoint(
     printed. Raises UserError if a setting in `MUST_MATCH` differs from `config`.
     """
     saved = json.loads((folder / "state.json").read_text())
-    _check_settings(folder, saved["config"], json.loads(json.dumps(config)))
+    _check_settings(folder, saved["config"], json.loads(hide_credentials(json.dumps(config))))
     _load_tensors(folder, policy, optimizer)
     scheduler.load_state_dict(saved["scheduler"] | {"base_lrs": scheduler.base_lrs})
     for group, rate, schedule in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):

@@ -9,6 +9,7 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 import itertools
 import pathlib
 from dataclasses import dataclass
+from numbers import Real
 
 from common import cli
 from common.errors import UserError
@@ -16,6 +17,27 @@ from common.figures import save_figure, save_page
 from common.files import read_jsonl
 
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
+
+
+def is_metrics(row: dict) -> bool:
+    """Return whether `row` is a line of `metrics.jsonl`: a step, and numbers or None."""
+    return isinstance(row.get("step"), int) and all(isinstance(value, Real | None) for value in row.values())
+
+
+def is_group(row: dict) -> bool:
+    """Return whether `row` is a line of `completions.jsonl`: a step, images, and completions with their rewards."""
+    completions = row.get("completions")
+    has_lists = isinstance(row.get("images"), list) and isinstance(completions, list)
+    return isinstance(row.get("step"), int) and has_lists and all(map(_is_completion, completions))
+
+
+def _is_completion(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("advantage"), Real):
+        return False
+    return isinstance(value.get("reward", ""), Real | None)
+
+
+VALID_ROWS = {"metrics.jsonl": is_metrics, "completions.jsonl": is_group}  # the log files, and what their rows are
 
 
 @dataclass
@@ -31,7 +53,7 @@ def draw_curves(folder: pathlib.Path) -> None:
 
     Without a KL term, the fourth panel shows the difference between the log-probabilities of trainer and sampler.
     """
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = read_jsonl(folder / "metrics.jsonl", is_metrics)
     if not rows:
         return
     import matplotlib.pyplot as plt  # imported late because most processes draw nothing
@@ -66,7 +88,7 @@ def draw_curves(folder: pathlib.Path) -> None:
 
 def write_page(folder: pathlib.Path) -> None:
     """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
-    groups = read_jsonl(folder / "completions.jsonl")[-GROUPS_ON_PAGE:]
+    groups = read_jsonl(folder / "completions.jsonl", is_group)[-GROUPS_ON_PAGE:]
     save_page(
         folder / "completions.html",
         title=f"Completions of {folder.name}",

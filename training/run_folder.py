@@ -1,4 +1,4 @@
-"""The output folder of a run: which checkpoints it holds, which one is resumed, and which ones are deleted.
+"""The output folder of a run: its lock, which checkpoints it holds, which one is resumed, and which ones are deleted.
 
 A checkpoint is a folder `checkpoint-STEP`. Its `manifest.json` holds the size and hash of each file, so a damaged
 checkpoint is recognised before any of it is loaded. The folder is written as `checkpoint-STEP.partial`, flushed to disk
@@ -11,16 +11,22 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from torch.distributed.checkpoint import FileSystemReader
 
 from common import console, distributed
 from common.errors import UserError
-from common.files import flush, partial_path
+from common.files import flush, lock_file, partial_path
 
 MANIFEST = "manifest.json"
+LOCK = "run.lock"
 SUPERSEDED_SUFFIX = ".before-resume"
+RESTART_WAIT = 120.0  # seconds; a file server may keep the locks of a lost machine for 90 seconds
 
 
 @dataclass(frozen=True)
@@ -38,23 +44,46 @@ class RunFolder:
     def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False):
         """`keep_last` and `keep_best` say which checkpoints are kept; `keep_last` 0 keeps all."""
         self.path, self.keep_last, self.keep_best = Path(output), keep_last, keep_best
+        self.lock: IO[str] | None = None
 
     def plan_resume(self, requested: str | None) -> ResumePlan:
         """Return where the run starts, the same on every process.
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
         restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
-        damaged, a message says so and the previous checkpoint is tried. Raises UserError if there is no checkpoint or
-        if the requested checkpoint is damaged.
+        damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run uses the
+        folder, if there is no checkpoint, or if the requested checkpoint is damaged.
         """
         plan = error = None
         if console.is_main():
             try:
+                if (self.path / LOCK).exists():  # a run that may still be refused leaves nothing in a new folder
+                    self._lock()
                 plan = self._plan_resume(requested)
             except UserError as exception:
                 error = str(exception)
         distributed.raise_first_error(error, UserError)
         return distributed.all_gather(plan)[0]
+
+    def _lock(self) -> None:
+        """Lock the folder until this object is deleted or the process ends. Raises UserError if another run has it.
+
+        After a restart, wait for a while: the processes of the previous start may not have ended yet.
+        """
+        give_up_at = time.monotonic() + (RESTART_WAIT if distributed.restarted() else 0.0)
+        in_use = f"another run writes to {str(self.path)!r}: wait until it ends, stop it, or choose another --output"
+        while True:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.lock = lock_file(self.path / LOCK, in_use)
+                return
+            except OSError as error:
+                problem = f"cannot write to {str(self.path)!r} ({error.strerror})"
+                raise UserError(f"{problem}: free some space or choose another --output") from None
+            except UserError:
+                if time.monotonic() >= give_up_at:
+                    raise
+            time.sleep(0.5)
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
         restarted = distributed.restarted() and self._is_same_launch()
@@ -92,8 +121,18 @@ class RunFolder:
         """Prepare the folder for a run that resumes after `step`, or for a new run (None): then delete an earlier run.
 
         Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
-        checkpoint of that step or a later one. Call this after all other checks have passed.
+        checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
+        process if another run has started in the folder since `plan_resume`.
         """
+        error = None
+        if console.is_main() and not self.lock:
+            try:
+                if (self.path / LOCK).exists():
+                    raise UserError(f"another run has started in {str(self.path)!r}: choose another --output")
+                self._lock()
+            except UserError as exception:
+                error = str(exception)
+        distributed.raise_first_error(error, UserError)
         if not console.is_main():
             return
         for leftover in self.path.glob("checkpoint-*.partial"):
@@ -164,9 +203,11 @@ def _delete(folder: Path) -> None:
 def write_manifest(folder: Path) -> None:
     """Write `manifest.json` with the size and hash of every file in `folder`, then flush everything to disk.
 
-    The last line of the manifest is the hash of its other lines.
+    The last line of the manifest is the hash of its other lines. Raises OSError if a file of the checkpoint is missing.
     """
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    if missing := _required_files(folder) - {path.name for path in paths}:
+        raise FileNotFoundError(f"{folder}: {min(missing)} is missing")
     (folder / MANIFEST).write_bytes(_append_hash(json.dumps({"files": _fingerprints(paths)}, indent=1).encode()))
     for path in [*paths, folder / MANIFEST, folder]:
         flush(path)
@@ -181,10 +222,19 @@ def verify_checkpoint(folder: Path) -> str | None:
             return f"{folder}: its {MANIFEST} is damaged"
         written = json.loads(text)["files"]
         found = _fingerprints([folder / name for name in written])
+        if damaged := [name for name in written if found[name] != written[name]]:
+            return f"{folder}: {damaged[0]} is damaged: its size or hash differs from {MANIFEST}"
+        missing = _required_files(folder) - written.keys()
     except (OSError, ValueError, KeyError) as error:
-        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:120]})"
-    damaged = [name for name in written if found[name] != written[name]]
-    return f"{folder}: {damaged[0]} is damaged: its size or hash differs from {MANIFEST}" if damaged else None
+        return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:300]})"
+    return f"{folder} is not a complete checkpoint: {MANIFEST} does not list {min(missing)}" if missing else None
+
+
+def _required_files(folder: Path) -> set[str]:
+    """Return the names of all files that resuming from the checkpoint in `folder` reads."""
+    world_size = json.loads((folder / "state.json").read_text())["world_size"]
+    shards = {shard.relative_path for shard in FileSystemReader(folder).read_metadata().storage_data.values()}
+    return {"state.json", ".metadata", *(f"random-{rank}.pt" for rank in range(world_size))} | shards
 
 
 def _append_hash(text: bytes) -> bytes:

@@ -20,11 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from common import console, distributed
+from common.console import hide_credentials
 from common.errors import UserError
 from common.figures import thumbnail
 from common.files import atomic_write, git_commit, read_jsonl
 from common.records import TAG, ScoredGroup
-from training.report import draw_curves, write_page
+from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 
@@ -38,7 +39,7 @@ class RunLog:
         `every`: steps between two reports. Raises UserError when the folder cannot be written to.
         """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
-        self.waiting = {"metrics.jsonl": "", "completions.jsonl": ""}  # lines that could not be written yet
+        self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
         self.failure_reported = False  # whether a failed write has been reported
         if not console.is_main():
             return
@@ -47,9 +48,10 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
-                rows = read_jsonl(self.folder / name) if resumed is not None else []
+                rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed is not None else []
                 atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed]))
-            atomic_write(self.folder / "config.json", json.dumps(config | launch, indent=1) + "\n")
+            settings = hide_credentials(json.dumps(config | launch, indent=1))
+            atomic_write(self.folder / "config.json", settings + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
@@ -59,15 +61,18 @@ class RunLog:
         """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
 
         After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
-        existing line of that step.
+        existing line of that step. On a full disk, they get a line of their own as soon as there is space.
         """
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        rows = read_jsonl(self.folder / "metrics.jsonl") if step == self.resumed else []
-        if rows and rows[-1]["step"] == step:
-            atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
-        else:
+        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics) if step == self.resumed else []
+        try:
+            if is_merged := bool(rows) and rows[-1]["step"] == step:
+                atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
+        except OSError:
+            is_merged = False
+        if not is_merged:
             self._append("metrics.jsonl", [row])
         if step % self.every == 0 and step:
             self.refresh()

@@ -648,3 +648,12 @@ def test_other_settings_start_anew(tmp_path, capsys):
     open_progress(tmp_path / "o", {"n": 2, "seed": 0})
     assert read_jsonl(path) == [{"n": 2, "seed": 0}] and read_jsonl(path.with_suffix(".old")) == rows
     assert "predictions.old was sampled with different n" in capsys.readouterr().err
+
+
+def test_outputs_after_a_damaged_line_are_sampled_again(tmp_path, capsys):
+    """Row i of the file belongs to sample i, so the rows after a damaged line must not move up."""
+    path = open_progress(tmp_path, {"n": 1})
+    path.write_text('{"n": 1}\n{"responses": ["a"]}\n{"respon\n{"responses": ["c"]}\n')
+    open_progress(tmp_path, {"n": 1})
+    assert read_jsonl(path) == [{"n": 1}, {"responses": ["a"]}]
+    assert "predictions.part: skipped the damaged line 3 and all that follow" in capsys.readouterr().err

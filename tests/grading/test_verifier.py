@@ -1,11 +1,13 @@
 """The verifier client with a real OpenAI-compatible server on loopback, which may be slow, failing or unreachable."""
 
+import gzip
 import itertools
 import json
 import math
 import re
 import socket
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ from common.records import Rollout, Sample
 from config import RewardFlags, VerifierFlags
 from grading.verifier import Verifier, judge_messages, make_verifier, parse_url
 from rewards import Scorer
-from tests.helpers.judge_server import Server
+from tests.helpers.judge_server import HostileServer, Server
 
 QUICK = dict(verifier_timeout=0.5, verifier_retries=1)
 
@@ -108,19 +110,18 @@ def test_requests_run_concurrently_and_within_their_bound(server):
 
 
 def test_a_slow_verifier_gives_no_verdict_within_its_time(server):
-    verifier = client(server)
+    verifier = client(server, verifier_timeout=1.0, verifier_retries=3)
     server.seconds = 30
     start = time.perf_counter()
     assert rewards.math_reward(think("x y"), "z", "q", verifier) is None
-    assert time.perf_counter() - start < 5
-    assert len(server.requests) == 2, "the request must be retried once"
-    assert "APITimeoutError" in verifier.last_error
+    assert time.perf_counter() - start < 3, "the time limit includes the retries"
+    assert "TimeoutError: no complete reply within 1 s (--verifier_timeout)" in verifier.last_error
     server.seconds = 0
     assert rewards.math_reward(think("x y"), "z", "q", verifier) == 1, "a failed request must not be cached"
 
 
 def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
-    verifier = client(server, verifier_retries=2)
+    verifier = client(server, verifier_timeout=10, verifier_retries=2)
     server.status = [500, 503, 200]
     assert verifier("q", "a", "b") is True
     server.status = 500
@@ -149,16 +150,72 @@ def test_threads_that_ask_the_same_question_share_its_failure(server):
         '{"choices": null}',
         '{"choices": [{"message": null}]}',
         '{"choices": [{"message": {"role": "assistant", "content": null}}]}',
+        '{"choices": {}}',
+        '{"choices": [[]]}',
+        '{"choices": [{"message": {"content": {"text": "Correct"}}}]}',
+        '{"error": {"code": [1], "message": {}}}',
         "[1, 2]",
         '"Correct"',
+        "null",
         "",
+        pytest.param("[" * 500_000, id="deep list"),
+        pytest.param('{"choices":' * 50_000, id="deep object"),
+        pytest.param('{"choices": ' + "1" * 10_000 + "}", id="long number"),
+        b"\xff\xfe\x00",
     ],
 )
-def test_garbage_gives_no_verdict(server, raw):
+@pytest.mark.parametrize("status", [200, 400])
+def test_garbage_gives_no_verdict(server, raw, status):
     verifier = client(server)
-    server.raw = raw
+    server.raw, server.status = raw, status
     assert rewards.math_reward(think("x y"), "z", "q", verifier) is None
-    assert verifier.last_error
+    assert 0 < len(verifier.last_error) <= 200
+    with pytest.raises(UserError, match=r"the verifier at http.* cannot be used"):
+        verifier.check()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("head", [b"", HEAD + b"\r\n", b"HTTP/1.1 500 No\r\n\r\n"])
+def test_a_verifier_that_sends_one_byte_after_another_is_held_to_the_time_limit(head):
+    """The bytes come faster than any limit on the time between two of them, in the headers or in the body."""
+    text = b"HTTP/1.1 200 OK\r\nX: " + b"y" * 500 if not head else b" " * 500
+    server = HostileServer([head, *(text[i : i + 1] for i in range(len(text)))], pause=0.1)
+    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=1.0, verifier_retries=3))
+    start = time.perf_counter()
+    assert verifier("q", "a", "b") is None
+    assert time.perf_counter() - start < 2
+    assert "no complete reply within 1 s" in verifier.last_error
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD,
+        HEAD + b"Content-Encoding: gzip\r\n",
+        b"HTTP/1.1 400 No\r\n",
+        b"HTTP/1.1 307 Elsewhere\r\nLocation: /v2\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n",
+    ],
+)
+def test_only_the_first_megabyte_of_a_reply_is_read(head):
+    chunk = b"10000\r\n" + b" " * 65536 + b"\r\n" if b"chunked" in head else b" " * 65536
+    server = HostileServer(itertools.chain([head + b"\r\n"], itertools.repeat(chunk, 4800)))  # 300 MB
+    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=20, verifier_retries=0))
+    assert verifier("q", "a", "b") is None
+    assert server.sent < 20e6, "the rest may only be in the buffers of the sockets"
+    assert "TimeoutError" not in verifier.last_error and len(verifier.last_error) <= 200
+
+
+def test_a_compressed_reply_is_not_unpacked():
+    content = gzip.compress(b" " * 50_000_000)
+    server = HostileServer([HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(content), content])
+    verifier = Verifier(server.url, "judge", VerifierFlags(**QUICK))
+    tracemalloc.start()
+    assert verifier("q", "a", "b") is None
+    assert tracemalloc.get_traced_memory()[1] < 5e6
+    tracemalloc.stop()
 
 
 def test_a_reply_that_is_no_verdict_is_none_and_not_a_punishment(server):
@@ -196,6 +253,38 @@ def test_urls():
     for url in ("http://[::1", "http://host:80:80", "http://", "ftp://x", "http://exa mple"):
         with pytest.raises(UserError, match="is not the URL of a verifier"):
             parse_url(url)
+
+
+def test_only_its_own_key_is_sent(server, monkeypatch):
+    """The keys of other services stay here, whichever server the URL names. Nor does the client identify its user."""
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
+        monkeypatch.setenv(f"OPENAI_{name}", f"private-{name}")
+    monkeypatch.delenv("REWARD_MODEL_KEY", raising=False)
+    assert client(server)("q", "a", "b") is True
+    assert server.headers["authorization"] == "Bearer none" and "private" not in str(server.headers)
+    monkeypatch.setenv("REWARD_MODEL_KEY", "its own")
+    assert client(server)("q", "a", "c") is True
+    assert server.headers["authorization"] == "Bearer its own" and "private" not in str(server.headers)
+
+
+def test_credentials_are_in_no_message(server, monkeypatch, capsys):
+    """Not those in the URL, and not the key, even if the server repeats them."""
+    monkeypatch.setenv("REWARD_MODEL_KEY", "sesame")
+    host = server.url.removeprefix("http://")
+    url = f"http://user:pa@ss@{host}/v1?api_key=swordfish&v=2"
+    verifier = Verifier(url, "judge", VerifierFlags(**QUICK))
+    assert verifier("q", "a", "b") is True, "the URL must work"
+    assert verifier.url == f"http://***@{host}/v1?api_key=***&v=2"
+    server.status, server.raw = 401, json.dumps({"error": f"no access to {url} with sesame"})
+    assert verifier("q", "a", "c") is None
+    with pytest.raises(UserError) as error:
+        make_verifier(VerifierFlags(verifier_url=url, **QUICK))
+    with pytest.raises(UserError) as wrong:
+        parse_url(url.replace("http:", "ftp:"))
+    with pytest.raises(UserError, match="hides its credentials"):
+        parse_url(verifier.url)
+    for text in (verifier.last_error, str(error.value), str(wrong.value), *capsys.readouterr()):
+        assert not re.search("pa@ss|swordfish|sesame", text), text
 
 
 def test_the_environment_names_the_verifier(server, monkeypatch):

@@ -1,9 +1,11 @@
-"""An OpenAI-compatible server on loopback that stands in for the verifier model in tests."""
+"""Servers on loopback that stand in for the verifier model in tests: an OpenAI-compatible one, and a hostile one."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterable
 
 import fastapi
 import uvicorn
@@ -14,13 +16,14 @@ class Server:
 
     `reply` is a text or a function of the request body. `status` is an HTTP status, or a list with one status per
     request. Each response is delayed by `seconds`, and `raw` replaces its body. `max_concurrent` is the highest number
-    of requests that were open at the same time.
+    of requests that were open at the same time. `headers` are those of the last request.
     """
 
     def __init__(self):
         self.reply, self.status, self.seconds, self.raw = "Correct", 200, 0.0, None
         self.models = ["judge"]
         self.requests: list[dict] = []
+        self.headers: dict[str, str] = {}
         self.concurrent = self.max_concurrent = 0
         app = fastapi.FastAPI()
 
@@ -29,8 +32,9 @@ class Server:
             return {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]}
 
         @app.post("/v1/chat/completions")
-        async def chat(body: dict):
+        async def chat(body: dict, request: fastapi.Request):
             self.requests.append(body)
+            self.headers = dict(request.headers)
             self.concurrent += 1
             self.max_concurrent = max(self.max_concurrent, self.concurrent)
             await asyncio.sleep(self.seconds)
@@ -52,3 +56,29 @@ class Server:
         threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True).start()
         while not self.server.started:
             time.sleep(0.01)
+
+
+class HostileServer:
+    """Answers every request with the byte strings `parts`, one every `pause` seconds, whether or not they are HTTP.
+
+    `sent` is the number of bytes that have been sent to all clients.
+    """
+
+    def __init__(self, parts: Iterable[bytes], pause: float = 0.0):
+        self.parts, self.pause, self.sent = parts, pause, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self.listener.accept()
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the client has closed the connection
+            connection.recv(1 << 16)
+            for part in self.parts:
+                connection.sendall(part)
+                self.sent += len(part)
+                time.sleep(self.pause)

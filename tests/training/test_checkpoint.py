@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,45 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
         assert verify_checkpoint(newest) is None
     (newest / "random-0.pt").unlink()
     assert "is not a complete checkpoint" in verify_checkpoint(newest)
+
+
+@pytest.mark.parametrize("name", ["state.json", "random-0.pt", ".metadata", "__0_0.distcp"])
+def test_a_checkpoint_without_a_file_that_resuming_reads_is_not_complete(name, saved, tmp_path):
+    """Not even if the file was missing when the manifest was written."""
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(saved / "checkpoint-4", folder)
+    (folder / name).unlink()
+    with pytest.raises(OSError, match=re.escape(name)):
+        run_folder.write_manifest(folder)
+    written = json.loads((folder / "manifest.json").read_bytes()[:-66])
+    del written["files"][name]
+    (folder / "manifest.json").write_bytes(run_folder._append_hash(json.dumps(written).encode()))
+    error = verify_checkpoint(folder)
+    assert "is not a complete checkpoint" in error and name in error and "\n" not in error
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tiny_model, shapes, tmp_path):
+    """All its processes say so and end, and the first run is undisturbed. After kill -9, the folder is free at once."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--save_every=1"]
+    flags += [f"--{name}={value}" for name, value in SMALL.items()]
+    with Script("grpo.py", *flags, "--max_steps=1000") as first:
+        while not (tmp_path / "run" / "checkpoint-2").is_dir():
+            assert not first.has_ended(), first.stderr()[-3000:]
+            time.sleep(0.02)
+        holder = rf"error: another run writes to '\S+/run': .* \(pid {first.pid} on {socket.gethostname()}\)"
+        for processes, how in ((0, ["--resume"]), (0, []), (2, ["--overwrite"])):
+            second = run_script("grpo.py", *flags, *how, processes=processes)
+            lines = second.stderr.splitlines()
+            assert second.returncode == 2 and len(lines) == max(processes, 1), second.stderr
+            assert all(re.search(holder, line) for line in lines), second.stderr
+        assert not first.has_ended(), first.stderr()[-3000:]
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(30)
+        assert [path.name for path in (tmp_path / "run").glob("final")] == []
+        steps = len(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+        third = run_script("grpo.py", *flags, "--resume", f"--max_steps={steps + 1}")
+    assert third.returncode == 0, third.stderr
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, steps + 2))
 
 
 def test_the_same_seed_twice_is_the_same_run(saved, tiny_model, shapes, tmp_path):

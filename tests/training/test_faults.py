@@ -4,6 +4,7 @@ Guards against: losing a step when a run ends, misleading advice, mixing two run
 because there is another checkpoint for the same or a later step.
 """
 
+import errno
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -309,6 +311,141 @@ def test_a_file_is_complete_at_all_times(tmp_path, monkeypatch):
     assert (tmp_path / "a.json").read_text() == "old"
     files.atomic_write(tmp_path / "a.json", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "new"
+
+
+LOCK_HOLDER = """
+import os, pathlib, sys, threading, time
+from common.files import lock_file
+from grading.sandbox import WorkerPool
+lock = lock_file(pathlib.Path(sys.argv[1]), "in use")
+pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
+worker = pool.idle.get()
+pool.idle.put(worker)
+threading.Thread(target=pool.call, args=(name, 60.0, {})).start()
+forked = os.fork()
+if forked:
+    print(worker[0].pid, forked, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_lock_ends_with_its_process_and_not_with_those_that_it_started(tmp_path):
+    """After kill -9, a reward worker that is busy and a forked process still run, but do not hold the lock."""
+    (tmp_path / "r.py").write_text("import time\n\ndef slow():\n    time.sleep(60)\n")
+    command = [sys.executable, "-c", LOCK_HOLDER, tmp_path / "run.lock", f"{tmp_path}/r.py:slow"]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    started = [int(pid) for pid in holder.stdout.readline().split()]
+    try:
+        with pytest.raises(UserError, match=rf"in use \(pid {holder.pid} on {socket.gethostname()}\)"):
+            files.lock_file(tmp_path / "run.lock", "in use")
+        holder.kill()
+        holder.wait()
+        for pid in started:
+            os.kill(pid, 0)  # it still runs
+        lock = files.lock_file(tmp_path / "run.lock", "in use")
+        assert files.lock_file(tmp_path / "run.lock", "in use") is lock, "this process already holds the lock"
+    finally:
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_without_locks_the_record_of_the_holder_decides(tmp_path, monkeypatch):
+    """Some network file systems have no locks. A process of this machine can be looked up, another machine's cannot."""
+
+    def fail(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(files.fcntl, "flock", fail)
+    path, dead = tmp_path / "run.lock", subprocess.Popen(["true"])
+    dead.wait()
+    for holder, is_refused in {
+        "pid 7 on another-machine": True,
+        f"pid {os.getppid()} on {socket.gethostname()}": True,
+        f"pid {dead.pid} on {socket.gethostname()}": False,
+        "": False,
+    }.items():
+        path.write_text(holder)
+        if is_refused:
+            with pytest.raises(UserError, match=rf"in use \({holder}\); if it has ended, remove {path}"):
+                files.lock_file(path, "in use")
+            assert path.read_text() == holder
+        else:
+            lock = files.lock_file(path, "in use")
+            assert path.read_text() == f"pid {os.getpid()} on {socket.gethostname()}\n"
+            files.release_locks()
+            assert lock.closed and path.read_text() == "", "another machine may now start a run"
+
+
+def test_a_run_that_ends_with_an_error_clears_its_record(tmp_path):
+    script = "import pathlib; from common import cli, files; from common.errors import RunStopped\n"
+    script += f"lock = files.lock_file(pathlib.Path({str(tmp_path / 'run.lock')!r}), '')\n"
+    script += "def main(args):\n    raise RunStopped('stopped', 130)\ncli.run(main, None)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 130
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_a_new_folder_is_locked_when_nothing_can_be_refused_any_more(tmp_path):
+    """Of two runs that start in it at the same time, the second is refused. A refused run has written nothing."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to '.*file/run' \(Not a directory\): .*another --output"):
+        RunFolder(str(tmp_path / "file" / "run")).prepare(None)
+    first, second = (RunFolder(str(tmp_path / "run")) for _ in range(2))
+    assert first.plan_resume(None) == second.plan_resume(None) and not (tmp_path / "run").exists()
+    first.prepare(None)
+    with pytest.raises(UserError, match=r"another run has started in '.*run': choose another --output"):
+        second.prepare(None)
+
+
+def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
+    """They do not keep a run from being resumed, or from being drawn."""
+    group = {"step": 1, "images": [], "completions": [{"text": "a", "reward": None, "advantage": 0.0}]}
+    lines = {
+        "metrics.jsonl": [{"step": 1, "reward": 0.5}, {"reward": 1}, {"step": "1"}, {"step": 2, "reward": "high"}],
+        "completions.jsonl": [group, group | {"completions": [1]}, group | {"images": None}, {"step": 1}],
+    }
+    odd = [b'{"step": 1, "rew', b"[]", b"3", b"\0\0\0\0", b"\xff", b"[" * 100_000, b""]
+    for name, rows in lines.items():
+        text = b"\n".join([*(json.dumps(row).encode() for row in rows), *odd, json.dumps(rows[0]).encode(), b'{"st'])
+        (tmp_path / name).write_bytes(text)
+    RunLog(str(tmp_path), {}, every=10, resumed=2).refresh()
+    for name, rows in lines.items():
+        assert read_jsonl(tmp_path / name) == [rows[0], rows[0]]
+    stderr = capsys.readouterr().err
+    for name in lines:
+        assert f"{name}: skipped the damaged line 2 (10 in total)" in stderr
+    assert len(stderr.splitlines()) == 2
+    assert (tmp_path / "curves.png").is_file() and (tmp_path / "completions.html").is_file()
+
+
+def test_the_scores_of_a_resumed_evaluation_wait_for_room(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    log = RunLog(str(tmp_path), {}, every=10, resumed=1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", full)
+        log.metrics(1, {"eval/reward": 1.0})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "reward": 0.5}, {"step": 1, "eval/reward": 1.0}]
+
+
+def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """Neither in config.json nor in checkpoints, which are compared with the flags of a resumed run."""
+    url = "http://user:pa@ss@host/v1?key=swordfish&v=1"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", f"--verifier_url={url}"])
+    RunLog(str(tmp_path), {"verifier_url": url}, every=10)
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["verifier_url"] == "http://***@host/v1?key=***&v=1"
+    assert "--verifier_url=http://***@host/v1?key=***&v=1" in json.loads(text)["command"]
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", verifier_url=url))
+    grpo.save_checkpoint(run, last=True)
+    grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url=url))
+    grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url="http://me:pa@ss@other"))
+    stderr, state = capsys.readouterr().err, (tmp_path / "run" / "checkpoint-0" / "state.json").read_text()
+    assert stderr.count("verifier_url was http://***@host/v1?key=***&v=1, is http://***@other") == 1
+    for written in (text, state, stderr):
+        assert "pa@ss" not in written and "swordfish" not in written
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
