@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import reprlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -433,6 +434,10 @@ class Scorer:
         if value is None:
             self.why_none = f"{function} returned None"
             return math.nan, None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return math.nan, f"it returned {value!r}; expected a finite number"
-        return float(value), None
+        try:
+            if isinstance(value, int | float) and math.isfinite(value):
+                return float(value), None
+            shown = reprlib.repr(value)
+        except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
+            shown = "an integer above 1e308"
+        return math.nan, f"it returned {shown}; expected a finite number"

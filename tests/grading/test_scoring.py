@@ -313,6 +313,9 @@ def slow(completion, answer, **fields):
 def broken(completion, answer, **fields): return 1 / 0
 def text(completion, answer, **fields): return "good"
 def infinite(completion, answer, **fields): return float("inf")
+def enormous(completion, answer, **fields): return 10**400
+def endless(completion, answer, **fields): return 10**5000
+def novel(completion, answer, **fields): return "x" * 50_000_000
 def nothing(completion, answer, **fields): return None
 def unfit(text): return 1
 """
@@ -371,6 +374,21 @@ def test_a_reward_that_fails_names_row_and_completion(user_file, name, message):
     _, group, error = scored(user_file, f"user:{name}")
     assert f"user.py:{name} on d.csv row 2, '3': " in error
     assert message in error
+    assert group[0].total != group[0].total
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enormous", "it returned an integer above 1e308; expected a finite number"),
+        ("endless", "it returned an integer above 1e308; expected a finite number"),
+        ("novel", "it returned 'xxxxxxxxxxxx...xxxxxxxxxxxxx'; expected a finite number"),
+    ],
+)
+def test_whatever_a_reward_returns_the_message_is_short(user_file, name, message):
+    _, group, error = scored(user_file, f"user:{name}")
+    assert message in error
+    assert len(error) < 400
     assert group[0].total != group[0].total
 
 
