@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import reprlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,17 @@ from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
-from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
+from grading.answers import (
+    balanced,
+    contradicts,
+    extract_choice,
+    first_count,
+    last_boxed,
+    math_answers,
+    short_answer,
+    split_think_answer,
+    words,
+)
 from grading.sandbox import WorkerPool, load_function
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
@@ -111,9 +122,11 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
     If the format is wrong, the reward is 0. For the gold answers "yes" and "no", the reward is 1 if the answer starts
     with that word and does not contain the opposite word; otherwise it is 0. For any other gold answer, the reward is 1
-    if the words are the same. Otherwise it is the F1 score of the words, or 0 if that score is below 0.5. Example: the
-    answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no", against finding "no" in
-    "abnormal", and against listing every possible answer.
+    if the words are the same. Otherwise it is 0 if the numbers differ, or if only one of the answers has a negation
+    ("no", "not", "without", …). In all other cases, it is the F1 score of the words, or 0 if that score is below 0.5.
+    `grading.answers.words` says what counts as the same number. Example: the answer "CT scan" scores 2/3 if the gold
+    answer is "ct". Guards against "yes and no", against finding "no" in "abnormal", against "L4" for "L5", and against
+    listing every possible answer.
     """
     blocks = split_think_answer(completion)
     gold = words(str(answer))
@@ -125,6 +138,8 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
         return float(answered[:1] == gold and opposite not in answered)
     if answered == gold:
         return 1.0
+    if contradicts(answered, gold):
+        return 0.0
     overlap = (Counter(answered) & Counter(gold)).total()
     f1 = 2 * overlap / (len(answered) + len(gold))
     return f1 if f1 >= 0.5 else 0.0
@@ -178,6 +193,18 @@ def same_answer(candidate: str, gold: str) -> bool:
         return False
 
 
+def find_answer(text: str, gold: str) -> str | None:
+    """Return the part of an answer that equals the gold answer, or None. Training and evaluation both call this.
+
+    The part is the last box. Without one, it may be the whole text, the text after "answer:", or what `math_answers`
+    finds in a sentence.
+    """
+    candidates = math_answers(text)
+    if last_boxed(text) is None:
+        candidates = [text.strip(), short_answer(text)[0], *candidates]
+    return next((candidate for candidate in dict.fromkeys(candidates) if same_answer(candidate, gold)), None)
+
+
 def math_reward(
     completion: str,
     answer: str,
@@ -189,8 +216,9 @@ def math_reward(
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
     or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate equal to the gold
-    answer. Otherwise, `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply.
-    Without a verifier, the reward is then −1.
+    answer; of a block that is a sentence, the formula or number in it may also be equal (`math_answers`). Otherwise,
+    `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply. Without a verifier, the
+    reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
     several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
@@ -199,9 +227,9 @@ def math_reward(
     blocks = split_think_answer(completion)
     if blocks is None:
         return -1.0
-    candidate = (last_boxed(blocks[1]) or blocks[1]).strip()
-    if same_answer(candidate, str(answer)):
+    if find_answer(blocks[1], str(answer)) is not None:
         return 1.0
+    candidate = (last_boxed(blocks[1]) or blocks[1]).strip()
     if verifier is None or len(candidate) > max(MAX_ANSWER_CHARS, 4 * len(str(answer))):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
@@ -406,6 +434,10 @@ class Scorer:
         if value is None:
             self.why_none = f"{function} returned None"
             return math.nan, None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return math.nan, f"it returned {value!r}; expected a finite number"
-        return float(value), None
+        try:
+            if isinstance(value, int | float) and math.isfinite(value):
+                return float(value), None
+            shown = reprlib.repr(value)
+        except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
+            shown = "an integer above 1e308"
+        return math.nan, f"it returned {shown}; expected a finite number"

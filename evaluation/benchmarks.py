@@ -26,7 +26,7 @@ from data import Processor, validate_rows
 from grading import answers
 from grading.verifier import Verifier
 from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
-from rewards import same_answer, vqa_exact_match, vqa_reward
+from rewards import find_answer, vqa_exact_match, vqa_reward
 
 Row = dict[str, Any]
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
@@ -63,14 +63,9 @@ class Benchmark:
 
 
 def judge_math(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
-    """Compare the answers with math-verify, as the math reward does."""
-    short, candidates = answers.short_answer(text)[0], answers.math_answers(text)
-    if short == gold.strip():
-        return Judgement(short, True)
-    for candidate in filter(answers.balanced, candidates):
-        if same_answer(candidate.replace("°", "^\\circ"), gold.replace("°", "^\\circ")):
-            return Judgement(candidate, True)
-    return Judgement(candidates[0] if candidates else None, False)
+    """Compare the answers as the math reward does."""
+    correct = find_answer(text, gold)
+    return Judgement(correct or next(iter(answers.math_answers(text)), None), correct is not None)
 
 
 def judge_integer(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:

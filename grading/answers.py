@@ -34,16 +34,20 @@ def outside_thinking(text: str) -> str:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 # Any number: digits, with or without thousands separators ("1,234"). If group 2 captures decimals or a letter, the
-# number is not whole. A preceding point makes the number a decimal (" .5", "1.2.3") unless the point ends a word or
-# sentence ("count...12", "No.5").
-_NUMBER = re.compile(r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(\.\d+|[A-Za-z_])?")
+# number is not whole ("3.7", "3D"), but a word of three letters or more may follow ("3apples"). A preceding point makes
+# the number a decimal (" .5", "1.2.3") unless the point ends a word or sentence ("count...12", "No.5").
+_NUMBER = re.compile(
+    r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\s\.)(?<!^\.)(\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)"
+    r"(\.\d+|(?![A-Za-z][a-z]{2,}+(?![A-Z\d_]))[A-Za-z_])?"
+)
 
 
 def first_count(text: str) -> int | None:
     """Return the first whole number in the first `<answer>` block, or in the whole text if there is no block.
 
-    Returns None if there is no whole number. "1,234" is one number. "3.7", "x3" and "3D" are not whole numbers.
-    Full-width digits and digits next to CJK characters are accepted. Only the first 18 digits are read.
+    Returns None if there is no whole number. "1,234" is one number, and "3apples" counts as 3. "3.7", "x3" and "3D" are
+    not whole numbers. Full-width digits and digits next to CJK characters are accepted. Only the first 18 digits are
+    read.
     """
     text = next(iter(answer_blocks(text)), text)
     text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
@@ -53,18 +57,68 @@ def first_count(text: str) -> int | None:
 
 # --- visual question answering ----------------------------------------------------------------------------------------
 
+_UNITS = {  # symbol -> other spellings, in lower case and the singular
+    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "l": "liter litre", "ml": "milliliter",
+    "mg": "milligram", "g": "gram gm", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ms": "millisecond",
+    "s": "second sec", "min": "minute", "h": "hour hr", "day": "", "yr": "year", "degree": "deg", "rad": "radian",
+    "unit": "", "mph": "", "n": "newton", "j": "joule", "w": "watt", "v": "volt", "k": "kelvin", "hz": "hertz",
+}  # fmt: skip
+_SYMBOL = {spelling: symbol for symbol, others in _UNITS.items() for spelling in (symbol, *others.split())}
+_SIGNS = {"−": "-", "⁄": "/", "×": " x ", "+/-": "±", "<=": "≤", ">=": "≥", "°": " degree ", "%": " percent "}
+_NUMERAL = re.compile(r"\d+(?:\.\d+)*|(?<![^\s<>≤≥±/:-])\.\d+")
+# A number with its sign and the numbers that operators tie to it, or a word.
+_TOKEN = re.compile(
+    rf"(?:(?<!\S)-|[<>≤≥±]\s*-?)?(?:{_NUMERAL.pattern})(?:[/:+*^=](?:{_NUMERAL.pattern}))*\+?|[^\s\d.<>≤≥±+/:*^=-]+"
+)
+NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
+
+
+def unit_symbol(word: str) -> str | None:
+    """Return the symbol of a unit in any common spelling ("Centimeters" → "cm"), or None for any other word."""
+    word = word.lower()
+    return _SYMBOL.get(word) or _SYMBOL.get(word.removesuffix("s"))
+
 
 def words(text: str) -> list[str]:
-    """Normalise a short answer into the words that are compared: "5.6cm." → ["5.6", "cm"].
+    """Normalise a short answer into the words that are compared: "5.60cm." → ["5.6", "cm"].
 
-    Applies NFKC and lower case, separates digits from letters, keeps a point only between digits, and replaces all
-    other punctuation with a space.
+    Applies NFKC and lower case, separates digits from letters, leaves out articles before a word, and writes each
+    number and unit in one way ("1,000" and "1000", "2.0" and "2", "5 centimeters" and "5 cm"). These signs are part of
+    a number: a minus that starts the text or follows a space, <, >, ≤, ≥, ±, a plus after it, and /, : and other
+    operators between two numbers ("3:4"). All other punctuation becomes a space.
     """
     text = unicodedata.normalize("NFKC", text).lower()
+    for sign, replacement in _SIGNS.items():
+        text = text.replace(sign, replacement)
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
-    text = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", text)
-    kept = (c if c.isalnum() or c == "." or unicodedata.category(c)[0] == "M" else " " for c in text)
-    return "".join(kept).split()
+    text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
+    text = re.sub(r"(?<=\d)\s*([/:+*^=])\s*(?=[\d.])", r"\1", text)
+    text = re.sub(r"(?<!\d)[/:*^=]|[/:*^=](?![\d.])", " ", text)
+    text = re.sub(r"\b(?:an?|the)\s+(?=\w)", "", text)
+    kept = (c if c.isalnum() or c in "-.<>≤≥±+/:*^=" or unicodedata.category(c)[0] == "M" else " " for c in text)
+    found: list[str] = []
+    for token in _TOKEN.findall("".join(kept)):
+        if re.search(r"\d", token):
+            token = _NUMERAL.sub(_plain_number, "".join(token.split()))
+        elif found and found[-1][-1].isdigit():  # "in" and "second" are units only after a number
+            token = unit_symbol(token) or token
+        found.append(token)
+    return found
+
+
+def _plain_number(match: re.Match) -> str:
+    """Return a decimal number without superfluous zeros; "1.2.3" stays as it is."""
+    whole, _, decimals = match[0].partition(".")
+    if "." in decimals:
+        return match[0]
+    return (whole.lstrip("0") or "0") + ("." + decimals if (decimals := decimals.rstrip("0")) else "")
+
+
+def contradicts(answered: list[str], gold: list[str]) -> bool:
+    """Return whether two answers, as `words`, have different numbers, or only one of them has a negation."""
+    numbers = [sorted(word for word in side if re.search(r"\d", word)) for side in (answered, gold)]
+    return numbers[0] != numbers[1] or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
 
 
 # --- multiple choice and boxes ----------------------------------------------------------------------------------------
@@ -72,7 +126,8 @@ def words(text: str) -> list[str]:
 _CHOICES = (  # strongest evidence first
     r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}",
     # A lower-case letter counts only before punctuation or the end: "the answer is a dog" chooses nothing.
-    r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[*_(\[\"']*([A-Z]\b(?!['’])|[a-z](?=[*_)\]\"']*\s*(?:[.,;:]|$)))",
+    r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[$*_(\[\"']*"
+    r"(?:\\text\{)?([A-Z]\b(?!['’])|[a-z](?=[$*_)\]\"']*\s*(?:[.,;:]|$)))",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
     r"\A[\s*_]*(?=\([A-Z]\)|[A-Z][*_]*[.):])\(?([A-Z])",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
@@ -147,21 +202,28 @@ def short_answer(text: str) -> tuple[str, bool]:
     return (stated[-1] if stated else text).strip().rstrip(".").strip(), bool(stated)
 
 
+def count_words(text: str) -> int:
+    """Return the number of words of two letters or more outside LaTeX commands."""
+    text = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text)
+    return len(re.findall(r"\b[A-Za-z]{2,}\b", text))
+
+
 def math_answers(text: str) -> list[str]:
     """Return the expressions that may be the answer, most likely first.
 
     A boxed answer or a short answer is returned unchanged. If the answer is a sentence, one formula or number in it is
-    returned: the first if the answer was marked explicitly, else the last. Prose itself is never returned, because
-    math-verify would find an answer in any text, and it takes seconds for a page of text.
+    returned: the first if the answer was marked explicitly, else the last. Of a sentence that denies something, and of
+    several formulas ("$3$ or $4$"), none is returned. Prose itself is never returned, because math-verify would find
+    an answer in any text, and it takes seconds for a page of text.
     """
     answer, explicit = short_answer(text)
     if last_boxed(text) is not None:
         return [answer[: 20 * SHORT]] if answer else []
-    min_prose_words = 1 if explicit and re.search(r"\d", answer) else 2
-    num_words = len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}\b", answer))
-    is_prose = len(answer) > SHORT or num_words >= min_prose_words
+    is_prose = len(answer) > SHORT or count_words(answer) >= (1 if explicit and re.search(r"\d", answer) else 2)
     candidates = [answer] if answer and not is_prose else []
-    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", answer, re.DOTALL)
+    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]", answer, re.DOTALL)
+    if re.search(r"(?i:\bnot\b|n['’]t\b|\bnever\b|\bneither\b)", answer) or (len(formulas) > 1 and not is_prose):
+        return candidates
     if formulas:
         formula = next(filter(None, formulas[0 if explicit else -1]))
         candidates.append(formula.strip()[: 20 * SHORT])

@@ -47,6 +47,11 @@ def think(answer: str) -> str:
         ("1,234.5 or 8", 8),
         ("1.2.3", None),
         ("3rd: 4", 4),
+        ("A photo of 3apples", 3),
+        ("3Apples.", 3),
+        ("3D", None),
+        ("x3", None),
+        ("3D4 or 7cm or 3px_or or 9", 9),
         ("７", 7),
         ("有12隻", 12),
         ("<answer>none</answer> 4", None),  # only the answer block counts, even if it contains no number
@@ -81,7 +86,23 @@ def test_count_reward_by_distance():
         ("don't_know", ["don", "t", "know"]),
         ("ＭＲＩ", ["mri"]),
         ("3.", ["3"]),
-        (".5", ["5"]),
+        (".5", ["0.5"]),
+        ("-5", ["-5"]),
+        ("(-0.50)", ["-0.5"]),
+        ("3-4", ["3", "4"]),  # a range: the hyphen is not a minus
+        ("x=−5", ["x", "-5"]),
+        ("< 5", ["<5"]),
+        ("5 <= 6", ["5", "≤6"]),
+        ("3 : 4", ["3:4"]),
+        ("½", ["1/2"]),
+        ("2+", ["2+"]),
+        ("1,000,000.0", ["1000000"]),
+        ("007", ["7"]),
+        ("5 Centimeters", ["5", "cm"]),
+        ("second rib", ["second", "rib"]),  # not a unit without a number
+        ("No.5", ["no", "5"]),
+        ("The liver", ["liver"]),
+        ("hepatitis A", ["hepatitis", "a"]),
         ("?!", []),
         ("1.2.3", ["1.2.3"]),
         ("肺炎", ["肺炎"]),
@@ -98,13 +119,32 @@ def test_words(text, want):
         ("Yes, yes", "yes", 1.0),
         ("yes - not no", "yes", 0.0),
         ("right lung", "right upper lung", 0.8),
-        ("the the the ct", "ct", 0.0),  # F1 over multisets: 2·1/5 = 0.4, below 0.5
+        ("-5", "5", 0.0),
+        ("-0.5", "0.5", 0.0),
+        ("<5", ">5", 0.0),
+        ("3:4", "3/4", 0.0),
+        ("1,000", "1000", 1.0),
+        ("2.0", "2", 1.0),
+        ("L4", "L5", 0.0),
+        ("7 cm", "5 cm", 0.0),
+        ("7 centimetres", "7cm", 1.0),
+        ("12:30", "12:45", 0.0),
+        ("not normal", "normal", 0.0),
+        ("normal", "not normal", 0.0),
+        ("absent bowel gas", "bowel gas", 0.0),
+        ("right lower lobe", "right upper lobe", 2 / 3),
+        ("brain brain brain ct", "ct", 0.0),  # F1 over multisets: 2·1/5 = 0.4, below 0.5
         ("yes", "yes it is", 0.5),  # a longer gold answer is scored by word overlap (F1): 2·1/4
         ("anything", "?!", 0.0),
     ],
 )
 def test_vqa_beyond_the_vectors(answer, gold, want):
     assert rewards.vqa_reward(think(answer), gold) == pytest.approx(want)
+
+
+def test_exact_match_heeds_signs_and_writes_numbers_in_one_way():
+    for answer, gold, want in [("-5", "5", False), ("<5", ">5", False), ("1,000", "1000", True), ("2.0", "2", True)]:
+        assert exact_match("vqa", think(answer), gold) is want
 
 
 def test_gold_problems_are_named():
@@ -186,6 +226,9 @@ def test_choice_vectors(case):
         ("\\boxed{\\text{B}} so the answer is C", "B"),
         ("b", "B"),
         ("C) because of the shadow", "C"),
+        ("Answer: $B$", "B"),
+        ("the answer is $\\text{B}$.", "B"),
+        ("the answer is $b + 1$", None),
         ("(A) is too dark, so it must be (D)", "A"),
         ("it could be (B) or rather (C)", "C"),
         ("<think>the answer is A</think>\nB", "B"),

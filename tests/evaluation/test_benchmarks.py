@@ -208,7 +208,7 @@ def test_geometry3k():
 def test_vqa_rad_open_and_closed():
     closed = {"question": "q", "answer": "Yes", "answer_type": "CLOSED "}
     assert right("vqa_rad", closed, "yes", "Yes, it is.", "no", "yes and no", "") == [True, True, False, False, False]
-    opened = {"question": "q", "answer": "left upper lobe", "answer_type": "OPEN", "responses": ["the left lobe"]}
+    opened = {"question": "q", "answer": "left upper lobe", "answer_type": "OPEN", "responses": ["small left lobe"]}
     (row,) = judged("vqa_rad", [opened])
     assert row["exact"] == [False]
     assert row["measures"] == [{"open_recall": pytest.approx(2 / 3), "open_f1": pytest.approx(2 / 3)}]

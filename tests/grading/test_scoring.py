@@ -17,6 +17,7 @@ import rewards
 from common.errors import CallFailed, CallLost, UserError
 from common.records import Rollout, Sample
 from config import RewardFlags
+from evaluation.benchmarks import judge_math
 from grading import answers
 from grading.sandbox import WorkerPool
 from rewards import Scorer
@@ -79,6 +80,38 @@ def test_math_vectors(case):
         ("5 \\text{ cm}", "5", True),
         ("1=5", "5", False),
         ("x=5", "5", True),
+        ("30°", "30", True),
+        ("30\\degree", "30", True),
+        ("30^{\\circ}", "30°", True),
+        ("45°", "45 cm", False),
+        ("√3/2", "\\frac{\\sqrt{3}}{2}", True),
+        ("2√3", "2\\sqrt{3}", True),
+        ("½", "0.5", True),
+        ("2½", "2.5", True),
+        ("x²+1", "x^2+1", True),
+        ("1e-3", "0.001", True),
+        ("0.1\\overline{6}", "\\frac{1}{6}", True),
+        ("5 cm^2", "5", True),
+        ("5 square centimeters", "5\\text{ cm}^2", True),
+        ("5 cm", "5 cm^2", False),
+        ("5 km", "5 m", False),
+        ("5 km/h", "5 m/s", False),
+        ("5m", "5 m", True),
+        ("3t", "3", False),  # a product, not three tonnes
+        ("5 million", "5", False),
+        ("\\varnothing", "\\emptyset", True),
+        ("\\{\\}", "∅", True),
+        ("A. 5 cm", "A", True),
+        ("A. 5 cm", "B", False),
+        ("A. 5 cm or B. 6 cm", "A", False),
+        ("BC", "CB", True),  # a product, as the docstring says
+        ("1 2", "3", False),  # math-verify reads a mixed number
+        ("2 1/2", "2.5", True),
+        ("101_2", "101_3", False),
+        ("$3$ or $4$", "4", False),
+        ("it is not 42", "42", False),
+        ("2 because 3 + 4 = 7", "7", False),
+        ("\\begin{bmatrix}1&2\\\\ 3&4\\end{bmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", True),
         ("6 \\to 5", "5", False),
         ("6 \\cup 5", "5", False),
         ("\\neg 5", "5", False),
@@ -87,6 +120,42 @@ def test_math_vectors(case):
 )
 def test_same_answer(candidate, gold, want):
     assert rewards.math_reward(think(candidate or " "), gold) == (1.0 if want else -1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("30°", "30"),
+        ("The area is 12 square units.", "12"),
+        ("The value is $12$.", "12"),
+        ("The answer is Pythagorean theorem", "Pythagorean theorem"),
+        ("so \\(\\frac{1}{2}\\) of the whole remains", "0.5"),
+        ("A. 5 cm", "A"),
+    ],
+)
+def test_training_rewards_what_evaluation_accepts(text, gold):
+    assert judge_math(text, gold, {}, None).correct
+    assert rewards.math_reward(think(text), gold) == 1.0
+
+
+def pairs(name: str) -> list[dict]:
+    return [json.loads(line) for line in (VECTORS / f"{name}_pairs.jsonl").read_text().splitlines()]
+
+
+def test_pairs_written_without_a_look_at_the_code():
+    """At most 2 wrong answers may be accepted and 5 right ones rejected; docs/rewards.md compares other scorers."""
+    too_much, too_little = [], []
+    for pair in pairs("math"):
+        correct = rewards.math_reward(think(pair["answer"]), pair["gold"]) == 1.0
+        if correct != pair["equal"]:
+            (too_much if correct else too_little).append(pair)
+    for pair in pairs("vqa"):
+        reward = rewards.vqa_reward(think(pair["answer"]), pair["gold"])
+        exact = rewards.vqa_exact_match(think(pair["answer"]), pair["gold"], reward)
+        if exact != pair["exact"] or (reward == 0) != pair["wrong"]:
+            (too_much if exact > pair["exact"] or (reward > 0 and pair["wrong"]) else too_little).append(pair)
+    assert len(too_much) <= 2, too_much
+    assert len(too_little) <= 5, too_little
 
 
 def test_the_verifier_gets_the_last_box_alone():
@@ -244,6 +313,9 @@ def slow(completion, answer, **fields):
 def broken(completion, answer, **fields): return 1 / 0
 def text(completion, answer, **fields): return "good"
 def infinite(completion, answer, **fields): return float("inf")
+def enormous(completion, answer, **fields): return 10**400
+def endless(completion, answer, **fields): return 10**5000
+def novel(completion, answer, **fields): return "x" * 50_000_000
 def nothing(completion, answer, **fields): return None
 def unfit(text): return 1
 """
@@ -302,6 +374,21 @@ def test_a_reward_that_fails_names_row_and_completion(user_file, name, message):
     _, group, error = scored(user_file, f"user:{name}")
     assert f"user.py:{name} on d.csv row 2, '3': " in error
     assert message in error
+    assert group[0].total != group[0].total
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enormous", "it returned an integer above 1e308; expected a finite number"),
+        ("endless", "it returned an integer above 1e308; expected a finite number"),
+        ("novel", "it returned 'xxxxxxxxxxxx...xxxxxxxxxxxxx'; expected a finite number"),
+    ],
+)
+def test_whatever_a_reward_returns_the_message_is_short(user_file, name, message):
+    _, group, error = scored(user_file, f"user:{name}")
+    assert message in error
+    assert len(error) < 400
     assert group[0].total != group[0].total
 
 
