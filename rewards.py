@@ -26,17 +26,8 @@ from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
-from grading.answers import (
-    balanced,
-    contradicts,
-    extract_choice,
-    first_count,
-    last_boxed,
-    math_answers,
-    short_answer,
-    split_think_answer,
-    words,
-)
+from grading import answers
+from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.sandbox import WorkerPool, load_function
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
@@ -122,9 +113,8 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
     If the format is wrong, the reward is 0. For the gold answers "yes" and "no", the reward is 1 if the answer starts
     with that word and does not contain the opposite word; otherwise it is 0. For any other gold answer, the reward is 1
-    if the words are the same. Otherwise it is 0 if the numbers differ, or if only one of the answers has a negation
-    ("no", "not", "without", …). In all other cases, it is the F1 score of the words, or 0 if that score is below 0.5.
-    `grading.answers.words` says what counts as the same number. Example: the answer "CT scan" scores 2/3 if the gold
+    if the words are the same (see `words`), and 0 if a number differs or only one answer has a negation. Otherwise it
+    is the F1 score of the words, or 0 if that score is below 0.5. Example: the answer "CT scan" scores 2/3 if the gold
     answer is "ct". Guards against "yes and no", against finding "no" in "abnormal", against "L4" for "L5", and against
     listing every possible answer.
     """
@@ -138,7 +128,7 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
         return float(answered[:1] == gold and opposite not in answered)
     if answered == gold:
         return 1.0
-    if contradicts(answered, gold):
+    if answers.contradicts(answered, gold):
         return 0.0
     overlap = (Counter(answered) & Counter(gold)).total()
     f1 = 2 * overlap / (len(answered) + len(gold))
@@ -147,7 +137,7 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
-MAX_ANSWER_CHARS = 2000  # longer answers are not sent to the verifier, whose context they could overflow
+MAX_ANSWER_CHARS = 2000  # longer answers are wrong, and are not sent to the verifier, whose context they could overflow
 MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
@@ -194,15 +184,9 @@ def same_answer(candidate: str, gold: str) -> bool:
 
 
 def find_answer(text: str, gold: str) -> str | None:
-    """Return the part of an answer that equals the gold answer, or None. Training and evaluation both call this.
-
-    The part is the last box. Without one, it may be the whole text, the text after "answer:", or what `math_answers`
-    finds in a sentence.
-    """
-    candidates = math_answers(text)
-    if last_boxed(text) is None:
-        candidates = [text.strip(), short_answer(text)[0], *candidates]
-    return next((candidate for candidate in dict.fromkeys(candidates) if same_answer(candidate, gold)), None)
+    """Return the part of an answer that equals the gold answer, or None. Training and evaluation both call this."""
+    candidates = answers.math_candidates(text, max(MAX_ANSWER_CHARS, 4 * len(gold)))
+    return next((candidate for candidate in candidates if same_answer(candidate, gold)), None)
 
 
 def math_reward(
@@ -215,10 +199,9 @@ def math_reward(
     """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
-    or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate equal to the gold
-    answer; of a block that is a sentence, the formula or number in it may also be equal (`math_answers`). Otherwise,
-    `verifier(question, gold, candidate)` decides; it returns a verdict or the text of a reply. Without a verifier, the
-    reward is then −1.
+    or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate, or the formula or
+    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides; it
+    returns a verdict or the text of a reply. Without a verifier, the reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
     several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and

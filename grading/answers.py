@@ -221,7 +221,7 @@ def math_answers(text: str) -> list[str]:
         return [answer[: 20 * SHORT]] if answer else []
     is_prose = len(answer) > SHORT or count_words(answer) >= (1 if explicit and re.search(r"\d", answer) else 2)
     candidates = [answer] if answer and not is_prose else []
-    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,2000}?)\\\)|\\\[(.{1,2000}?)\\\]", answer, re.DOTALL)
+    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", answer, re.DOTALL)
     if re.search(r"(?i:\bnot\b|n['’]t\b|\bnever\b|\bneither\b)", answer) or (len(formulas) > 1 and not is_prose):
         return candidates
     if formulas:
@@ -231,6 +231,16 @@ def math_answers(text: str) -> list[str]:
         numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer)
         candidates += numbers[:1] if explicit else numbers[-1:]
     return candidates
+
+
+def math_candidates(text: str, max_chars: int) -> list[str]:
+    """Return what may equal the gold answer: the last box or, without one, the whole text, the text after "answer:",
+    and what `math_answers` finds in a sentence. Of a text longer than `max_chars`, only the last."""
+    candidates = math_answers(text)
+    if last_boxed(text) is None and len(text) <= max_chars:
+        stated, is_marked = short_answer(text)
+        candidates = [text.strip(), *([stated] if is_marked else []), *candidates]
+    return list(dict.fromkeys(candidates))
 
 
 def whole_number(text: str) -> int | None:

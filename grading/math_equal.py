@@ -35,11 +35,11 @@ REWRITES = [  # (pattern, replacement), applied in this order
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
     (r"\\varnothing\b|\\\{\s*\\\}|\b(?:the )?empty set\b", r"\\emptyset "),
-    (r"(\d+)\.(\d*)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
+    (r"(?<!\d)(\d++)\.(\d*+)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
     (r"\b([ap])\.\s?m\b", r"\1m"),  # "p.m" as "pm"
     (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
-    (r"(?<![\w.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # a mixed number
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
     (r"\^\s*(-?\d+)", r"^{\1}"),  # `x^10` as it is meant in plain text
     (r"(?<![A-Za-z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -87,7 +87,7 @@ def math_equal(candidate: str, gold: str) -> bool:
 
 def _normalise(text: str) -> str:
     """Return `text` in one notation: LaTeX for symbols, roots, powers and fractions; `\\degree`; no delimiters."""
-    text = re.sub(r"\s*[¼-¾⅐-⅞]", lambda match: "\\frac{" + _nfkc(match[0].strip()).replace("⁄", "}{") + "}", text)
+    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda match: "\\frac{" + _nfkc(match[0].strip()).replace("⁄", "}{") + "}", text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda match: "^{" + _nfkc(match[0]) + "}", text)
     text = _strip_delimiters(text).translate(SYMBOLS)
     for pattern, replacement in REWRITES:
