@@ -322,9 +322,13 @@ pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
 worker = pool.idle.get()
 pool.idle.put(worker)
 threading.Thread(target=pool.call, args=(name, 60.0, {})).start()
+reader, writer = os.pipe()
 forked = os.fork()
 if forked:
+    os.read(reader, 1)
     print(worker[0].pid, forked, flush=True)
+else:
+    os.write(writer, b".")
 time.sleep(60)
 """
 
