@@ -380,6 +380,20 @@ def test_without_locks_the_record_of_the_holder_decides(tmp_path, monkeypatch):
             assert lock.closed and path.read_text() == "", "another machine may now start a run"
 
 
+def test_a_restarted_run_waits_for_the_lock_of_the_previous_start(tmp_path, monkeypatch):
+    script = "import pathlib, sys, time; from common.files import lock_file\n"
+    script += "lock = lock_file(pathlib.Path(sys.argv[1]), '')\nprint(flush=True)\ntime.sleep(3)"
+    command = [sys.executable, "-c", script, tmp_path / "run.lock"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        folder = RunFolder(str(tmp_path))
+        with pytest.raises(UserError, match=rf"another run writes to .* \(pid {holder.pid} on "):
+            folder.plan_resume(None)
+        monkeypatch.setattr(distributed, "restarted", lambda: True)
+        folder.plan_resume(None)
+        assert folder.lock and holder.wait(30) == 0
+
+
 def test_a_run_that_ends_with_an_error_clears_its_record(tmp_path):
     script = "import pathlib; from common import cli, files; from common.errors import RunStopped\n"
     script += f"lock = files.lock_file(pathlib.Path({str(tmp_path / 'run.lock')!r}), '')\n"
