@@ -322,9 +322,13 @@ pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
 worker = pool.idle.get()
 pool.idle.put(worker)
 threading.Thread(target=pool.call, args=(name, 60.0, {})).start()
+reader, writer = os.pipe()
 forked = os.fork()
 if forked:
+    os.read(reader, 1)
     print(worker[0].pid, forked, flush=True)
+else:
+    os.write(writer, b".")
 time.sleep(60)
 """
 
@@ -374,6 +378,20 @@ def test_without_locks_the_record_of_the_holder_decides(tmp_path, monkeypatch):
             assert path.read_text() == f"pid {os.getpid()} on {socket.gethostname()}\n"
             files.release_locks()
             assert lock.closed and path.read_text() == "", "another machine may now start a run"
+
+
+def test_a_restarted_run_waits_for_the_lock_of_the_previous_start(tmp_path, monkeypatch):
+    script = "import pathlib, sys, time; from common.files import lock_file\n"
+    script += "lock = lock_file(pathlib.Path(sys.argv[1]), '')\nprint(flush=True)\ntime.sleep(3)"
+    command = [sys.executable, "-c", script, tmp_path / "run.lock"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        folder = RunFolder(str(tmp_path))
+        with pytest.raises(UserError, match=rf"another run writes to .* \(pid {holder.pid} on "):
+            folder.plan_resume(None)
+        monkeypatch.setattr(distributed, "restarted", lambda: True)
+        folder.plan_resume(None)
+        assert folder.lock and holder.wait(30) == 0
 
 
 def test_a_run_that_ends_with_an_error_clears_its_record(tmp_path):
