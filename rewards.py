@@ -312,7 +312,12 @@ class Scorer:
     @property
     def names(self) -> list[str]:
         """Names of the rewards, as they appear in `Rewards.parts` and in the metrics."""
-        return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
+        return list(self.reward_weights)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward by name, the overlong penalty included."""
+        return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
