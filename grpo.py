@@ -87,7 +87,8 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: 
     Each reward is normalised in its group before the weighted sum, so that no reward hides another; the sums are then
     divided by their standard deviation over the batch. Their mean is 0, because each group's is.
     """
-    unscored = sum(weight * parts[name] for name, weight in weights.items()).isnan()
+    weights = {name: weight for name, weight in weights.items() if weight}
+    unscored = sum(parts[name] for name in weights).isnan()
     rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
     sums = sum(weight * group_advantages(rewards[name], scale) for name, weight in weights.items())
     return (sums / (deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1)) + EPSILON)).nan_to_num()

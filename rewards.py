@@ -323,6 +323,8 @@ class Scorer:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
+        if not math.isfinite(weight):
+            raise UserError(f"--reward {text}: the weight must be finite")
         if name in self.built_in:
             self.weights[name] = weight
             return
