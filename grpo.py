@@ -446,7 +446,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         old_logp = values.old_logp
     importance = None
     if cfg.importance_cap:
-        log_ratio = torch.where(values.weights > 0, old_logp - values.sampling_logp, 0.0)
+        log_ratio = old_logp - values.sampling_logp
         importance = importance_weights(log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode)
     options = LossOptions(**{option.name: getattr(cfg, option.name) for option in fields(LossOptions)})
     loss, stats = grpo_loss(
