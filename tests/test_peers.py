@@ -1,7 +1,7 @@
 """The loss and its gradient, compared with TRL 1.16's and verl 0.9's own functions on 100 random batches per case.
 
-    pip install --no-deps --target peers trl==1.16.0 verl==0.9.1
-    pip install --no-deps --target peers tensordict pyvers omegaconf antlr4-python3-runtime==4.9.3    # verl needs these
+    pip install --no-deps -t peers trl==1.16.0 verl==0.9.1
+    pip install --no-deps -t peers tensordict pyvers omegaconf antlr4-python3-runtime==4.9.3    # verl needs these
     PYTHONPATH=peers python -m pytest tests/test_peers.py       # the tests are skipped without TRL or verl
     PYTHONPATH=peers python -m tests.test_peers                 # print the table of docs/peers.md
 
