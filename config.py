@@ -322,7 +322,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     clip_high: float | None = None
     """ε_high: ratios above 1 + ε_high are clipped. The default depends on the loss type."""
     dual_clip: float = 0.0
-    """c: where the advantage is negative, ratios above c are clipped too (arXiv:1912.09729, eq. 5); 0: they are not."""
+    """c: where the advantage is negative, ratios above c are clipped too (arXiv:1912.09729); 0: they are not."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     unbiased_kl: bool = False

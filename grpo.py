@@ -82,16 +82,18 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
 
 
 def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str | bool = "group") -> Tensor:
-    """Return the advantages (P, G) of several rewards (P, G) by name (GDPO, arXiv:2601.05242, eq. 4 to 6).
+    """Return the advantages (P, G) of several rewards (P, G) by name (GDPO, arXiv:2601.05242).
 
-    Each reward is normalised in its group before the weighted sum, so that no reward hides another; the sums are then
-    divided by their standard deviation over the batch. Their mean is 0, because each group's is.
+    With S = Σ_k w_k · A_k, the advantage is S / (std(S) + ε): each reward is normalised in its group (A_k) before the
+    weighted sum, so that no reward hides another, and the sums then over the batch. Their mean is 0, because each
+    group's is.
     """
     weights = {name: weight for name, weight in weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
     rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
     sums = sum(weight * group_advantages(rewards[name], scale) for name, weight in weights.items())
-    return (sums / (deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1)) + EPSILON)).nan_to_num()
+    std = deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1))
+    return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
 
 def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tensor | None = None) -> Tensor:
@@ -132,7 +134,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 
     With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
     ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; with `unbiased_kl`, r · KL,
-    whose gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). `importance` is a constant weight on the
+    whose gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight on the
     objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an unknown loss type.
     """
     loss_type = get_loss(options.loss_type)

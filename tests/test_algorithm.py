@@ -67,6 +67,9 @@ def test_gdpo_normalises_each_reward_in_its_group():
     std = math.sqrt(sum(x * x for x in sums) / 3)
     want = torch.tensor(sums).view(2, 2) / std
     torch.testing.assert_close(gdpo_advantages(parts, {"a": 1.0, "b": 2.0}), want)
+    # rewards that cancel leave a rounding error, which must not be divided by its own deviation
+    opposite = {"a": torch.tensor([[0.1, 0.2, 0.4]]), "b": torch.tensor([[0.4, 0.3, 0.1]])}
+    assert not gdpo_advantages(opposite, {"a": 1.0, "b": 1.0}).any()
     equal = {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}
     assert torch.equal(gdpo_advantages(equal, {"a": 1.0, "b": 2.0}), torch.zeros(2, 3))
 

@@ -50,8 +50,8 @@ def clipped_objective(
 ) -> tuple[Tensor, Tensor]:
     """Return min(r·A, clip(r)·A), and whether the clipped term is the smaller one. All tensors are (C,).
 
-    DeepSeekMath eq. 3; with clip_high > clip_low DAPO eq. 8, arXiv:2503.14476. With c = `dual_clip`, the objective of a
-    negative advantage is at least c·A (dual clip, arXiv:1912.09729, eq. 5).
+    DeepSeekMath eq. 3; with clip_high > clip_low DAPO eq. 8, arXiv:2503.14476. With c = `dual_clip`, a negative
+    advantage gets max(min(r·A, clip(r)·A), c·A) (dual clip, arXiv:1912.09729).
     """
     ratio, clipped = clipped_ratio(log_ratio, options)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
