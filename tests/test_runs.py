@@ -251,6 +251,24 @@ def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_two_processes_decide_alike_on_empty_updates_and_epochs(tiny_model, shapes, tmp_path):
+    """Some updates are empty. Which ones, and when the run ends, does not depend on the number of processes."""
+    code = "def rare(completion, answer, question):\n    return float(sum(map(ord, completion)) % 11 == 0)\n"
+    (tmp_path / "r.py").write_text(code)
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--reward={tmp_path}/r.py:rare", "--reward=count=0"]
+    flags += ["--dynamic_sampling", "--dynamic_sampling_rounds=2", "--epochs=2", "--prompts_per_update=2"]
+    flags += [f"--{name}={value}" for name, value in (SMALL | {"learning_rate": 1e-3}).items()]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    for name in ("groups_drawn", "updates_empty", "lr"):
+        assert [row[name] for row in one] == [row[name] for row in two]
+    assert sum(row["groups_drawn"] for row in one) == 24
+    assert any(row["updates_empty"] for row in one)
+    assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-3, abs=1e-6)
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_weights_that_are_not_finite_are_not_exported(tiny_model, shapes, tmp_path, monkeypatch, lora_rank):
     step = grpo.train_step
