@@ -13,12 +13,22 @@
 The docstring of each flag is its `--help` text.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
 
 from common.errors import require
+
+
+def check_finite(flags: object) -> None:
+    """Raise ValueError if a number in the dataclass `flags` is NaN or infinite."""
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            is_finite = not isinstance(number, float) or math.isfinite(number)
+            require(is_finite, f"{field.name} is {number}: give a finite number")
 
 
 @dataclass(frozen=True)
@@ -298,31 +308,48 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
 
     loss_type: str = "grpo"
-    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES` in grpo.py."""
+    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
+    gdpo: bool = False
+    """Normalise each reward in its group before the weighted sum (GDPO, arXiv:2601.05242). Without it, the weighted sum
+    is normalised."""
+    mask_truncated: bool = False
+    """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
+    the advantages of their groups."""
     clip_low: float | None = None
     """ε_low: ratios below 1 − ε_low are clipped. The default depends on the loss type."""
     clip_high: float | None = None
     """ε_high: ratios above 1 + ε_high are clipped. The default depends on the loss type."""
+    dual_clip: float = 0.0
+    """c: where the advantage is negative, ratios above c are clipped too (arXiv:1912.09729); 0: they are not."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
+    unbiased_kl: bool = False
+    """Multiply the KL estimate by the ratio, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556)."""
     old_logp: Literal["policy", "sampler"] = "policy"
     """Source of the log-probabilities under π_old: the trainer (policy) or the sampler. With policy, a step that has
     several updates needs one more forward pass."""
     importance_cap: float = 2.0
     """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between the
     sampler and the trainer; 0: no importance weight."""
+    importance_mode: Literal["token_truncate", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """token_truncate: each token has its own weight, at most `importance_cap`. sequence_truncate: the weight of the
+    completion, the product over its tokens, at most the cap. sequence_mask: the same, but 0 above the cap."""
     max_logp_difference: float = 0.1
     """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
     stops if the difference exceeds this limit; 0: no limit."""
 
     epochs: int = 1
-    """Number of passes over the training rows."""
+    """Number of passes over the training rows. Prompts that dynamic sampling replaces count too."""
     max_steps: int = 0
     """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
+    drop_last: bool = False
+    """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
+    Without this flag, the batch is filled up with rows of the next epoch, none of them twice."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         self.check_run()
         self.check_data()
         self.check_rewards()
@@ -330,15 +357,16 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         self.check_engine()
         require(self.num_generations >= 2, "num_generations must be at least 2: advantages are relative to a group")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
+        counts = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
+        for name in counts:
+            require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        not_negative = ("seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference")
+        for name in (*not_negative, "dual_clip"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         per_step, per_update = self.prompts_per_step, self.prompts_per_update
         divides = per_step % per_update == 0
         require(divides, f"prompts_per_update ({per_update}) must divide prompts_per_step ({per_step})")
-        counts = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
-        for name in counts:
-            require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        for name in ["seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference"]:
-            require(getattr(self, name) >= 0, f"{name} must not be negative")
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
         require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")

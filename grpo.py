@@ -21,8 +21,7 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -45,10 +44,23 @@ from rollout import Engine, RequestLimits, make_engine
 from training import guards
 from training.balance import rebalance
 from training.checkpoint import RUN_STATE, Saver, load_checkpoint
-from training.metrics import Clock, GroupRewards, concatenate, step_metrics
+from training.losses import (
+    DEFAULT_OPTIONS,
+    LOSSES,
+    Loss,
+    LossOptions,
+    clipped_objective,
+    get_loss,
+    importance_weights,
+    kl_estimate,
+    mean_by_row,
+)
+from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
 from training.prompt_stream import PromptStream, prompt_seed
 from training.run_folder import ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
+
+__all__ = ["LOSSES", "Loss", "LossOptions"]  # for a loss of your own, see README.md
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
@@ -59,19 +71,29 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
     A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
     selects the divisor: the standard deviation of the row ("group" or True), the standard deviation of all rewards
     ("batch"), or 1 ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
-    denominator, as in TRL and verl. If all rewards of a row are equal, its advantages are exactly 0.
+    denominator and get ε = 1e-6 added, as in verl. If the rewards of a row are equal (`is_varied`), its advantages are
+    exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    scored = ~rewards.isnan()
-    highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
-    varied = (scored.sum(1) > 1) & (highest > lowest)
-    if scale in ("none", False):
-        std = torch.ones(len(rewards), 1, dtype=rewards.dtype)
-    else:
-        deviations = centred if scale != "batch" else (rewards - rewards.nanmean()).reshape(1, -1)
-        counts = (~deviations.isnan()).sum(1, keepdim=True)
-        std = (deviations.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
-    return torch.where(scored & varied[:, None], centred / std, 0.0)
+    divisor = 1.0
+    if scale not in ("none", False):
+        divisor = deviation(rewards.reshape(1, -1) if scale == "batch" else rewards) + EPSILON
+    return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
+
+
+def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str | bool = "group") -> Tensor:
+    """Return the advantages (P, G) of several rewards (P, G) by name (GDPO, arXiv:2601.05242).
+
+    With S = Σ_k w_k · A_k, the advantage is S / (std(S) + ε): each reward is normalised in its group (A_k) before the
+    weighted sum, so that no reward hides another, and the sums then over the batch. Their mean is 0, because each
+    group's is.
+    """
+    weights = {name: weight for name, weight in weights.items() if weight}
+    unscored = sum(parts[name] for name in weights).isnan()
+    rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
+    sums = sum(weight * group_advantages(rewards[name], scale) for name, weight in weights.items())
+    std = deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1))
+    return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
 
 def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tensor | None = None) -> Tensor:
@@ -98,111 +120,38 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     return weights.float()
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """The options of `grpo_loss`."""
-
-    loss_type: str = "grpo"  # a key of `LOSSES`
-    clip_low: float = 0.2  # ε_low: the ratio is clipped below at 1 − ε_low
-    clip_high: float = 0.2  # ε_high: the ratio is clipped above at 1 + ε_high
-    beta: float = 0.0  # β, the weight of the KL term
-
-
 def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
     weights: Tensor,
     row_of_token: Tensor,
-    options: LossOptions = LossOptions(),
+    options: LossOptions = DEFAULT_OPTIONS,
     ref_logp: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensor arguments are (C,).
 
     With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
-    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4. `importance` is a constant
-    weight on the objective of each token. `row_of_token` numbers the completions 0, 1, …
-    Raises ValueError for an unknown loss type.
+    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; with `unbiased_kl`, r · KL,
+    whose gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight on the
+    objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an unknown loss type.
     """
+    loss_type = get_loss(options.loss_type)
     counted = weights > 0  # blank micro-batches hold placeholder values, which must stay finite
     log_ratio = torch.where(counted, logp - old_logp, 0.0)
-    objective, is_clipped = get_loss(options.loss_type).objective(logp, log_ratio, advantages, row_of_token, options)
+    if loss_type.ratio == "sequence":
+        log_ratio = mean_by_row(log_ratio, row_of_token)
+    objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, row_of_token, options)
     if importance is not None:
         objective = objective * importance
     per_token = -objective
     kl = torch.zeros_like(logp)
     if options.beta:
-        difference = torch.where(counted, ref_logp - logp, 0.0)
-        kl = difference.exp() - difference - 1
-        per_token = per_token + options.beta * kl
+        kl = kl_estimate(logp, torch.where(counted, ref_logp, logp))
+        per_token = per_token + options.beta * (kl * log_ratio.exp() if options.unbiased_kl else kl)
     stats = {"tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum(), "kl": (kl * counted).sum().detach()}
     return (weights * per_token).sum(), stats
-
-
-def clipped_ratio(log_ratio: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Return the ratio r = exp(`log_ratio`), and r clipped to [1 − ε_low, 1 + ε_high]."""
-    ratio = log_ratio.exp()
-    return ratio, ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-
-
-def clipped_objective(
-    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor]:
-    """Return min(r·A, clip(r)·A), and whether the clipped term is the smaller one. All tensors are (C,).
-
-    DeepSeekMath eq. 3; with clip_high > clip_low DAPO eq. 8, arXiv:2503.14476.
-    """
-    ratio, clipped = clipped_ratio(log_ratio, options)
-    return torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
-
-
-def sequence_objective(
-    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor]:
-    """Return `clipped_objective` with r replaced by its geometric mean over the completion.
-
-    GSPO eq. 5 and 7, arXiv:2507.18071.
-    """
-    rows = int(row_of_token[-1]) + 1
-    counts = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, torch.ones_like(logp))
-    sums = torch.zeros(rows, device=logp.device).index_add(0, row_of_token, log_ratio)
-    return clipped_objective(logp, (sums / counts)[row_of_token], advantages, row_of_token, options)
-
-
-def cispo_objective(
-    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
-) -> tuple[Tensor, Tensor]:
-    """Return stop_gradient(clip(r)) · A · log π_θ, and whether r was clipped (CISPO eq. 4, arXiv:2506.13585)."""
-    ratio, clipped = clipped_ratio(log_ratio, options)
-    return clipped.detach() * advantages * logp, ratio != clipped
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A variant of the loss."""
-
-    objective: Callable[[Tensor, Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor]]
-    """The objective of each token and whether it was clipped, from logp, log_ratio, advantages, row_of_token (C,)."""
-    average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `token_weights`
-    clip_low: float  # the default of `--clip_low`
-    clip_high: float  # the default of `--clip_high`
-
-
-LOSSES = {
-    "grpo": Loss(clipped_objective, "sequences", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300
-    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
-    "dapo": Loss(clipped_objective, "tokens", 0.2, 0.28),  # DAPO, arXiv:2503.14476
-    "gspo": Loss(sequence_objective, "sequences", 3e-4, 4e-4),  # GSPO, arXiv:2507.18071
-    "cispo": Loss(cispo_objective, "tokens", 1.0, 4.0),  # CISPO, arXiv:2506.13585
-}
-
-
-def get_loss(loss_type: str) -> Loss:
-    """Return the loss of that name. Raises ValueError if the name is not in `LOSSES`."""
-    if loss_type not in LOSSES:
-        raise ValueError(f"--loss_type {loss_type}: choose one of {', '.join(LOSSES)}")
-    return LOSSES[loss_type]
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
@@ -223,7 +172,7 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
     checkpoints: Saver
-    total_steps: int
+    total_steps: int  # steps of the run; with `epochs`, a further round of dynamic sampling counts like a step
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
@@ -236,6 +185,12 @@ class Run:
     norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
     features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
 
+    @property
+    def steps_left(self) -> int:
+        """Steps left of `total_steps`. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
+        done = self.step if self.cfg.max_steps else self.position // self.cfg.prompts_per_step
+        return self.total_steps - done
+
 
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
@@ -246,7 +201,10 @@ def train_step(run: Run) -> dict[str, float]:
     groups, rewards, drawn = collect(run)  # lines 5, 7, 8: prompts, completions, rewards
     with run.clock("sleep"):
         run.engine.sleep()
-    advantages = group_advantages(rewards, cfg.scale_rewards)  # line 9, (P, G)
+    if cfg.gdpo:
+        advantages = gdpo_advantages(rewards.parts, run.scorer.reward_weights, cfg.scale_rewards)
+    else:
+        advantages = group_advantages(rewards.total, cfg.scale_rewards)  # line 9, (P, G)
     run.log.completions(run.step + 1, groups, advantages)
     minibatches = make_minibatches(run, groups, advantages)
     if cfg.beta:
@@ -257,6 +215,9 @@ def train_step(run: Run) -> dict[str, float]:
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
             updates.append(update(run, minibatch))  # line 11
+    if not cfg.max_steps:  # a further round of sampling is a step without updates for the schedule
+        for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
+            run.scheduler.step()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
 
@@ -264,32 +225,36 @@ def train_step(run: Run) -> dict[str, float]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def collect(run: Run) -> tuple[list[ScoredGroup], Tensor, GroupRewards]:
+def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     """Sample the groups to train on.
 
-    Returns this process's groups, the rewards (P, G) of all groups to train on, and the rewards of all groups sampled.
-    With dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are
-    repeated until P groups are kept or the limit is reached; the step trains on what was kept. Groups stay in data
-    order on any number of processes. Raises StepFailed when too many completions are unscored.
+    Returns this process's groups, the rewards of all groups to train on (P, G), and those of all groups sampled. With
+    dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are repeated
+    until P groups are kept or the limit is reached; the step trains on what was kept. If that is nothing, all rewards
+    are 0: there is nothing to learn but length. Groups stay in data order on any number of processes. Raises StepFailed
+    when too many completions are unscored.
     """
     cfg = run.cfg
-    kept, rounds, drawn = [], [], []  # kept and rounds: pairs of a group's rewards (G,) and, if it is local, the group
-    for _ in range(cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1):
+    limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
+    kept, rounds = [], []  # kept: the row of each group in the rewards of all rounds and, if it is local, the group
+    for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):
         groups, rewards = sample_round(run)
         raise_if_interrupted(run)
-        drawn.append(rewards)
-        check_scored(run, concatenate(drawn))
-        local = {group.index: group for group in groups}
-        rounds.append([(total, local.get(i)) for i, total in enumerate(rewards.total)])
-        varied = group_advantages(rewards.raw, "none").any(1).tolist()
-        usable = [pair for pair, differs in zip(rounds[-1], varied) if differs or not cfg.dynamic_sampling]
-        kept += usable[: cfg.prompts_per_step - len(kept)]
+        first = len(rounds) * cfg.prompts_per_step
+        rounds.append(rewards)
+        check_scored(run, concatenate(rounds))
+        local = {first + group.index: group for group in groups}
+        usable = [first + i for i, varied in enumerate(is_varied(rewards.raw)) if varied or not cfg.dynamic_sampling]
+        kept += [(row, local.get(row)) for row in usable[: cfg.prompts_per_step - len(kept)]]
         if len(kept) == cfg.prompts_per_step:
             break
-    if not kept:  # no round has anything to learn from: take a step with zero gradient
-        kept = rounds[-1]
+    if kept:
+        trained = concatenate(rounds).map(lambda values: values[[row for row, _ in kept]])
+    else:
+        kept = [(row, local.get(row)) for row in range(first, first + cfg.prompts_per_step)]
+        trained = rewards.map(torch.zeros_like)
     groups = [replace(group, index=index) for index, (_, group) in enumerate(kept) if group is not None]
-    return groups, torch.stack([total for total, _ in kept]), concatenate(drawn)
+    return groups, trained, concatenate(rounds)
 
 
 def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
@@ -369,18 +334,23 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     """Return the completions of one update that the loss depends on, with their advantages and token weights.
 
     The loss depends on a completion that is scored, and has a non-zero advantage or a KL term. The weights count every
-    scored completion of all processes, so leaving out the others saves work without changing the gradient.
+    scored completion of all processes, so leaving out the others saves work without changing the gradient. With
+    `mask_truncated`, truncated completions count as completions whose tokens have weight 0 (DAPO, arXiv:2503.14476,
+    section 3.4).
     """
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
-    lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs])
-    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), lengths.sum().long()]))
-    weights = iter(token_weights(lengths.long(), cfg.loss_type, cfg.max_completion_length, totals).tolist())
+    lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs]).long()
+    masked = torch.tensor([cfg.mask_truncated and rollout.truncated for rollout, _ in pairs], dtype=torch.bool)
+    unmasked = lengths.masked_fill(masked, 0)
+    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
+    weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
+    weights = iter(weights.tolist())
     trained = []
     for group in groups:
         completions = []
         for rollout, rewards, advantage in zip(group.rollouts, group.rewards, advantages[group.index].tolist()):
             weight = next(weights)
-            if not math.isnan(rewards.total) and (advantage or cfg.beta):
+            if weight and not math.isnan(rewards.total) and (advantage or cfg.beta):
                 has_image = bool(group.prompt.images)
                 completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, has_image))
         if completions:
@@ -431,21 +401,22 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         stats = distributed.reduce_stats(sums)
     grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
+    is_empty = not grad_norm  # AdamW would still move the weights, by its momentum
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
         console.warn(f"step {run.step + 1}: {problem}; this update is skipped")
     elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, before_first_update(run)):
         raise StepFailed(mismatch)
-    else:
+    elif not is_empty:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
     with run.clock("optimizer"):
-        if not problem:
+        if not (problem or is_empty):
             run.optimizer.step()
-        run.scheduler.step()  # the schedule counts skipped updates too
+        run.scheduler.step()  # the schedule counts skipped and empty updates too
         run.optimizer.zero_grad()
-    is_spike = not problem and guards.is_spike(run.norms)
-    flags = {"skipped": torch.tensor(float(bool(problem))), "spike": torch.tensor(is_spike)}
-    return stats | {"grad_norm": grad_norm} | flags
+    is_spike = not (problem or is_empty) and guards.is_spike(run.norms)
+    flags = {"skipped": bool(problem), "empty": bool(is_empty), "spike": is_spike}
+    return stats | {"grad_norm": grad_norm} | {name: torch.tensor(float(flag)) for name, flag in flags.items()}
 
 
 def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -477,8 +448,9 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         old_logp = values.old_logp
     importance = None
     if cfg.importance_cap:
-        importance = (old_logp - values.sampling_logp).exp().clamp(max=cfg.importance_cap)
-    options = LossOptions(cfg.loss_type, cfg.clip_low, cfg.clip_high, cfg.beta)
+        log_ratio = old_logp - values.sampling_logp
+        importance = importance_weights(log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode)
+    options = LossOptions(**{option.name: getattr(cfg, option.name) for option in fields(LossOptions)})
     loss, stats = grpo_loss(
         logp, old_logp, values.advantages, values.weights, batch.row_of_token, options, values.ref_logp, importance
     )
@@ -509,15 +481,16 @@ def train(run: Run) -> None:
     cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.eval_due:
         finish_step(run, {})
-    with tqdm(total=run.total_steps, initial=run.step, desc="grpo", unit="step", disable=not console.is_main()) as bar:
-        while run.step < run.total_steps:
+    done = run.total_steps - run.steps_left
+    with tqdm(total=run.total_steps, initial=done, desc="grpo", unit="step", disable=not console.is_main()) as bar:
+        while (left := run.steps_left) > 0:
             metrics = step_or_save(run)
             run.step += 1
-            due = run.step == run.total_steps or (cfg.eval_every and run.step % cfg.eval_every == 0)
+            due = run.steps_left <= 0 or (cfg.eval_every and run.step % cfg.eval_every == 0)
             run.eval_due = bool(due and run.eval_samples)
             finish_step(run, metrics)
             bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
-            bar.update()
+            bar.update(left - run.steps_left)
     save_checkpoint(run, last=True)  # before the export, so that the run is not lost if the export fails
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
@@ -650,6 +623,10 @@ def resolve_loss(cfg: Config) -> None:
         raise UserError(str(error)) from None
     cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
     cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
+    if cfg.dual_clip and loss.objective is not clipped_objective:
+        raise UserError(f"--dual_clip does nothing with --loss_type {cfg.loss_type}: leave it out")
+    if 0 < cfg.dual_clip <= 1 + cfg.clip_high:
+        raise UserError(f"--dual_clip {cfg.dual_clip:g} must be above 1 + clip_high ({1 + cfg.clip_high:g})")
 
 
 def check_inputs(cfg: Config) -> Inputs:
@@ -657,7 +634,7 @@ def check_inputs(cfg: Config) -> Inputs:
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side)
     samples = load_split(cfg, cfg.data, cfg.task, processor)
-    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights)
+    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
     eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
     longest = cfg.max_prompt_length + cfg.max_completion_length
     return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
@@ -683,7 +660,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
 def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
     """Make the optimizer, load the checkpoint that is resumed, and open the log files."""
     stream = inputs.stream
-    total_steps = cfg.max_steps or math.ceil(cfg.epochs * len(stream.samples) / cfg.prompts_per_step)
+    total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
     state = {"step": 0, "position": 0, "lengths": {}, "eval_due": bool(inputs.eval_samples)}
     if resume.checkpoint:

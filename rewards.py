@@ -323,12 +323,19 @@ class Scorer:
     @property
     def names(self) -> list[str]:
         """Names of the rewards, as they appear in `Rewards.parts` and in the metrics."""
-        return [*self.weights, *(["overlong"] if self.overlong_buffer else [])]
+        return list(self.reward_weights)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward by name, the overlong penalty included."""
+        return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
+        if not math.isfinite(weight):
+            raise UserError(f"--reward {text}: the weight must be finite")
         if name in self.built_in:
             self.weights[name] = weight
             return

@@ -258,9 +258,13 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
     """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`.
 
-    This is a collective: every process must call it. The main process writes.
+    This is a collective: every process must call it. The main process writes. Raises UserError if a weight is NaN or
+    infinite.
     """
     tensors = {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{name} is not finite: use an earlier checkpoint and a lower --learning_rate")
     if console.is_main():
         config = copy.copy(model.peft_config[POLICY])
         config.base_model_name_or_path, config.inference_mode = base, True

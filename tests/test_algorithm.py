@@ -5,14 +5,28 @@ mean, token weights that depend on how the batch is split, clipping on the wrong
 instead of a mean, and a KL estimate with the wrong sign.
 """
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import evaluate
 from common.errors import UserError
+from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
-from grpo import LossOptions, group_advantages, grpo_loss, resolve_loss, token_weights
+from grpo import (
+    LossOptions,
+    gdpo_advantages,
+    group_advantages,
+    grpo_loss,
+    resolve_loss,
+    token_weights,
+    training_groups,
+)
+from training.guards import is_spike
+from training.losses import importance_weights
 
 NAN = math.nan
 
@@ -31,6 +45,43 @@ def test_equal_rewards_give_exactly_zero():
             assert torch.equal(group_advantages(torch.full((2, 7), value), scale), torch.zeros(2, 7))
     # In floating point, the mean of equal values may differ from the values, but the advantages must still be zero.
     assert not group_advantages(torch.full((1, 3), 0.1 + 0.2)).any()
+
+
+def test_rewards_that_differ_by_rounding_alone_count_as_equal():
+    """One unit in the last place would otherwise give an advantage of 1.73."""
+    third = torch.tensor(1 / 3)
+    above = torch.nextafter(third, torch.tensor(1.0))
+    for row in ([third, third, third, above], [1.0, 1.0 + 9e-7, 1.0, 1.0], [2000.0, 2000.001, 2000.0, NAN]):
+        for scale in ("group", "batch", "none"):
+            assert not group_advantages(torch.tensor([row]), scale).any(), (row, scale)
+    # mean 5e-5, standard deviation 1e-4/√2: ε = 1e-6 makes itself felt
+    want = 5e-5 / (1e-4 / math.sqrt(2) + 1e-6)
+    torch.testing.assert_close(group_advantages(torch.tensor([[0.0, 1e-4]])), torch.tensor([[-want, want]]))
+
+
+def test_gdpo_normalises_each_reward_in_its_group():
+    """The second reward is ten times as large. Its weighted sum with the first would hide the first."""
+    parts = {"a": torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "b": torch.tensor([[0.0, 10.0], [10.0, 10.0]])}
+    unit = 1 / math.sqrt(2)  # (1 − 0.5) / std, with std = 1/√2
+    sums = [unit - 2 * unit, -unit + 2 * unit, -unit, unit]
+    std = math.sqrt(sum(x * x for x in sums) / 3)
+    want = torch.tensor(sums).view(2, 2) / std
+    torch.testing.assert_close(gdpo_advantages(parts, {"a": 1.0, "b": 2.0}), want)
+    # rewards that cancel leave a rounding error, which must not be divided by its own deviation
+    opposite = {"a": torch.tensor([[0.1, 0.2, 0.4]]), "b": torch.tensor([[0.4, 0.3, 0.1]])}
+    assert not gdpo_advantages(opposite, {"a": 1.0, "b": 1.0}).any()
+    equal = {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}
+    assert torch.equal(gdpo_advantages(equal, {"a": 1.0, "b": 2.0}), torch.zeros(2, 3))
+
+
+def test_gdpo_leaves_unscored_completions_out():
+    """A completion without one of the rewards counts for none of them, unless that reward is only logged."""
+    parts = {"a": torch.tensor([[1.0, 0.0, 1.0]]), "b": torch.tensor([[NAN, 1.0, 2.0]])}
+    got = gdpo_advantages(parts, {"a": 1.0, "b": 1.0})
+    assert got[0, 0] == 0
+    others = {name: values[:, 1:] for name, values in parts.items()}
+    torch.testing.assert_close(got[:, 1:], gdpo_advantages(others, {"a": 1.0, "b": 1.0}))
+    torch.testing.assert_close(gdpo_advantages(parts, {"a": 1.0, "b": 0.0}), group_advantages(parts["a"]))
 
 
 def test_left_out_completions_count_for_nothing():
@@ -150,6 +201,14 @@ def test_clipping_stops_the_gradient_on_the_right_side():
     assert grad_of("grpo", 0.5, -1.0)[1]["clip_ratio"] == 0
 
 
+def test_dual_clip_bounds_the_ratio_of_negative_advantages():
+    for ratio, clipped in ((2.9, False), (3.1, True)):
+        gradient, stats = grad_of("grpo", math.log(ratio), -1.0, dual_clip=3.0)
+        assert gradient == pytest.approx(0.0 if clipped else ratio)
+        assert stats["clip_ratio"] == clipped
+    assert grad_of("grpo", math.log(1.1), +1.0, dual_clip=3.0)[0] == pytest.approx(-1.1)
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert grad_of("cispo", 3.0, +1.0, clip_low=1.0, clip_high=4.0)[0] == pytest.approx(-5.0)  # weight capped at 1 + 4
     assert grad_of("cispo", 0.5, +1.0, clip_low=1.0, clip_high=4.0)[0] == pytest.approx(-math.exp(0.5))
@@ -176,6 +235,21 @@ def test_kl_is_zero_only_at_the_reference_and_pulls_towards_it():
         assert math.copysign(1, logp.grad.item()) * (logp.grad.item() != 0) == sign
 
 
+def test_the_unbiased_kl_has_the_gradient_of_the_kl():
+    """Averaged over the policy's own tokens, its gradient is that of KL(π_θ ‖ π_ref), worked out from the full sum."""
+    logits = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    ref = torch.tensor([0.5, 0.2, -0.4]).log_softmax(0)
+    logp = logits.log_softmax(0)
+    zero, row = torch.zeros(3), torch.arange(3)
+    for unbiased in (True, False):
+        loss, _ = grpo_loss(
+            logp, logp.detach(), zero, logp.detach().exp(), row, LossOptions(beta=1.0, unbiased_kl=unbiased), ref
+        )
+        (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (want,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
+        assert torch.allclose(got, want, atol=1e-6) == unbiased
+
+
 def test_tokens_without_weight_never_make_the_loss_infinite():
     """In a blank micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
@@ -197,6 +271,34 @@ def test_importance_weight_scales_the_objective_alone():
     torch.testing.assert_close(logp.grad, torch.tensor([-1.0, -0.25]))
 
 
+def test_importance_of_tokens_and_of_sequences():
+    ratios, rows = torch.tensor([3.0, 0.5, 1.5, 1.5, 0.9]), torch.tensor([0, 0, 1, 1, 2])
+    for mode, want in (
+        ("token_truncate", [2.0, 0.5, 1.5, 1.5, 0.9]),
+        ("sequence_truncate", [1.5, 1.5, 2.0, 2.0, 0.9]),
+        ("sequence_mask", [1.5, 1.5, 0.0, 0.0, 0.9]),
+    ):
+        torch.testing.assert_close(importance_weights(ratios.log(), rows, 2.0, mode), torch.tensor(want))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_masked_completions_are_not_trained_on(loss_type):
+    """They count among the sequences, but their tokens do not count among the tokens."""
+    rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated=n == 6) for n in (2, 6, 4)]
+    groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, [Rewards(1.0, 1.0)] * 3, index=0)]
+    cfg = Config(data="x", loss_type=loss_type, mask_truncated=True, max_completion_length=6, beta=0.1)
+    (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0]]))
+    weights = {len(completion.ids): completion.weight for completion in group.completions}
+    want = {"grpo": {2: 1 / 6, 4: 1 / 12}, "dapo": {2: 1 / 6, 4: 1 / 6}, "dr_grpo": {2: 1 / 18, 4: 1 / 18}}[loss_type]
+    assert weights == pytest.approx(want)
+
+
+def test_norms_of_zero_do_not_make_the_next_norm_a_spike():
+    assert not is_spike([0.0] * 20 + [1.0])
+    assert not is_spike([0.0] * 20 + [1.0] * 10 + [2.0])
+    assert is_spike([0.0] * 20 + [1.0] * 10 + [6.0])
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -212,11 +314,40 @@ def test_importance_weight_scales_the_objective_alone():
         (dict(clip_low=-1.0), "clip_low must be between"),
         (dict(micro_batch_tokens=-1), "micro_batch_tokens, lora_rank and lora_alpha must not be negative"),
         (dict(min_pixels=10, max_pixels=5), "min_pixels"),
+        (dict(prompts_per_step=0), "prompts_per_step must be at least 1"),
+        (dict(prompts_per_step=-4), "prompts_per_step must be at least 1"),
+        (dict(max_grad_norm=NAN), "max_grad_norm is nan: give a finite number"),
+        (dict(learning_rate=math.inf), "learning_rate is inf: give a finite number"),
+        (dict(temperature=math.inf), "temperature is inf"),
+        (dict(data_weights=(1.0, NAN)), "data_weights is nan"),
+        (dict(dual_clip=-1.0), "dual_clip must not be negative"),
     ],
 )
 def test_config_refuses_what_cannot_work(bad, message):
     with pytest.raises(ValueError, match=message):
         Config(data="x", **bad)
+
+
+@pytest.mark.parametrize("config", [Config, evaluate.Config])
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_no_flag_takes_a_number_that_is_not_finite(config, value):
+    floats = [field.name for field in dataclasses.fields(config) if field.type in ("float", float)]
+    assert len(floats) > 3
+    for name in floats:
+        with pytest.raises(ValueError, match=f"{name} is {value}: give a finite number"):
+            config(**{"data": "x", "model": "x", name: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(dual_clip=3.0, loss_type="cispo"), "--dual_clip does nothing with --loss_type cispo"),
+        (dict(dual_clip=1.1), r"--dual_clip 1.1 must be above 1 \+ clip_high \(1.2\)"),
+    ],
+)
+def test_a_dual_clip_without_effect_is_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        resolve_loss(Config(data="x", **flags))
 
 
 def test_clip_defaults_follow_the_loss():

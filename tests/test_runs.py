@@ -145,6 +145,16 @@ VARIANTS = {
     "dapo": dict(loss_type="dapo", dynamic_sampling=True, dynamic_sampling_rounds=3),
     "gspo": dict(loss_type="gspo", num_iterations=2),
     "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
+    "every option": dict(
+        num_iterations=2,
+        beta=0.01,
+        unbiased_kl=True,
+        dual_clip=3.0,
+        gdpo=True,
+        reward=("format",),
+        importance_mode="sequence_mask",
+        drop_last=True,
+    ),
     "several updates a step": dict(prompts_per_update=2, micro_batch_tokens=200),
     "trained vision, checkpointed": dict(train_vision=True, activation_checkpointing="full", lr_schedule="cosine"),
     "half precision": dict(dtype="bfloat16", train_vision=True, beta=0.01),
@@ -195,6 +205,83 @@ def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tm
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
+
+
+def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shapes, tmp_path, monkeypatch):
+    """After a step that learns, AdamW's momentum would move them, and so would weight decay."""
+    calls = []
+
+    def reward(completion, answer, **_):
+        calls.append(completion)
+        return float(len(calls) % 2) if len(calls) <= 16 else 0.3
+
+    monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
+    for steps in (1, 3):
+        calls.clear()
+        flags = dict(max_steps=steps, weight_decay=0.1, max_skipped=1)
+        grpo.main(config(tiny_model, shapes, tmp_path / str(steps), **flags))
+    one, three = weights(tmp_path / "1" / "final"), weights(tmp_path / "3" / "final")
+    assert all(torch.equal(one[name], three[name]) for name in one)
+    rows = read_jsonl(tmp_path / "3" / "metrics.jsonl")
+    assert [row["updates_empty"] for row in rows] == [0, 1, 1]
+    assert [row["updates_skipped"] for row in rows] == [0, 0, 0]
+
+
+def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes, tmp_path, monkeypatch):
+    """12 rows, 4 prompts a round: two epochs are six rounds in any number of steps. A resumed run is the same."""
+
+    def reward(completion, answer, **_):
+        return float(sum(map(ord, completion)) % 7 == 0)
+
+    monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
+    flags = dict(epochs=2, dynamic_sampling=True, dynamic_sampling_rounds=4, lr_schedule="linear")
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "a", save_every=1, keep_last=0, **flags))
+    grpo.train(run)
+    rows = read_jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert (run.position, run.step, run.steps_left) == (24, len(rows), 0)
+    assert sum(row["groups_drawn"] for row in rows) == 24
+    assert 1 < len(rows) < 6, "some rounds must be repeated, and some steps must fill"
+    drawn = [sum(row["groups_drawn"] for row in rows[: i + 1]) for i in range(len(rows))]
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * (1 - prompts / 24) for prompts in drawn])
+    (tmp_path / "b").mkdir()
+    subprocess.run(["cp", "-r", tmp_path / "a" / "checkpoint-1", tmp_path / "b"], check=True)
+    grpo.main(config(tiny_model, shapes, tmp_path / "b", resume="newest", **flags))
+    assert [row["lr"] for row in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [row["lr"] for row in rows[1:]]
+    a, b = weights(tmp_path / "a" / "final"), weights(tmp_path / "b" / "final")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_processes_decide_alike_on_empty_updates_and_epochs(tiny_model, shapes, tmp_path):
+    """Some updates are empty. Which ones, and when the run ends, does not depend on the number of processes."""
+    code = "def rare(completion, answer, question):\n    return float(sum(map(ord, completion)) % 11 == 0)\n"
+    (tmp_path / "r.py").write_text(code)
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--reward={tmp_path}/r.py:rare", "--reward=count=0"]
+    flags += ["--dynamic_sampling", "--dynamic_sampling_rounds=2", "--epochs=2", "--prompts_per_update=2"]
+    flags += [f"--{name}={value}" for name, value in (SMALL | {"learning_rate": 1e-3}).items()]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    for name in ("groups_drawn", "updates_empty", "lr"):
+        assert [row[name] for row in one] == [row[name] for row in two]
+    assert sum(row["groups_drawn"] for row in one) == 24
+    assert any(row["updates_empty"] for row in one)
+    assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_weights_that_are_not_finite_are_not_exported(tiny_model, shapes, tmp_path, monkeypatch, lora_rank):
+    step = grpo.train_step
+
+    def break_weights(run):
+        metrics = step(run)
+        next(p for p in run.policy.parameters() if p.requires_grad).data.mul_(math.nan)
+        return metrics
+
+    monkeypatch.setattr(grpo, "train_step", break_weights)
+    with pytest.raises(RunStopped, match=r"final' could not be written .*is not finite: use an earlier checkpoint"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, lora_rank=lora_rank))
+    assert not list(tmp_path.glob("final*"))
 
 
 MOODY_REWARD = """
@@ -265,6 +352,7 @@ def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tin
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds must be drawn"
     assert row["rewards/overlong"] < 0
+    assert (row["grad_norm"], row["updates_empty"]) == (0, 1), "there is nothing to learn but length"
 
 
 def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
@@ -423,6 +511,9 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
     cases = [
         (["grpo.py", model, data, "--learning_rat=1"], "--learning_rate"),
         (["grpo.py", model, data, "--num_generations=1"], "num_generations must be at least 2"),
+        (["grpo.py", model, data, "--max_grad_norm=nan"], "max_grad_norm is nan: give a finite number"),
+        (["grpo.py", model, data, "--prompts_per_step=0"], "prompts_per_step must be at least 1"),
+        (["grpo.py", model, data, "--reward=count=1e999"], "error: --reward count=1e999: the weight must be finite"),
         (["grpo.py", model], "--data"),
         (["grpo.py", "--model=nowhere/at/all", data], "error: no model at 'nowhere/at/all'"),
         (["grpo.py", model, "--data=nowhere.jsonl"], "error: no data at 'nowhere.jsonl'"),

@@ -26,7 +26,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
     `source`.
 
     The folder is written under a temporary name and then renamed. All processes must call this together. Raises
-    RunStopped if writing fails.
+    RunStopped if writing fails, or if a weight is NaN or infinite; nothing is then written or replaced.
     """
     target = pathlib.Path(folder)
     partial = partial_path(target)
@@ -59,7 +59,10 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
     parameters = dict(model.named_parameters()) if model is not None else {}
     for name, weight in full_weights(policy):  # gathers one weight at a time, on all processes
         if model is not None:
-            parameters.pop(name).data.copy_(weight)
+            parameters[name].data.copy_(weight)
+            if not parameters.pop(name).isfinite().all():
+                message = message or f"{name} is not finite: use an earlier checkpoint and a lower --learning_rate"
+    distributed.raise_first_error(message, UserError)
     if model is not None:
         if parameters:
             raise RuntimeError(f"the policy has no parameter {sorted(parameters)[0]!r} to export")

@@ -60,6 +60,9 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 
 
 def is_spike(norms: list[float]) -> bool:
-    """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms."""
-    earlier = norms[:-1]
+    """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms.
+
+    Norms of 0 are left out: the steps had nothing to learn from.
+    """
+    earlier = [norm for norm in norms[:-1] if norm]
     return len(earlier) >= 10 and norms[-1] > 5 * statistics.median(earlier)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from common.records import Rollout
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+EPSILON = 1e-6  # rewards that differ by less count as equal; added to every standard deviation that divides
 
 
 class Clock:
@@ -54,11 +56,32 @@ class GroupRewards:
     raw: Tensor  # (groups, G) the same before the overlong penalty
     parts: dict[str, Tensor]  # (groups, G) each reward by name
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "GroupRewards":
+        """Return these rewards with `change` applied to each tensor."""
+        parts = {name: change(values) for name, values in self.parts.items()}
+        return GroupRewards(change(self.total), change(self.raw), parts)
+
 
 def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
     """Join the rewards of several rounds of sampling."""
     parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
     return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)
+
+
+def is_varied(rewards: Tensor) -> Tensor:
+    """Return whether the rewards of each row of `rewards` (P, G) differ, as (P,). NaN rewards do not count.
+
+    A row with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
+    """
+    highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
+    return highest - lowest > EPSILON * rewards.nan_to_num(nan=0.0).abs().amax(1).clamp(min=1)
+
+
+def deviation(rewards: Tensor) -> Tensor:
+    """Return the standard deviation of each row of `rewards` (P, G), with n − 1, as (P, 1). NaN does not count."""
+    counts = (~rewards.isnan()).sum(1, keepdim=True)
+    centred = rewards - rewards.nanmean(1, keepdim=True)
+    return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
 
 
 def step_metrics(
@@ -86,15 +109,12 @@ def step_metrics(
     step_time = time.perf_counter() - clock.started
     total = rewards.total
     scored = ~total.isnan()
-    varied = total.nan_to_num(nan=-math.inf).amax(1) > total.nan_to_num(nan=math.inf).amin(1)
-    centred = (total - total.nanmean(1, keepdim=True)).nan_to_num()
-    group_std = (centred.square().sum(1) / (scored.sum(1) - 1).clamp(min=1)).sqrt()
     return {
         "reward": total.nanmean().item(),
-        "reward_std": group_std.mean().item(),
+        "reward_std": deviation(total).mean().item(),
         **{f"rewards/{name}": values.nanmean().item() for name, values in rewards.parts.items()},
         "rewards/no_verdict": 1 - scored.double().mean().item(),
-        "frac_reward_zero_std": 1 - varied.double().mean().item(),
+        "frac_reward_zero_std": 1 - is_varied(total).double().mean().item(),
         "groups_drawn": len(total),
         "completions/mean_length": (total_length / num_rollouts).item(),
         "completions/max_length": max_length.item(),
@@ -107,6 +127,7 @@ def step_metrics(
         "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
         "grad_norm_spike": float(any(u["spike"] for u in updates)),
         "updates_skipped": sum(u["skipped"] for u in updates).item(),
+        "updates_empty": sum(u["empty"] for u in updates).item(),
         "clip_ratio": mean("clip_ratio"),
         "kl": mean("kl"),
         "entropy": mean("entropy"),

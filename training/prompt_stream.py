@@ -22,9 +22,26 @@ from data import Processor, encode_prompts
 class PromptStream:
     """The endless shuffled stream of training prompts over `samples`, which come from one or several data sets."""
 
-    def __init__(self, samples: list[Sample], processor: Processor, seed: int, weights: tuple[float, ...] = ()):
-        self.samples, self.processor, self.seed, self.weights = samples, processor, seed, weights
+    def __init__(
+        self,
+        samples: list[Sample],
+        processor: Processor,
+        seed: int,
+        weights: tuple[float, ...] = (),
+        batch: int = 1,
+        drop_last: bool = False,
+    ):
+        """`batch` is the number of prompts that are drawn at a time; for `drop_last`, see `row_at`."""
+        self.samples, self.processor = samples, processor
         self.sizes = source_sizes(samples, weights)
+        if drop_last and batch > len(samples):
+            raise UserError(
+                f"--drop_last drops every row: prompts_per_step is {batch}, and there are {len(samples)} rows"
+            )
+        self.epoch_length = len(samples) - (len(samples) % batch if drop_last else 0)  # prompts in an epoch
+        self.order = functools.partial(
+            row_at, sizes=self.sizes, seed=seed, weights=weights, batch=batch, drop_last=drop_last
+        )
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
@@ -55,7 +72,7 @@ class PromptStream:
 
     def row(self, position: int) -> int:
         """Return the index of the sample at `position`."""
-        return row_at(position, self.sizes, self.seed, self.weights)
+        return self.order(position)
 
     def rows(self, positions: Sequence[int]) -> list[Sample]:
         """Return the samples at `positions`."""
@@ -84,22 +101,38 @@ class PromptStream:
         return prompts
 
 
-def row_at(position: int, sizes: Sequence[int], seed: int, weights: tuple[float, ...] = ()) -> int:
+def row_at(
+    position: int,
+    sizes: Sequence[int],
+    seed: int,
+    weights: tuple[float, ...] = (),
+    batch: int = 1,
+    drop_last: bool = False,
+) -> int:
     """Return the row at `position` in an endless shuffled stream over concatenated data sets of `sizes` rows.
 
     An epoch has as many positions as there are rows. Without `weights`, each epoch visits every row once, in a new
     order. With `weights`, each data set gets its fraction of the positions in every epoch. It fills these positions
     from its own endless shuffled stream, so that every row is eventually visited.
+
+    The stream is read `batch` positions at a time. The last batch of an epoch is filled up with other rows of the next
+    epoch, so that without `weights` no batch has a row twice. With `drop_last`, it is dropped unless it is full.
     """
-    epoch, index = divmod(position, sum(sizes))
-    return int(_epoch_order(tuple(sizes), seed, epoch, weights)[index])
+    rows = sum(sizes)
+    epoch, index = divmod(position, rows - (rows % batch if drop_last else 0))
+    return int(_epoch_order(tuple(sizes), seed, epoch, weights, 1 if drop_last else batch)[index])
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...]) -> np.ndarray:
+def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...], batch: int) -> np.ndarray:
     rows = sum(sizes)
     shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
     if not weights:
+        begun = epoch * rows % batch  # rows of the previous epoch in the batch with which this epoch starts
+        if begun and batch <= rows:
+            others = shuffled[~np.isin(shuffled, _epoch_order(sizes, seed, epoch - 1, weights, batch)[-begun:])]
+            first = others[: batch - begun]
+            shuffled = np.concatenate([first, shuffled[~np.isin(shuffled, first)]])
         return shuffled
     ends = np.round(np.cumsum(weights) / sum(weights) * rows).astype(int)  # each data set fills start..end of an epoch
     chosen = []

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from common import distributed
-from common.errors import StepFailed
+from common.errors import StepFailed, UserError
 from data import encode_prompts, load_processor, load_samples
-from training.prompt_stream import PromptStream
+from training.prompt_stream import PromptStream, _epoch_order, row_at
 
 
 @pytest.fixture
@@ -53,3 +53,28 @@ def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
         assigned.append(stream.assign_prompts(0, 6, 8, 100, tensor_parallel=2)[0])
     assert sorted(i for indices in assigned for i in indices) == list(range(6))
     assert len(assigned[0] + assigned[1]) == len(assigned[2] + assigned[3]) == 3
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(10, 4), (10, 10), (11, 8), (7, 3)])
+def test_no_batch_has_a_row_twice_and_every_epoch_has_every_row_once(rows, batch):
+    order = [row_at(position, [rows], 3, batch=batch) for position in range(20 * rows * batch)]
+    for first in range(0, len(order), batch):
+        assert len(set(order[first : first + batch])) == batch
+    for first in range(0, len(order), rows):
+        assert sorted(order[first : first + rows]) == list(range(rows))
+    _epoch_order.cache_clear()  # as after a restart
+    position = 13 * rows + 1
+    assert row_at(position, [rows], 3, batch=batch) == order[position]
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_batch():
+    """Other rows are left out in each epoch."""
+    epochs = [[row_at(8 * epoch + i, [10], 3, batch=4, drop_last=True) for i in range(8)] for epoch in range(30)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert {row for epoch in epochs for row in set(range(10)) - set(epoch)} == set(range(10))
+
+
+def test_drop_last_needs_a_full_batch(stream):
+    assert PromptStream(stream.samples, stream.processor, 0, batch=5, drop_last=True).epoch_length == 10
+    with pytest.raises(UserError, match="--drop_last drops every row: prompts_per_step is 13, and there are 12 rows"):
+        PromptStream(stream.samples, stream.processor, 0, batch=13, drop_last=True)
