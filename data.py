@@ -176,7 +176,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         try:
             image = fit_image(source, *processor.limits)
         except (OSError, ValueError) as error:
-            problem = f"image {source}: {error}; `check_image` found no damage when the run started: replace the image"
+            problem = f"image {source}: {error}; it was readable when the run started: restore it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
