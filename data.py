@@ -36,6 +36,7 @@ from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
 from config import Columns, DataFlags, RowFlags
 from inputs.images import check_image, fit_image, fitted_size, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, read_text
+from policy.model import check_architecture
 
 
 @dataclass
@@ -66,6 +67,11 @@ class Processor:
         """The tokenizer's special tokens. In a question, such a token would end the turn or stand for an image."""
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Length of the longest token in characters. A text of n tokens has at most n times as many characters."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     @property
     def image_token_id(self) -> int:
         return self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -82,12 +88,12 @@ def load_processor(
     """Load the tokenizer and image processor saved with `model`.
 
     The prompt template is the Jinja file `template`, or the task's own template if `template` is None. Raises UserError
-    if `model` does not exist, is incomplete or has no chat template; if `template` is invalid; or if `max_pixels` or
-    `max_side` is too small for one image token.
+    if `model` does not exist, is incomplete, has no chat template or has an unsupported architecture; if `template` is
+    invalid; or if `max_pixels` or `max_side` is too small for one image token.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(model)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         image_processor = None
         if hasattr(config, "vision_config"):
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
@@ -109,6 +115,7 @@ def load_processor(
         system, text = None, read_text(template, "--template")
     user_turn = _template(text, template)
     skeleton = _skeleton(config)
+    check_architecture(skeleton, model)
     processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
     if image_processor is not None and (max_pixels < processor.factor**2 or 0 < max_side < processor.factor):
         problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
@@ -202,7 +209,10 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     messages = [{"role": "user", "content": content}]
     if system := sample.system or processor.system:
         messages.insert(0, {"role": "system", "content": system})
-    chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
@@ -318,8 +328,8 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
         key = hashlib.sha1(content).hexdigest() if isinstance(content, bytes) else str(content)
         if key not in image_sizes:
             image_sizes[key] = check_image(content)
-    except FileNotFoundError:
-        raise ValueError(f"no image at {source}") from None
+    except FileNotFoundError as error:
+        raise ValueError(f"no image at {error.filename or source}") from None
     except ValueError as error:
         raise ValueError(f"image {source if isinstance(source, str | Folder | Cell) else ''}: {error}") from None
     return key
@@ -329,6 +339,9 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     """Return the prompt length in tokens. Raises ValueError if the model cannot take the prompt."""
     if sample.images and processor.image_processor is None:
         raise ValueError("the row has an image, but the model is text-only")
+    characters = len(sample.prompt) + len(sample.system or "")
+    if max_length is not None and characters > max_length * processor.longest_token:  # encoding it could take minutes
+        raise ValueError(f"its prompt has {characters:,} characters; --max_prompt_length is {max_length} tokens")
     length = len(_engine_ids(sample, processor))
     for height, width in sizes:
         h, w = fitted_size(height, width, *processor.limits)

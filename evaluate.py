@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-import transformers
 
 from common import cli, console, distributed, errors
 from common.errors import RunStopped, UserError
@@ -31,7 +30,7 @@ from evaluation.held_out import PROGRESS, SamplingFlags, judge_task, open_progre
 from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, drop_images, raw_rows
-from policy.model import Policy, auto_class, compute_dtype, load_policy
+from policy.model import Policy, auto_class, compute_dtype, load_config, load_policy
 from rewards import Scorer, check_math
 from rollout import RequestLimits, make_engine
 
@@ -200,7 +199,7 @@ def load_baseline(cfg: Config) -> Policy:
     if is_adapter:
         return policy
     with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(cfg.model)
+        config = load_config(cfg.model)
         shapes = {name: param.shape for name, param in auto_class(config).from_config(config).named_parameters()}
     if differing := [name for name, param in policy.model.named_parameters() if shapes.get(name) != param.shape]:
         raise UserError(

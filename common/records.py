@@ -43,7 +43,7 @@ class Cell:
         if not isinstance(image, dict):
             return image
         has_path = image.get("bytes") is None and image.get("path")
-        return self.locate(image["path"]) if has_path else image.get("bytes")
+        return self.locate(str(image["path"])) if has_path else image.get("bytes")
 
     def __str__(self) -> str:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")

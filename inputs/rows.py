@@ -46,6 +46,8 @@ FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
+MAX_BLANK_ROWS = 2**20  # as many rows as a spreadsheet has
+OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of what a model would not be shown
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], Folder]  # from the path of an image, as a row has it, to where the image is
 
@@ -145,6 +147,8 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if isinstance(row, RowError):
         raise row
     row = dict(row)
+    if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
+        raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     is_conversation = "conversations" in row and "prompt" not in row and columns.prompt is None
     adapter = _from_conversation if is_conversation else _from_columns
     image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
@@ -154,13 +158,13 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
     answer = _answer_text(answer)
-    if any("\ud800" <= character <= "\udfff" for character in prompt + answer):
-        raise RowError("the prompt or answer contains a broken character (half of a surrogate pair)")
+    system = system if isinstance(system, str) and system.strip() else None
+    if re.search("[\ud800-\udfff]", prompt + answer + (system or "")):
+        raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images]
-    system = system if isinstance(system, str) and system.strip() else None
     return add_image_tags(Sample(prompt, answer, images, source, drop_images(row), system))
 
 
@@ -255,6 +259,8 @@ def _text(content: object) -> tuple[str, list]:
         raise RowError("a turn's 'content' is neither text nor a list of parts")
     text, images = "", []
     for part in content:
+        if media := re.search("video|audio", " ".join([str(part.get("type")), *(name for name in part if part[name])])):
+            raise RowError(f"a part of a turn is {media[0]}, but only text and images are supported: remove the row")
         if part.get("type") in ("image", "image_url"):
             names = ("image", "path", "image_path", "image_url", "url", "bytes")
             image = next((part[name] for name in names if part.get(name) is not None), None)
@@ -270,12 +276,13 @@ def _text(content: object) -> tuple[str, list]:
 def resolve_image(image: object, locate: Locate) -> ImageSource:
     """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged.
 
-    Raises RowError for invalid base64 and for 'bytes' that are not bytes.
+    Raises RowError for invalid base64, for 'bytes' that are not bytes and for a 'path' that is not text.
     """
-    if isinstance(image, dict) and not isinstance(image.get("bytes"), bytes | None):
-        raise RowError("an image's 'bytes' value is not bytes")
-    if isinstance(image, dict) and image.get("bytes") is None and isinstance(image.get("path"), str):
-        return locate(image["path"])
+    if isinstance(image, dict):
+        for name, kind in (("bytes", bytes), ("path", str)):
+            if not isinstance(image.get(name), kind | None):
+                raise RowError(f"an image's '{name}' value is not {'text' if kind is str else 'bytes'}")
+        return image if image.get("bytes") is not None or image.get("path") is None else locate(image["path"])
     if isinstance(image, str) and image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
@@ -287,10 +294,13 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
 def add_image_tags(sample: Sample) -> Sample:
     """If a prompt has images but no image tags, put one tag per image before the prompt.
 
-    Raises RowError if a prompt has tags, but not one per image, or if a column is named 'completion'.
+    Raises RowError if a prompt has tags, but not one per image; if it has a tag of a video or of audio; or if a column
+    is named 'completion'.
     """
     if "completion" in sample.fields:
         raise RowError("a column is named 'completion', the rewards' name for the model's text: rename the column")
+    if tag := re.search(rf"<({'|'.join(OTHER_MEDIA)})>", sample.prompt):
+        raise RowError(f"{tag[0]} in the prompt, but only text and images are supported: remove the tag or the row")
     tags = sample.prompt.count(TAG)
     if sample.images and not tags:
         sample.prompt = TAG * len(sample.images) + sample.prompt
@@ -347,10 +357,12 @@ def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:
         return
     if text.lstrip().startswith("[\n") or text.startswith("[{"):
         raise UserError(f"{path} is a JSON list: name it .json")
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
+    number, end = 1, 0
+    for line in re.finditer(r"[^\n]+", text):  # skips blank lines, of which there may be millions, without a loop
+        number, end = number + text.count("\n", end, line.start()), line.start()
+        if line[0].strip():
             try:
-                yield number, json.loads(line)
+                yield number, json.loads(line[0])
             except (ValueError, RecursionError) as error:
                 yield number, RowError(f"not JSON ({error})")
 
@@ -426,7 +438,9 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
     """
     try:
         archive = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} has a file name that is not UTF-8 ({error}): rename the file, pack again") from None
+    except UNREADABLE as error:
         raise UserError(f"{path} is not a readable ZIP ({error})") from None
     total, limit = sum(member.file_size for member in archive.infolist()) / 2**30, MAX_UNPACKED_BYTES / 2**30
     if total > limit:
@@ -452,7 +466,7 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
 def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict | RowError]]:
     """Yield the rows of main.csv under the column names that `parse_row` expects."""
     image, prompt = columns.images or "images_path", columns.prompt or "question"
-    reader = csv.reader(io.StringIO(read_text(path, "--data")), strict=True)
+    reader, num_blank = csv.reader(io.StringIO(read_text(path, "--data")), strict=True), 0
     try:
         header = [name.strip() for name in next(reader, [])]
         if missing := ", ".join(sorted({image, prompt, columns.answer or "answer"} - set(header))):
@@ -462,6 +476,9 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
             raise UserError(f"{path}: a column appears twice in the header: {', '.join(header)}")
         for number, cells in enumerate(reader, 2):  # numbered as in a spreadsheet: the header and blank rows count
             if not cells:
+                num_blank += 1
+                if num_blank > MAX_BLANK_ROWS:
+                    raise UserError(f"{path} has more than {MAX_BLANK_ROWS:,} blank rows: remove them")
                 continue
             row = dict(zip(header, cells))
             if len(cells) != len(header):

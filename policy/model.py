@@ -76,6 +76,7 @@ def load_model(
     which `apply_fsdp` fills. Raises UserError if the model cannot be loaded.
     """
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    safely = {"trust_remote_code": False, "use_safetensors": True}  # never run the folder's own code or pickles
     config = load_config(name)
     if to_shard and not console.is_main():
         with _explain_load_errors(name), torch.device("meta"):
@@ -83,10 +84,31 @@ def load_model(
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype), "device_map": {"": four_bit_device}}
     with _explain_load_errors(name):
-        model, report = auto_class(config).from_pretrained(name, output_loading_info=True, **options)
-    if report["missing_keys"]:  # transformers only warns, and fills them with random numbers
-        raise UserError(f"{name!r} lacks {sorted(report['missing_keys'])[0]}: download the model again")
+        model, report = auto_class(config).from_pretrained(
+            name, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
+        )
+    _check_tensors(name, model, report)
     return model
+
+
+def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
+    """Raise UserError unless the files of the model at `name` have exactly the tensors that `model` has.
+
+    transformers only warns, and fills a missing tensor with random numbers. Its `report` leaves out tied weights.
+    """
+    buffers = {buffer for buffer, _ in model.named_buffers()}  # old releases saved some that are computed today
+    problems = {
+        "the files lack": set(report["missing_keys"]),
+        "a different shape in the files:": {key for key, *_ in report["mismatched_keys"]},
+        "the model does not have": set(report["unexpected_keys"]) - buffers,
+    }
+    for problem, keys in problems.items():
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise UserError(
+                f"cannot load the model {name!r}: {problem} {', '.join(sorted(keys)[:3])}{more}; download it again, or "
+                "correct its config.json"
+            )
 
 
 def load_config(name: str) -> transformers.PreTrainedConfig:
@@ -96,7 +118,7 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
     weights can neither be trained nor merged with an adapter.
     """
     with _explain_load_errors(name):
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
@@ -111,9 +133,23 @@ def _explain_load_errors(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         raise UserError(
-            f"cannot load a model from {name!r} ({str(error).splitlines()[0][:160]}): give a folder in Hugging Face "
-            "layout or the name of a model on the hub that this machine can reach"
+            f"cannot load a model from {name!r} ({(str(error) or repr(error)).splitlines()[0][:160]}): give a folder "
+            "in Hugging Face layout, with weights in .safetensors files and no code of its own, or the name of such a "
+            "model on a hub that this machine can reach"
         ) from None
+
+
+def check_architecture(model: transformers.PreTrainedModel, name: str) -> None:
+    """Raise UserError unless `model`, a base model saved at `name`, has the parts that the packed forward pass uses."""
+    decoder = getattr(model, "language_model", model)
+    parts = {part: hasattr(decoder, part) for part in ("embed_tokens", "layers", "rotary_emb", "norm")}
+    if hasattr(model.config, "vision_config"):
+        parts["visual"] = hasattr(model, "visual")
+    if not all(parts.values()):
+        raise UserError(
+            f"{name!r} is a {model.config.model_type} model, which is not supported: use a Qwen vision-language model "
+            "or a text model that is built like Qwen or Llama"
+        )
 
 
 def auto_class(config: transformers.PreTrainedConfig) -> type:
@@ -148,6 +184,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         model = load_model(name, dtype, four_bit_device=device)
     else:
         model = load_model(name, dtype, to_shard=to_shard)
+    check_architecture(getattr(model, "model", model), name)
     if flags.has_adapter:
         if flags.adapter:
             continue_adapter(model, flags.adapter)
@@ -217,7 +254,7 @@ def cache_image_features(
 
 def saved_dtype(name: str) -> torch.dtype:
     """Return the dtype that the model at `name` was saved in. The trained weights are exported in the same dtype."""
-    dtype = transformers.AutoConfig.from_pretrained(name).dtype
+    dtype = load_config(name).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

@@ -182,8 +182,19 @@ BAD_ROWS = {
     "an answer that is a list": ({**good(), "answer": ["yes"]}, r"'answer' is neither text nor a number"),
     "half a surrogate pair": (
         {**good(), "prompt": "<image>q\ud800"},
-        r"the prompt or answer contains a broken character",
+        r"the prompt, answer or system prompt contains a broken character",
     ),
+    "half a surrogate pair in the system prompt": (
+        good(system="be brief \udc00"),
+        r"the prompt, answer or system prompt contains a broken character",
+    ),
+    "a path that is a number": ({**good(), "images": [{"path": 5}]}, r"an image's 'path' value is not text"),
+    "videos": (good(videos=["a.mp4"]), r"a column is named 'videos', but only text and images are supported"),
+    "a video": (good(video={"path": "a.mp4"}), r"a column is named 'video', but only text"),
+    "sounds": (good(audios=["a.wav"]), r"a column is named 'audios', but only text"),
+    "a sound": (good(Audio="a.wav"), r"a column is named 'Audio', but only text"),
+    "a tag of a video": ({**good(), "prompt": "<video><image>?"}, r"<video> in the prompt, but only text and images"),
+    "a tag of a sound": ({**good(), "prompt": "<image><audio>?"}, r"<audio> in the prompt, but only text and images"),
     "a reserved column": (good(completion="x"), r"a column is named 'completion'"),
     "an empty answer": ({**good(), "answer": " "}, r"the answer is empty"),
     "no answer": ({"prompt": "<image>?", "images": ["images/0.png"]}, r"the answer is empty"),
@@ -229,6 +240,35 @@ def test_over_long_prompts_are_counted_with_their_image_tokens(folder, tiny_mode
         load_samples(path, "vqa", processor=processor, max_prompt_length=length - 1)
 
 
+def test_a_prompt_of_many_characters_is_refused_before_it_is_encoded(folder, tiny_model, monkeypatch):
+    """Encoding 50 MB takes minutes and gigabytes. No prompt that is short enough in tokens has so many characters."""
+    processor = load_processor(tiny_model, "vqa")
+    limit = 100 * processor.longest_token
+    rows = [{"prompt": "x" * limit, "answer": "1"}, {"prompt": "q", "answer": "1", "system": "x" * limit}]
+    monkeypatch.setattr("data._engine_ids", lambda *_: pytest.fail("the prompt must not be encoded"))
+    message = rf"2 of 2 rows .*row 1: its prompt has {limit + 1:,} characters; .* 100 tokens.*row 2: its prompt has"
+    rows[0]["prompt"] += "x"
+    with pytest.raises(UserError, match=message):
+        load_samples(jsonl(folder, *rows), "vqa", processor=processor, max_prompt_length=100)
+
+
+def test_fields_without_a_video_or_sound_are_accepted(folder):
+    assert load_samples(jsonl(folder, good(videos=[], video=None, audio="", videographer="me")), "vqa")
+
+
+def test_millions_of_blank_lines_are_skipped(folder, monkeypatch):
+    """They count as rows. In main.csv, where a blank line may be part of a cell, their number is limited."""
+    path = jsonl(folder, "\n" * 2_000_000, good())
+    assert load_samples(path, "vqa")[0].source.endswith("row 2000002")
+    header, row = "images_path,question,answer\n", '0.png,"How many,\n\n\n\n\nthen?",3\n'
+    monkeypatch.setattr("inputs.rows.MAX_BLANK_ROWS", 4)
+    (folder / "main.csv").write_text(header + "\n" * 4 + row)
+    assert load_samples(str(folder), "count")[0].source.endswith("row 6")
+    (folder / "main.csv").write_text(header + "\n" * 5 + row)
+    with pytest.raises(UserError, match=r"main\.csv has more than 4 blank rows: remove them"):
+        load_samples(str(folder), "count")
+
+
 def test_duplicates_are_named_and_kept(folder, capsys):
     samples = load_samples(jsonl(folder, good(0), good(1), good(0)), "vqa")
     assert len(samples) == 3
@@ -244,6 +284,14 @@ def test_counting_folder(folder):
     assert [s.answer for s in samples] == ["A photo of 3 cats", "7個"]
     assert samples[0].prompt == "<image>How many, then?"
     assert samples[0].source.endswith("main.csv row 2")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system prompt') }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"])
+def test_a_chat_template_that_raises_is_named_with_the_row(folder, tiny_model, template):
+    processor = load_processor(tiny_model, "vqa")
+    processor.tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"1 of 1 rows .*row 1: the model's chat template refuses the prompt: \w"):
+        load_samples(jsonl(folder, good()), "vqa", processor=processor)
 
 
 BAD_TEMPLATES = [
@@ -299,6 +347,13 @@ def test_a_zip_with_a_link_is_refused(tmp_path):
         archive.writestr(link, "/etc/passwd")
     with pytest.raises(UserError, match="is a link"):
         load_samples(path, "count")
+
+
+def test_a_zip_with_a_name_that_is_not_utf8_is_refused(tmp_path):
+    path = pathlib.Path(zipped(tmp_path / "d.zip", **{"images/é.png": b"x"}))
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
+    with pytest.raises(UserError, match=r"d\.zip has a file name that is not UTF-8 .*: rename the file"):
+        load_samples(str(path), "count")
 
 
 def test_a_zip_bomb_is_refused_by_its_size(tmp_path, monkeypatch):

@@ -1,8 +1,18 @@
-"""Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device, vLLM and memory limits."""
+"""Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device, vLLM and memory limits.
 
+    RECORD_VERSIONS=tests/vectors/gpu_versions.json python -m pytest tests/test_gpu.py
+
+also writes the versions of everything that these tests loaded, which `requirements-gpu.txt` must pin.
+"""
+
+import datetime
+import importlib
 import importlib.util
 import json
 import math
+import os
+import pathlib
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +30,7 @@ from policy.memory import check_gpu_memory
 from policy.model import Policy
 from tests.helpers.models import build, make_group
 from tests.helpers.scripts import ROOT
+from tests.helpers.versions import loaded_packages
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
 pytestmark = [pytest.mark.gpu, no_gpu]
@@ -172,6 +183,20 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
     assert rows[-1]["kl"] > 0
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.03
     assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
+
+
+@no_vllm
+@pytest.mark.skipif("RECORD_VERSIONS" not in os.environ, reason="RECORD_VERSIONS names no file to write")
+def test_record_the_versions_that_were_loaded(engine):
+    for name in ("peft", "bitsandbytes"):  # loaded in the processes that trained adapters
+        importlib.import_module(name)
+    record = {
+        "machine": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "packages": dict(sorted((engine["packages"] | loaded_packages()).items())),
+    }
+    pathlib.Path(os.environ["RECORD_VERSIONS"]).write_text(json.dumps(record, indent=1) + "\n")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
     (copy("index", untied) / "model.safetensors.index.json").write_text("{")
     cases = {
         "cut": r"cannot load a model from .*/cut' \(.*incomplete metadata",
-        "short": r"short' lacks model\.language_model\.norm\.weight: download the model again",
+        "short": r"short': the files lack model\.language_model\.norm\.weight; download it again",
         "unknown": r"cannot load a model from .*/unknown' \(.*nothing_known",
         "quantised": r"quantised' was saved quantised: give the original model",
         "shard": r"cannot load a model from .*/shard' \(.*model-00001-of-",

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -9,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import data
 import evaluate
@@ -17,6 +20,7 @@ import merge_lora
 from demo import smoke, tiny
 from service import app
 from tests.helpers.scripts import ROOT
+from tests.helpers.versions import normalise
 from training import checkpoint, report
 
 FRONT = ["grpo", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
@@ -227,10 +231,63 @@ def test_links_files_and_commands_that_are_named_exist(path):
         )
 
 
+def requirements(file: str) -> dict[str, SpecifierSet]:
+    """Return the versions that a file of requirements allows, by normalised name."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith(("#", "-r "))]
+    return {normalise(each.name): each.specifier for each in map(Requirement, lines)}
+
+
 def test_requirements_are_pinned():
     for name in ("requirements.txt", "requirements-gpu.txt"):
         for line in (ROOT / name).read_text().splitlines():
-            assert line.startswith(("#", "-r ")) or re.fullmatch(r"[\w-]+==[\w.]+", line), line
+            pinned = re.fullmatch(r"[\w-]+(==[\w.]+|>=[\w.]+,<=[\w.]+)", line)
+            assert line.startswith(("#", "-r ")) or pinned, line
+
+
+def test_imported_packages_are_required():
+    """Every package that the code imports is named, and not only installed because another package needs it."""
+    named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
+    optional = {"flash_attn", "trl", "verl"}  # used only where they are installed
+    own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
+    packages = {"PIL": "pillow", "sklearn": "scikit-learn"}
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for module in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - own - optional:
+                assert normalise(packages.get(module, module)) in named, f"{path.name} imports {module}"
+
+
+def test_the_gpu_requirements_are_the_versions_that_ran():
+    """tests/test_gpu.py recorded them. A version that vLLM's own requirements exclude is named in a comment."""
+    recorded = json.loads((ROOT / "tests" / "vectors" / "gpu_versions.json").read_text())["packages"]
+    pins, text = requirements("requirements-gpu.txt"), (ROOT / "requirements-gpu.txt").read_text()
+    assert {"torch", "vllm", "triton"} <= pins.keys() & recorded.keys()
+    for file in ("requirements.txt", "requirements-gpu.txt"):
+        for name, allowed in requirements(file).items():
+            ran = recorded.get(name)
+            if ran is not None and f"{name} {ran}" not in text:
+                assert ran in allowed, f"{file}: {name}{allowed}, but the GPU tests ran with {ran}"
+
+
+def test_the_installed_packages_are_the_required_ones():
+    for name, allowed in requirements("requirements.txt").items():
+        assert importlib.metadata.version(name) in allowed, f"{name}{allowed}: run ./run.sh setup"
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_gpu_requirements_can_be_installed(python, tmp_path):
+    """Resolve the requirements for a fresh environment. A new pip reads only the packages' metadata, in two minutes."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--upgrade", "pip"], capture_output=True, check=True)
+    flags = ["--dry-run", "--use-feature=fast-deps", "--only-binary=:all:", f"--python-version={python}"]
+    command = [*pip, *flags, f"--target={tmp_path}/none", "-r", "requirements-gpu.txt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_speeds_in_the_documents_are_those_of_the_results():

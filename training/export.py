@@ -72,7 +72,7 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
 
 def copy_processor(source: str, folder: pathlib.Path) -> None:
     """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
-    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if path is not None:

@@ -25,6 +25,7 @@ from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
 from policy.vllm_checks import check_pixels
 from rollout import RequestLimits, make_engine
+from tests.helpers.versions import loaded_packages
 
 
 def differences(policy, prompts, groups) -> dict[str, float]:
@@ -103,6 +104,7 @@ def main(model: str, data: str, out: str) -> None:
         results["wrong_ids"] = "accepted"
     except UserError as error:
         results["wrong_ids"] = str(error)
+    results["packages"] = loaded_packages()
     pathlib.Path(out).write_text(json.dumps(results, indent=1))
 
 

@@ -257,6 +257,30 @@ def test_conversations(folder):
     assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (255, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video", "video": "a.mp4"},
+        {"type": "video_url", "video_url": {"url": "a.mp4"}},
+        {"type": "input_audio", "text": "hidden", "input_audio": {"data": "x"}},
+        {"video": "a.mp4", "text": "What?"},
+        {"audio": "a.wav"},
+    ],
+)
+def test_a_video_or_sound_in_a_turn_is_refused(folder, part):
+    path = jsonl(
+        folder / "c.jsonl", conversation([part, {"type": "text", "text": "What?", "video": None}], "Answer: yes")
+    )
+    with pytest.raises(UserError, match=r"row 1: a part of a turn is (video|audio), but only text and images"):
+        load_samples(path, "vqa")
+
+
+def test_a_path_in_a_table_that_is_a_number_is_named(folder):
+    path = parquet(folder / "a.parquet", [{"problem": "?", "answer": "1", "images": [{"bytes": None, "path": 5}]}])
+    with pytest.raises(UserError, match=r"row 1: no image at .*5"):
+        load_samples(path, "math")
+
+
 OSF = {"image_organ": "HEAD", "qid": "1", "image_name": "0.png", "question": "Is it red?", "answer": "Yes"}
 OSF |= {"answer_type": "CLOSED ", "question_type": "PRES", "phrase_type": "freeform"}
 

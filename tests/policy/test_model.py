@@ -1,0 +1,118 @@
+"""Loading a model: its files must have exactly the tensors that it needs, and nothing in its folder is executed."""
+
+import builtins
+import json
+import pathlib
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from config import EngineFlags, PolicyFlags
+from data import load_processor
+from merge_lora import merge_lora
+from policy.model import load_config, load_model, load_policy
+from policy.sharding import load_reference
+from rollout import RequestLimits, make_engine
+
+SAVED_NAME = "model.layers.1.mlp.up_proj.weight"
+WEIGHT = "model.language_model.layers.1.mlp.up_proj.weight"  # its name in memory
+FLAGS = PolicyFlags(compile=False)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def damaged(tiny_model, tmp_path):
+    """Return a function that copies the tiny model with other tensors or with other settings in config.json."""
+
+    def copy(change=None, **settings) -> str:
+        folder = tmp_path / "damaged"
+        shutil.copytree(tiny_model, folder)
+        if change is not None:
+            tensors = load_file(folder / "model.safetensors")
+            change(tensors)
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+        return str(folder)
+
+    return copy
+
+
+DAMAGES = {
+    "missing": (lambda tensors: tensors.pop(SAVED_NAME), rf"the files lack {WEIGHT}; download it again"),
+    "unexpected": (
+        lambda tensors: tensors.update({f"model.layers.{i}.mlp.up_proj.weight": torch.ones(2) for i in range(5, 10)}),
+        r"the model does not have \S*layers\.5\.\S*, \S*layers\.6\.\S*, \S*layers\.7\.\S* and 2 more; download",
+    ),
+    "of another shape": (
+        lambda tensors: tensors.update({SAVED_NAME: torch.ones(3, 3)}),
+        rf"a different shape in the files: {WEIGHT}; download",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_tensors_that_do_not_fit_are_named(damaged, name):
+    """transformers loads all of them with a warning; a missing tensor would be trained from random numbers."""
+    change, message = DAMAGES[name]
+    with pytest.raises(UserError, match=message):
+        load_policy(damaged(change), FLAGS, CPU)
+
+
+def test_tied_weights_and_computed_buffers_may_be_absent_or_present(damaged):
+    def add_buffers(tensors: dict) -> None:
+        assert "lm_head.weight" not in tensors
+        tensors["model.rotary_emb.inv_freq"] = torch.ones(3)  # saved by old releases
+        tensors["visual.rotary_pos_emb.inv_freq"] = torch.ones(3)
+
+    load_model(damaged(add_buffers), torch.float32)
+
+
+def test_reference_sampler_and_merge_make_the_same_check(damaged, tiny_model, sft, tmp_path):
+    model = damaged(DAMAGES["missing"][0])
+    processor, policy = load_processor(model, "count"), load_policy(tiny_model, FLAGS, CPU)
+    for load in (
+        lambda: load_reference(model, FLAGS, CPU, policy),
+        lambda: make_engine(EngineFlags(engine="hf"), model, processor, CPU, torch.float32, RequestLimits(64, 1)),
+        lambda: merge_lora(model, str(sft), str(tmp_path / "merged")),
+    ):
+        with pytest.raises(UserError, match="the files lack"):
+            load()
+
+
+def test_pickled_weights_are_not_read(damaged, tmp_path):
+    folder = pathlib.Path(damaged())
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no file named model\.safetensors.*with weights in \.safetensors files"):
+        load_model(str(folder), torch.float32)
+
+
+def test_code_in_a_model_folder_is_refused_without_a_question(damaged, monkeypatch):
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("nobody may be at the keyboard"))
+    folder = damaged(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    for load in (load_config, lambda name: load_processor(name, "count")):
+        with pytest.raises(UserError, match="contains custom code") as error:
+            load(folder)
+        assert "\n" not in str(error.value)
+
+
+ARCHITECTURES = {
+    "bert": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32),
+    "gpt2": dict(n_embd=32, n_layer=1, n_head=2),
+    "t5": dict(d_model=32, num_layers=1, num_heads=2, d_ff=32, d_kv=16),
+    "llava": {},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures_are_refused_before_their_weights_are_read(damaged, name):
+    folder = pathlib.Path(damaged())
+    transformers.AutoConfig.for_model(name, **ARCHITECTURES[name]).save_pretrained(folder)
+    with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use a Qwen"):
+        load_processor(str(folder), "count")
