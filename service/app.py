@@ -1,7 +1,7 @@
 """The object-counting service, over HTTP and on a web page: upload images, run training jobs, download the results.
 
-    ./run.sh serve                                    # http://127.0.0.1:8000, API reference at /docs
-    python -m service --host 0.0.0.0 --token SECRET   # reachable from other machines, with a token
+    ./run.sh serve                                       # http://127.0.0.1:8000, API reference at /docs
+    GRPO_TOKEN=SECRET python -m service --host 0.0.0.0   # reachable from other machines, with a token
 
 Each job is a grpo.py process that keeps running when the service ends (`jobs.py`); a restarted service finds the job
 again. One job trains at a time, and the others wait in a queue.

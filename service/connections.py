@@ -30,7 +30,9 @@ class Connection(H11Protocol):
         if len(self.connections) > limit_connections():
             waiting = [other for other in self.connections if other is not self and other._unfinished()]
             if waiting:
-                min(waiting, key=lambda other: other.since).transport.abort()
+                longest = min(waiting, key=lambda other: other.since)
+                self.connections.discard(longest)  # so that the next new connection makes another one give way
+                longest.transport.abort()
             else:
                 transport.write(NO_ROOM)
                 transport.close()

@@ -107,9 +107,7 @@ class Store:
             used = sum(path.lstat().st_size for name in ("files", "jobs") for path in (self.folder / name).rglob("*"))
             if used + needed > self.max_gigabytes * 1e9:
                 sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
-                raise HTTPException(
-                    507, f"the service's storage is full ({sizes}): delete data sets, or raise the limit"
-                )
+                raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
 

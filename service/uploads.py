@@ -1,6 +1,7 @@
-"""Check uploaded ZIPs and decode uploaded images. These functions run in worker processes with a time limit and a memory
-limit, so that a malicious image can neither hang nor crash the service, which never opens an image itself. They do not
-use `data.validate_rows`, which would load torch.
+"""Check uploaded ZIPs and decode uploaded images.
+
+These functions run in worker processes with limits of time and memory, so that a malicious image can neither hang nor
+crash the service, which never opens an image itself. They do not use `data.validate_rows`, which would load torch.
 """
 
 import io
