@@ -410,18 +410,19 @@ def memory(service: Service) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-@pytest.mark.parametrize(("side", "status"), [(13_000, 400), (7_900, 200)])
+@pytest.mark.parametrize(("side", "status"), [(13_000, 400), (7900, 200)])
 def test_huge_pictures_take_little_memory(shared, side, status):
-    """Eight pictures of 169 megapixels in a ZIP of a few kB are refused; eight of 62 are decoded two at a time."""
+    """Eight pictures of 169 megapixels in a ZIP of a few kB are refused; three of 62 are decoded two at a time."""
+    count = 8 if status == 400 else 3
     with ThreadPoolExecutor(9) as pool:
-        upload = pool.submit(shared.upload, zip_of_huge_pictures(side, 8), "huge.zip", status)
+        upload = pool.submit(shared.upload, zip_of_huge_pictures(side, count), "huge.zip", status)
         calls, peak = [upload], 0.0
         while not all(call.done() for call in calls):
             peak = max(peak, memory(shared))
             time.sleep(0.02)
             if len(calls) == 1 and upload.done() and status == 200:
                 path = f"/files/{upload.result()['file_id']}/picture"
-                calls += [pool.submit(shared.call, "GET", f"{path}/{i}", 200) for i in range(8)]
+                calls += [pool.submit(shared.call, "GET", f"{path}/{i}", 200) for i in range(count)]
     assert peak < 1.5
     if status == 400:
         assert "13000x13000, which is more than 64 megapixels" in upload.result()["detail"]
@@ -432,7 +433,7 @@ def test_many_unknown_keys_are_answered_briefly(shared, keys):
     body = json.dumps({f"{i}": 1 for i in range(keys)}).encode()
     start = time.monotonic()
     reply = shared.call("POST", "/train", 413 if keys == 300_000 else 422, data=body, headers=JSON)
-    assert time.monotonic() - start < 1  # 0.03 s on an idle machine for the larger body
+    assert time.monotonic() - start < 1  # 0.04 s and 0.16 s on an idle machine
     assert len(reply.content) < 100_000
     if reply.status_code == 422:
         assert len(reply.json()["detail"]) == 21
