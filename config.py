@@ -52,6 +52,8 @@ class RowFlags:
     """Name of the column with the gold answers; by default, "answer" or "ground_truth"."""
     image_column: str | None = None
     """Name of the image column; by default, "images" or "image"."""
+    max_megapixels: float = 64.0
+    """Maximum size of an image before it is resized, in millions of pixels. Larger images are refused undecoded."""
     skip_bad_rows: bool = False
     """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, such rows are
     listed."""
@@ -86,6 +88,8 @@ class DataFlags(RowFlags):
             raise ValueError("min_pixels must not exceed max_pixels, and pixel limits must not be negative")
         if self.max_prompt_length < 1:
             raise ValueError("max_prompt_length must be at least 1")
+        if not 0 < self.max_megapixels < math.inf:
+            raise ValueError("max_megapixels must be above 0")
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,7 @@ from common import cli, console, distributed
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
 from config import Columns, DataFlags, RowFlags
-from inputs.images import check_image, fit_image, fitted_size, read_source
+from inputs.images import allow_megapixels, check_image, fit_image, fitted_size, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, read_text
 from policy.model import check_architecture
 
@@ -176,7 +176,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         try:
             image = fit_image(source, *processor.limits)
         except (OSError, ValueError) as error:
-            problem = f"image {source}: {error}; it was readable when the run started: restore it"
+            problem = f"image {source}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
@@ -235,6 +235,7 @@ def load_split(
     flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
+    allow_megapixels(flags.max_megapixels)
     rows = list(read_rows(data, flags.image_dir, flags.columns))
     return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_repeats)
 
@@ -379,6 +380,7 @@ def convert(cfg: Config) -> int:
     output = pathlib.Path(cfg.output_jsonl)
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
+    allow_megapixels(cfg.max_megapixels)
     rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
     partial = output.with_name(output.name + ".partial")
     try:

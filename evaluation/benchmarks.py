@@ -25,6 +25,7 @@ from config import DataFlags
 from data import Processor, validate_rows
 from grading import answers
 from grading.verifier import Verifier
+from inputs.images import allow_megapixels
 from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
 from rewards import find_answer, vqa_exact_match, vqa_reward
 
@@ -289,6 +290,7 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
     The rows are checked like training rows. Raises a UserError that names the bad rows or a missing column.
     """
     hub = BENCHMARKS[name].hub
+    allow_megapixels(flags.max_megapixels)
     data, usual_split = flags.data or hub, hub.rpartition("@")[2]
     samples = validate_rows(
         [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)],

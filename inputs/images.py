@@ -8,9 +8,11 @@ import contextlib
 import io
 import math
 import pathlib
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -20,6 +22,22 @@ from common.records import Cell, ImageSource
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Image.DecompressionBombError)
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some of Pillow's other formats start programs to decode
+max_megapixels = 64.0  # set by `allow_megapixels`
+PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values of a pixel for each colour type
+INTERLACED = ((0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1))
+BAND = 256  # rows that are rescaled at a time
+
+
+class TooLarge(ValueError):
+    """The image has more pixels than `allow_megapixels` allows."""
+
+
+def allow_megapixels(limit: float) -> None:
+    """Refuse images with more than `limit` million pixels from now on. Images are refused before they are decoded."""
+    global max_megapixels
+    max_megapixels = limit
+    Image.MAX_IMAGE_PIXELS = None  # this limit replaces Pillow's
 
 
 def decode_image(source: ImageSource) -> Image.Image:
@@ -27,39 +45,79 @@ def decode_image(source: ImageSource) -> Image.Image:
 
     The EXIF orientation is applied, and transparent pixels are blended with white. 16-bit and float scans are rescaled
     so that the darkest value becomes 0 and the brightest becomes 255; clipping them to 8 bits would turn them white.
-    Raises ValueError when the image is damaged or incomplete, and FileNotFoundError when the file does not exist.
+    Raises ValueError when the image is damaged, incomplete or too large, or its format is not one of FORMATS, and
+    FileNotFoundError when the file does not exist.
     """
     with _readable():
         image = ImageOps.exif_transpose(_open(source))
         image.load()
     if image.mode in ("F", "I") or image.mode.startswith("I;"):
-        values = np.asarray(image, dtype=np.float64)
-        finite = np.isfinite(values)
-        low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 0.0)
-        scaled = (np.where(finite, values, low) - low) * (255 / max(high - low, 1e-12))
-        image = Image.fromarray(scaled.round().astype(np.uint8))
+        image = _rescale(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
+def _rescale(image: Image.Image) -> Image.Image:
+    """Rescale a 16-bit, 32-bit or float image to 8 bits, a band of rows at a time to save memory."""
+    values = np.asarray(image)
+    finite = np.isfinite(values)
+    low, high = 0.0, 0.0
+    if finite.any():
+        low, high = float(values[finite].min()), float(values[finite].max())
+    scaled = np.empty(values.shape, dtype=np.uint8)
+    for start in range(0, len(values), BAND):
+        rows = slice(start, start + BAND)
+        band = np.where(finite[rows], values[rows].astype(np.float64), low) - low
+        scaled[rows] = (band * (255 / max(high - low, 1e-12))).round()
+    return Image.fromarray(scaled)
+
+
 def check_image(source: ImageSource) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
-    This is faster than full decoding. For PNG, the checksums are verified. JPEG is decoded at an eighth of its size,
-    which still reads every byte. Other formats are decoded in full.
+    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing, which takes less memory
+    than decoding. JPEG is decoded at an eighth of its size, which still reads every byte. Other formats are decoded in
+    full.
     """
+    content = read_source(source)
     with _readable():
-        image = _open(source)
+        image = _open(content)
         width, height = image.size
         swapped = "exif" in image.info and image.getexif().get(ORIENTATION, 1) >= 5
-        if image.format == "PNG":
+        if image.format == "PNG" and not isinstance(content, Image.Image):
             image.verify()
+            with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
+                _check_png_rows(file)
         else:
             image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
             image.load()
     return (width, height) if swapped else (height, width)
+
+
+def _check_png_rows(file: BinaryIO) -> None:
+    """Unpack the data of a PNG without keeping it. Raises ValueError if rows are missing (PNG specification, 7 to 10).
+
+    Pillow leaves missing rows black if the compressed stream ends early but correctly.
+    """
+    file.seek(16)  # after the signature and the name of the first chunk
+    width, height, depth, colour, interlaced = struct.unpack(">IIBBxxB", file.read(13))
+    passes = INTERLACED if interlaced else ((0, 1, 0, 1),)
+    sizes = [(len(range(x, width, dx)), len(range(y, height, dy))) for y, dy, x, dx in passes]
+    bits = depth * PNG_CHANNELS[colour]
+    missing = sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w)  # each row starts with a byte for its filter
+    file.seek(8)
+    stream = zlib.decompressobj()
+    while missing > 0 and len(head := file.read(8)) == 8:
+        length, name = struct.unpack(">I4s", head)
+        data = file.read(length)
+        file.seek(4, io.SEEK_CUR)  # the checksum
+        while name == b"IDAT" and data and missing > 0:
+            missing -= len(stream.decompress(data, 2**20))
+            data = stream.unconsumed_tail
+    if missing > 0:
+        raise ValueError("its data ends before its last row")
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
@@ -79,14 +137,14 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError passes through."""
+    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError and TooLarge pass."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, TooLarge):
         raise
     except UNREADABLE as error:
         unknown = isinstance(error, UnidentifiedImageError)
-        reason = "Pillow does not recognise the format" if unknown else str(error)[:80]
+        reason = f"it is none of {', '.join(FORMATS)}" if unknown else str(error)[:80]
         raise ValueError(f"not a readable image ({reason})") from None
 
 
@@ -94,7 +152,11 @@ def _open(source: ImageSource) -> Image.Image:
     content = read_source(source)
     if isinstance(content, Image.Image):
         return content
-    return Image.open(io.BytesIO(content) if isinstance(content, bytes) else content)
+    image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS)
+    if image.width * image.height > max_megapixels * 1e6:
+        limit = f"more than {max_megapixels:g} megapixels (--max_megapixels)"
+        raise TooLarge(f"the image is {image.width}x{image.height}, which is {limit}: scale it down")
+    return image
 
 
 def fitted_size(

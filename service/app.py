@@ -1,7 +1,7 @@
 """The object-counting service, over HTTP and on a web page: upload images, run training jobs, download the results.
 
-    ./run.sh serve                                    # http://127.0.0.1:8000, API reference at /docs
-    python -m service --host 0.0.0.0 --token SECRET   # reachable from other machines, with a token
+    ./run.sh serve                                       # http://127.0.0.1:8000, API reference at /docs
+    GRPO_TOKEN=SECRET python -m service --host 0.0.0.0   # reachable from other machines, with a token
 
 Each job is a grpo.py process that keeps running when the service ends (`jobs.py`); a restarted service finds the job
 again. One job trains at a time, and the others wait in a queue.
@@ -12,11 +12,10 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import io
-import itertools
 import json
 import logging
 import math
+import os
 import pathlib
 import re
 import secrets
@@ -41,21 +40,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi_offline import FastAPIOffline
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.datastructures import State
 
-from common.errors import CallFailed, require
-from common.records import TAG, Sample
+from common.errors import CallFailed, UserError, require
+from common.records import TAG
 from grading.sandbox import WorkerPool
-from inputs.images import decode_image
-from inputs.rows import read_rows
+from service.connections import Connection, limit_connections
 from service.jobs import ROOT, Job, Store
-from service.middleware import LOCAL, AccessMiddleware
+from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
-from service.uploads import INSPECT_ZIP
+from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
 
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
-INSPECTORS = 2  # number of ZIPs that can be checked at the same time
+INSPECTORS = 2  # number of ZIPs and images that can be checked or decoded at the same time
+MAX_ERRORS = 20  # maximum number of invalid fields that a response lists
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
 log = logging.getLogger("serve")
 
@@ -75,13 +74,21 @@ class Config:
     model_folders: tuple[str, ...] = ()
     """Folders with additional models that a job may use; models on the hub are always allowed."""
     token: str | None = None
-    """Token that callers send as `Authorization: Bearer TOKEN`; generated and printed if required but not given."""
+    """Token that callers send as `Authorization: Bearer TOKEN`; generated and printed if required but not given. Other
+    users of this machine can see it in the list of processes: prefer `token_file` or the variable GRPO_TOKEN."""
+    token_file: str | None = None
+    """File that holds the token."""
     max_upload: float = 2.0
     """Maximum size of an uploaded ZIP in GB."""
+    max_storage: float = 100.0
+    """Maximum size of all uploads and jobs together in GB. Above it, uploads and new jobs are refused."""
+    max_megapixels: float = 64.0
+    """Maximum size of an image in millions of pixels."""
 
     def __post_init__(self) -> None:
         require(0 < self.port < 65536, "port must be between 1 and 65535")
-        require(self.max_upload > 0, "max_upload must be above 0")
+        for name in ("max_upload", "max_storage", "max_megapixels"):
+            require(0 < getattr(self, name) < math.inf, f"{name} must be above 0")
 
 
 ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 409, 413, 503, 507)}
@@ -135,22 +142,29 @@ async def upload_data(
     """Store and check a ZIP with main.csv and images/. Return its row and image counts and its first bad rows."""
     state = request.app.state
     async with state.inspectors:
-        return await run_in_threadpool(store_upload, state.store, state.inspect_pool, scratch / "data.zip", file)
+        return await run_in_threadpool(store_upload, state, scratch / "data.zip", file)
 
 
-def store_upload(store: Store, inspect_pool: WorkerPool, path: pathlib.Path, file: UploadFile) -> dict:
+def store_upload(state: State, path: pathlib.Path, file: UploadFile) -> dict:
     """Write an uploaded ZIP to `path`, check it and add it to the store. Raises HTTPException if it is unusable."""
+    state.store.require_space(file.size)
     with path.open("wb") as target:
         shutil.copyfileobj(file.file, target)
     name = (file.filename or "").replace("\\", "/").rpartition("/")[2][:200] or "data.zip"
-    try:
-        contents = inspect_pool.call(INSPECT_ZIP, INSPECT_TIMEOUT, {"path": str(path), "name": name})
-    except CallFailed as error:
-        log.error("checking %s: %s", name, error)
-        raise HTTPException(400, f"{name} could not be checked") from None
+    contents = call_worker(state, INSPECT_ZIP, f"{name} could not be checked", path=str(path), name=name)
     if "error" in contents:
         raise HTTPException(400, contents["error"])
-    return store.add_file(path, name, contents)
+    return state.store.add_file(path, name, contents)
+
+
+def call_worker(state: State, function: str, failure: str, **arguments: object) -> Any:
+    """Call a function of uploads.py in a worker process. Raises HTTPException with message `failure` if it fails."""
+    arguments["max_megapixels"] = state.cfg.max_megapixels
+    try:
+        return state.workers.call(function, INSPECT_TIMEOUT, arguments)
+    except CallFailed as error:
+        log.error("%s: %s", failure, error)
+        raise HTTPException(400, failure) from None
 
 
 @api.get("/files", response_model=list[FileInfo])
@@ -160,23 +174,16 @@ def files(store: StoreDep) -> list[dict]:
 
 
 @api.get("/files/{file_id}/picture/{number}", response_class=Response)
-def picture(store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
+def picture(request: Request, store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
     """Return a thumbnail of one row's image, with the question and answer in the headers X-Question and X-Answer."""
     store.file(file_id)
-    samples = (row for row in read_rows(str(store.zip_path(file_id))) if isinstance(row, Sample))
-    sample = next(itertools.islice(samples, number, None), None)
-    if sample is None:
-        raise HTTPException(404, f"the file has no row {number}")
-    try:
-        image = decode_image(sample.images[0])
-    except (ValueError, OSError):
-        raise HTTPException(404, f"the image of row {number} cannot be read") from None
-    image.thumbnail((240, 240))
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    texts = {"X-Question": sample.prompt.replace(TAG, ""), "X-Answer": sample.answer}
-    headers = {name: urllib.parse.quote(text[:300]) for name, text in texts.items()}
-    return Response(png.getvalue(), media_type="image/png", headers=headers)
+    failure, path = f"the image of row {number} cannot be read", str(store.zip_path(file_id))
+    drawn = call_worker(request.app.state, DRAW_THUMBNAIL, failure, path=path, number=number)
+    if isinstance(drawn, str):
+        raise HTTPException(404, drawn)
+    png, question, answer = drawn
+    headers = {"X-Question": urllib.parse.quote(question[:300]), "X-Answer": urllib.parse.quote(answer[:300])}
+    return Response(png, media_type="image/png", headers=headers)
 
 
 @api.delete("/files/{file_id}")
@@ -192,6 +199,7 @@ def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
 @api.post("/train")
 def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     """Create a job and queue it."""
+    store.require_space()
     model = allowed_model(body.base_model_path, request.app.state.cfg)
     file = store.file(body.data_file_id)
     training, lora = body.training_config, body.lora_config
@@ -201,6 +209,7 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     flags |= lora.model_dump(by_alias=True, exclude={"lora_dropout"})
     flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
     steps = math.ceil(training.num_epochs * file["usable_rows"] / prompts)
+    flags["max_megapixels"] = request.app.state.cfg.max_megapixels
     settings = {"flags": flags, "request": body.model_dump()}
     job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
     return Started(job_id=job.job_id, message=f"queued: {steps} steps", status=job.status)
@@ -355,19 +364,22 @@ async def predict(
     if predicting.locked():
         raise HTTPException(503, "another question is being answered: ask again in a moment")
     async with predicting:
-        return {"answer": await run_in_threadpool(ask_model, store, job, scratch, picture.file, question)}
+        return {"answer": await run_in_threadpool(ask_model, request.app.state, job, scratch, picture.file, question)}
 
 
-def ask_model(store: Store, job: Job, folder: pathlib.Path, picture: BinaryIO, question: str) -> str:
+def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, question: str) -> str:
     """Return the model's answer to `question` about `picture`. Raises HTTPException if there is none."""
-    try:
-        decode_image(picture.read()).save(folder / "picture.png")
-    except ValueError as error:
-        raise HTTPException(400, f"the image cannot be read: {error}") from None
+    upload, png = folder / "upload", folder / "picture.png"
+    with upload.open("wb") as target:
+        shutil.copyfileobj(picture, target)
+    problem = call_worker(state, TO_PNG, "the image cannot be read", source=str(upload), target=str(png))
+    if problem:
+        raise HTTPException(400, problem)
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
-    flags = {"model": job.model, "adapter": store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
+    flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
     flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
+    flags |= {"max_megapixels": state.cfg.max_megapixels}
     flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
     command = [sys.executable, "evaluate.py", *(f"--{name}={value}" for name, value in flags.items())]
     try:
@@ -388,9 +400,9 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     """Build the service and start its job loop. Raises UserError when another service uses the same folder."""
     app = FastAPIOffline(title="grpo-vlm: counting", version="1", summary="Train a model to count objects in images")
     app.state.cfg = cfg
-    app.state.store = Store(cfg.folder)
+    app.state.store = Store(cfg.folder, cfg.max_storage)
     app.state.predicting = asyncio.Lock()
-    app.state.inspect_pool = WorkerPool(INSPECTORS, [INSPECT_ZIP])
+    app.state.workers = WorkerPool(INSPECTORS, FUNCTIONS)
     app.state.inspectors = asyncio.Semaphore(INSPECTORS)
     app.include_router(api)
 
@@ -421,12 +433,18 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:
-        problems = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"]} for e in error.errors()]
+        errors = error.errors()
+        problems = [
+            {"loc": [str(part)[:200] for part in e["loc"]], "msg": e["msg"][:500], "type": e["type"]}
+            for e in errors[:MAX_ERRORS]
+        ]
+        if len(errors) > MAX_ERRORS:
+            problems.append({"loc": [], "msg": f"and {len(errors) - MAX_ERRORS} more", "type": "more"})
         return JSONResponse({"detail": problems}, 422)
 
     max_bytes = int(cfg.max_upload * 1e9)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=max_bytes)  # for uploads that do not announce a size
-    app.add_middleware(AccessMiddleware, token=token, max_bytes=max_bytes)  # comes first
+    app.add_middleware(limit_bodies, max_upload=max_bytes)  # for bodies that do not announce a size
+    app.add_middleware(AccessMiddleware, token=token, max_upload=max_bytes)  # comes first
     threading.Thread(target=job_loop, args=(app.state.store,), daemon=True).start()
     return app
 
@@ -441,13 +459,32 @@ def job_loop(store: Store) -> None:
         time.sleep(0.3)
 
 
+def read_token(cfg: Config) -> str | None:
+    """Return the token that the flags or the variable GRPO_TOKEN give. The variable is removed: no job inherits it."""
+    given = os.environ.pop("GRPO_TOKEN", None)
+    if cfg.token_file is None:
+        return cfg.token or given
+    try:
+        token = pathlib.Path(cfg.token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read --token_file {cfg.token_file!r} ({error})") from None
+    if not token:
+        raise UserError(f"--token_file {cfg.token_file!r} is empty: write the token into it")
+    return token
+
+
 def main(cfg: Config) -> None:
-    token = cfg.token or (None if cfg.host in LOCAL else secrets.token_urlsafe(24))
+    os.umask(0o077)  # only this user may read the files of the service and of its jobs
+    given = read_token(cfg)
+    token = given or (None if cfg.host in LOCAL else secrets.token_urlsafe(24))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(OncePerSecond())
     if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
         cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
-    shown_token = "TOKEN" if cfg.token else token  # a generated token is shown only here
+    shown_token = "TOKEN" if given else token  # a generated token is shown only here
     hint = f"/?token={shown_token}" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
-    uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, log_level="warning", timeout_graceful_shutdown=3)
+    options = {"http": Connection, "backlog": limit_connections(), "log_config": None, "log_level": "warning"}
+    uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, timeout_graceful_shutdown=3, **options)

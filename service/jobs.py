@@ -71,12 +71,13 @@ def _now() -> str:
 
 
 class Store:
-    """Files and jobs in `folder`. Safe to use from many threads."""
+    """Files and jobs in `folder`, of at most `max_gigabytes` in total. Safe to use from many threads."""
 
-    def __init__(self, folder: str):
-        self.folder = pathlib.Path(folder).resolve()
+    def __init__(self, folder: str, max_gigabytes: float = 100.0):
+        self.folder, self.max_gigabytes = pathlib.Path(folder).resolve(), max_gigabytes
         for name in ("files", "jobs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)  # also if the folder existed
         self.lock = threading.RLock()
         self.lock_file = (self.folder / "service.lock").open("w")
         try:
@@ -99,6 +100,16 @@ class Store:
     def _query(self, query: str, *values: object) -> list[sqlite3.Row]:
         with self.lock:
             return self.database.execute(query, values).fetchall()
+
+    def require_space(self, needed: int = 0) -> None:
+        """Raise HTTPException if `needed` more bytes would exceed the quota or fill the disk."""
+        with contextlib.suppress(FileNotFoundError):  # a running job deletes old checkpoints
+            used = sum(path.lstat().st_size for name in ("files", "jobs") for path in (self.folder / name).rglob("*"))
+            if used + needed > self.max_gigabytes * 1e9:
+                sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
+                raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
+        if needed > shutil.disk_usage(self.folder).free:
+            raise HTTPException(507, "the service's disk is full: free some space, then try again")
 
     # --- files
 

@@ -1,4 +1,4 @@
-"""Middleware of the service: request ids, same-origin check, token, upload size, and responses without tracebacks."""
+"""Middleware of the service: request ids, same-origin check, token, body size, and responses without tracebacks."""
 
 import hmac
 import logging
@@ -9,9 +9,10 @@ import urllib.parse
 import uuid
 
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.requests import Request
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 log = logging.getLogger("serve")
@@ -19,21 +20,67 @@ NO_TOKEN = "a token is needed: send Authorization: Bearer TOKEN, or open the pag
 TOKEN_FORM = (pathlib.Path(__file__).parent / "page" / "token.html").read_text()
 
 
-class AccessMiddleware(BaseHTTPMiddleware):
-    """Wraps every request: adds a request id, checks origin, token and declared size, and hides tracebacks."""
+MAX_JSON_BYTES = 100_000  # a job needs about 1 kB; checking a million bytes of unknown keys would take a second
+MAX_PICTURE_BYTES = 2**28
+POLICY = (
+    "default-src 'self'; script-src 'self'{}; style-src 'self' 'unsafe-inline'; img-src 'self' blob: data:; "
+    "worker-src blob:; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
 
-    def __init__(self, app: ASGIApp, token: str | None, max_bytes: int):
+
+class OncePerSecond(logging.Filter):
+    """Lets the same warning or error pass at most once a second, so that an attack cannot flood the log."""
+
+    def __init__(self):
+        super().__init__()
+        self.passed: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = (record.pathname, record.lineno)
+        if record.levelno >= logging.WARNING and record.created < self.passed.get(key, 0.0) + 1:
+            return False
+        self.passed[key] = record.created
+        return True
+
+
+def max_body_size(path: str, max_upload: int) -> int:
+    """Return the maximum size in bytes of the body of a request for `path`."""
+    if path == "/upload-data":
+        return max_upload
+    return min(MAX_PICTURE_BYTES, max_upload) if path.endswith("/predict") else MAX_JSON_BYTES
+
+
+def limit_bodies(app: ASGIApp, max_upload: int) -> ASGIApp:
+    """Wrap `app` so that a body is refused once it exceeds its limit, even if its size was not announced."""
+
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+        limit = max_body_size(scope.get("path", ""), max_upload)
+        await RequestBodyLimitMiddleware(app, limit)(scope, receive, send)
+
+    return limited
+
+
+class AccessMiddleware(BaseHTTPMiddleware):
+    """Wraps every request: adds a request id and security headers, checks origin, token and declared size, and
+    hides tracebacks."""
+
+    def __init__(self, app: ASGIApp, token: str | None, max_upload: int):
         super().__init__(app)
-        self.token, self.max_bytes = token, max_bytes
+        self.token, self.max_upload = token, max_upload
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         request_id, started = uuid.uuid4().hex[:12], time.perf_counter()
         try:
             response = self._refusal(request) or await call_next(request)
+        except ClientDisconnect:
+            response = JSONResponse({"detail": "the request was not finished"}, 408)
         except Exception:
             log.exception("request %s", request_id)
             response = JSONResponse({"detail": f"internal error; see request {request_id} in the log"}, 500)
+        inline = " 'unsafe-inline'" if request.scope["path"] in ("/docs", "/redoc") else ""  # FastAPI's own pages
         response.headers["X-Request-ID"] = request_id
+        response.headers.update(HEADERS | {"Content-Security-Policy": POLICY.format(inline)})
         milliseconds, path = 1000 * (time.perf_counter() - started), request.scope["path"]
         log.info("%s %s %r %s %.0f ms", request_id, request.method, path, response.status_code, milliseconds)
         return response
@@ -46,8 +93,9 @@ class AccessMiddleware(BaseHTTPMiddleware):
                 hint = "; that one was wrong" if "token" in request.query_params else ""
                 return HTMLResponse(TOKEN_FORM.format(hint=hint), 401)
             return JSONResponse({"detail": NO_TOKEN}, 401)
-        if int(request.headers.get("content-length") or 0) > self.max_bytes:
-            return JSONResponse({"detail": f"the upload is larger than {self.max_bytes / 1e9:g} GB"}, 413)
+        limit = max_body_size(request.scope["path"], self.max_upload)
+        if int(request.headers.get("content-length") or 0) > limit:
+            return JSONResponse({"detail": f"the body is larger than {limit / 1e6:g} MB"}, 413)
         return None
 
     def _same_origin(self, request: Request) -> bool:

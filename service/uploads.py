@@ -1,26 +1,67 @@
-"""Check an uploaded ZIP. `inspect_zip` runs in a subprocess with a time limit, so that a malicious image cannot hang or
-crash the service. It does not use `data.validate_rows`, which would load torch.
+"""Check uploaded ZIPs and decode uploaded images.
+
+These functions run in worker processes with limits of time and memory, so that a malicious image can neither hang nor
+crash the service, which never opens an image itself. They do not use `data.validate_rows`, which would load torch.
 """
 
+import io
+import itertools
 import pathlib
+import resource
 
 from common.errors import UserError
-from common.records import Sample
-from inputs.images import check_image, fitted_size, read_source
+from common.records import TAG, Sample
+from inputs.images import allow_megapixels, check_image, decode_image, fitted_size, read_source
 from inputs.rows import open_zip, read_rows
 from rewards import gold_problem
 
-INSPECT_ZIP = f"{pathlib.Path(__file__).resolve()}:inspect_zip"
+FUNCTIONS = [f"{pathlib.Path(__file__).resolve()}:{name}" for name in ("inspect_zip", "draw_thumbnail", "to_png")]
+INSPECT_ZIP, DRAW_THUMBNAIL, TO_PNG = FUNCTIONS
 MAX_PROBLEMS = 10  # maximum number of bad rows that are reported
 MAX_TABLE_BYTES = 16_000_000  # maximum size of main.csv; enough for about a hundred thousand rows
 MAX_QUESTION_CHARS = 2000
+THUMBNAIL = (240, 240)
 
 
-def inspect_zip(path: str, name: str) -> dict[str, object]:
+def limit_images(max_megapixels: float) -> None:
+    """Limit the size of images and, to what decoding one such image takes, the memory of this process."""
+    allow_megapixels(max_megapixels)
+    max_bytes = 2**30 + int(16e6 * max_megapixels)
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
+
+
+def draw_thumbnail(path: str, number: int, max_megapixels: float) -> tuple[bytes, str, str] | str:
+    """Return (PNG, question, answer) of row `number` of the ZIP at `path`, or why there is no such thumbnail."""
+    limit_images(max_megapixels)
+    samples = (row for row in read_rows(path) if isinstance(row, Sample))
+    sample = next(itertools.islice(samples, number, None), None)
+    if sample is None:
+        return f"the file has no row {number}"
+    try:
+        image = decode_image(sample.images[0])
+    except (ValueError, OSError):
+        return f"the image of row {number} cannot be read"
+    image.thumbnail(THUMBNAIL)
+    image.save(png := io.BytesIO(), "PNG")
+    return png.getvalue(), sample.prompt.replace(TAG, ""), sample.answer
+
+
+def to_png(source: str, target: str, max_megapixels: float) -> str | None:
+    """Decode the image at `source` and write it to `target` as a PNG. Return why that is impossible, or None."""
+    limit_images(max_megapixels)
+    try:
+        decode_image(source).save(target)
+    except ValueError as error:
+        return f"the image cannot be read: {error}"
+    return None
+
+
+def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object]:
     """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} if it has no usable row.
 
     Messages contain `name` instead of the path.
     """
+    limit_images(max_megapixels)
     rows, images, problems = 0, set(), []
     try:
         table = open_zip(pathlib.Path(path)) / "main.csv"

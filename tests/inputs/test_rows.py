@@ -9,11 +9,13 @@ import base64
 import io
 import json
 import pathlib
+import struct
 import subprocess
 import zipfile
 import zlib
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -22,7 +24,7 @@ from common.errors import UserError
 from common.records import Sample
 from config import Columns
 from data import encode_prompt, load_processor, load_samples
-from inputs.images import decode_image
+from inputs.images import check_image, decode_image
 from inputs.rows import Cell, raw_rows
 from tests.helpers.scripts import ROOT, run_script
 from training.prompt_stream import row_at, source_sizes
@@ -464,6 +466,62 @@ def test_a_flipped_byte_in_a_png_is_found(folder):
     path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": ["flipped.png"]})
     with pytest.raises(UserError, match="not a readable image"):
         load_samples(path, "math")
+
+
+def raw_png(width: int, height: int, data: bytes, depth: int = 8, interlaced: int = 0) -> bytes:
+    """Return a grey PNG with right checksums around any `data`."""
+    header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, interlaced)
+    chunks = [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize("data", [b"garbage" * 20, zlib.compress(bytes(3 * 101)), zlib.compress(bytes(1000 * 101 - 1))])
+def test_a_png_without_all_of_its_rows_is_refused(data):
+    """The checksums are right. Pillow alone accepts a stream of 3 of 1000 rows and leaves the others black."""
+    with pytest.raises(ValueError, match="not a readable image"):
+        check_image(raw_png(100, 1000, data))
+
+
+def test_whole_pngs_of_every_depth_pass():
+    assert check_image(raw_png(100, 1000, zlib.compress(bytes(1000 * 101)))) == (1000, 100)
+    assert check_image(raw_png(3, 5, zlib.compress(bytes(5 * 2)), depth=1)) == (5, 3)
+    whole = bytes(1 * 2 + 1 * 2 + 2 * 2 + 1 * 3 + 3 * 2 + 2 * 4)  # rows x bytes of the six interlaced passes
+    assert check_image(raw_png(3, 5, zlib.compress(whole), interlaced=1)) == (5, 3)
+    with pytest.raises(ValueError, match="before its last row"):
+        check_image(raw_png(3, 5, zlib.compress(whole[1:]), interlaced=1))
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        Image.new(mode, (33, 7)).save(content := io.BytesIO(), "PNG")
+        assert check_image(content.getvalue()) == (7, 33)
+
+
+def test_an_image_with_too_many_pixels_is_refused_undecoded(folder):
+    """A PNG of 13,000 x 13,000 16-bit pixels takes a few hundred kB, and gigabytes once it is decoded."""
+    content = raw_png(13_000, 13_000, b"", depth=16)
+    for read in (check_image, decode_image):
+        with pytest.raises(ValueError, match=r"13000x13000, which is more than 64 megapixels \(--max_megapixels\)"):
+            read(content)
+    (folder / "huge.png").write_bytes(content)
+    path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": ["huge.png"]})
+    with pytest.raises(UserError, match=r"row 1: image .*huge\.png: the image is 13000x13000"):
+        load_samples(path, "math")
+
+
+def test_a_16_bit_scan_is_rescaled_in_bands():
+    values = np.random.default_rng(0).integers(300, 60_000, (600, 20)).astype(np.uint16)
+    low, high = values.min(), values.max()
+    expected = ((values - low) * (255 / (float(high) - float(low)))).round()
+    assert np.array_equal(np.asarray(decode_image(Image.fromarray(values)))[..., 0], expected)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PPM", "PCX", "TGA", "ICO"])
+def test_only_common_formats_are_opened(folder, kind, monkeypatch):
+    """Pillow decodes EPS with Ghostscript, whatever the file's name."""
+    monkeypatch.setattr(subprocess, "check_call", lambda *a, **k: pytest.fail("a program was started"))
+    Image.new("RGB", (20, 20)).save(folder / "a.png", kind)
+    for read in (check_image, decode_image):
+        with pytest.raises(ValueError, match="it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF"):
+            read(str(folder / "a.png"))
 
 
 def test_sizes_are_those_of_the_upright_picture(folder, tiny_model):

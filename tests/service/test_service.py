@@ -5,16 +5,20 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import os
 import pathlib
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import urllib.parse
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,9 +27,11 @@ import requests
 from starlette.requests import Request
 
 import grpo
+from common.errors import UserError
 from demo import tiny
+from service.app import Config, read_token
 from service.jobs import Store
-from service.middleware import AccessMiddleware
+from service.middleware import AccessMiddleware, OncePerSecond
 from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
 
@@ -43,10 +49,12 @@ SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
 class Service:
     """Runs `python -m service` as a process that a test can kill and restart."""
 
-    def __init__(self, folder: pathlib.Path, model: str, *flags: str):
+    def __init__(self, folder: pathlib.Path, model: str, *flags: str, file_limit: int = 1024):
         self.folder, self.port = folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [
+            "prlimit",
+            f"--nofile={file_limit}",
             sys.executable,
             "-m",
             "service",
@@ -284,7 +292,7 @@ def test_hostile_archives_write_nowhere(shared, tmp_path):
 
 
 def test_an_upload_over_the_limit(shared):
-    assert "0.002 GB" in shared.call("POST", "/upload-data", 413, files={"file": ("a.zip", b"0" * 3_000_000)}).text
+    assert "2 MB" in shared.call("POST", "/upload-data", 413, files={"file": ("a.zip", b"0" * 3_000_000)}).text
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.zip"\r\n\r\n'
     chunks = (chunk for chunk in [head, *[bytes(100_000)] * 30])  # a generator, so no Content-Length is sent
     reply = shared.call(
@@ -364,6 +372,164 @@ def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
     finally:
         end(service)
         subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def huge_png(side: int) -> bytes:
+    """Return a black PNG of `side` x `side` 16-bit pixels."""
+    raw = zlib.compress(bytes(side * (1 + 2 * side)), 9)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", side, side, 16, 0, 0, 0, 0)), (b"IDAT", raw), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def zip_of_huge_pictures(side: int, count: int) -> bytes:
+    picture = huge_png(side)
+    with zipfile.ZipFile(data := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+        lines = [f"images/{i}.png,How many?,{i}" for i in range(1, count + 1)]
+        archive.writestr("main.csv", "\n".join(["images_path,question,answer", *lines]))
+        for i in range(1, count + 1):
+            archive.writestr(f"images/{i}.png", picture)
+    return data.getvalue()
+
+
+def memory(service: Service) -> float:
+    """Return the memory in GB that the service and its workers hold."""
+    children: dict[int, list[int]] = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    pids, pages = [service.process.pid], 0
+    for pid in pids:
+        pids += children.get(pid, [])
+        with contextlib.suppress(OSError):
+            pages += int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+@pytest.mark.parametrize(("side", "status"), [(13_000, 400), (7900, 200)])
+def test_huge_pictures_take_little_memory(shared, side, status):
+    """Eight pictures of 169 megapixels in a ZIP of a few kB are refused; three of 62 are decoded two at a time."""
+    count = 8 if status == 400 else 3
+    with ThreadPoolExecutor(9) as pool:
+        upload = pool.submit(shared.upload, zip_of_huge_pictures(side, count), "huge.zip", status)
+        calls, peak = [upload], 0.0
+        while not all(call.done() for call in calls):
+            peak = max(peak, memory(shared))
+            time.sleep(0.02)
+            if len(calls) == 1 and upload.done() and status == 200:
+                path = f"/files/{upload.result()['file_id']}/picture"
+                calls += [pool.submit(shared.call, "GET", f"{path}/{i}", 200) for i in range(count)]
+    assert peak < 1.5
+    if status == 400:
+        assert "13000x13000, which is more than 64 megapixels" in upload.result()["detail"]
+
+
+@pytest.mark.parametrize("keys", [300_000, 8000])
+def test_many_unknown_keys_are_answered_briefly(shared, keys):
+    body = json.dumps({f"{i}": 1 for i in range(keys)}).encode()
+    start = time.monotonic()
+    reply = shared.call("POST", "/train", 413 if keys == 300_000 else 422, data=body, headers=JSON)
+    assert time.monotonic() - start < 1  # 0.04 s and 0.16 s on an idle machine
+    assert len(reply.content) < 100_000
+    if reply.status_code == 422:
+        assert len(reply.json()["detail"]) == 21
+    chunks = (body[i : i + 100_000] for i in range(0, len(body), 100_000))  # does not announce its size
+    assert shared.call("POST", "/train", data=chunks, headers=JSON).status_code == reply.status_code
+
+
+JSON = {"Content-Type": "application/json"}
+HALF_OPEN = [
+    b"GET /jobs HTTP/1.1\r\nHost: localhost\r\n",
+    b"POST /train HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+]
+
+
+@pytest.mark.parametrize("request_start", HALF_OPEN)
+@pytest.mark.parametrize("file_limit", [256, 1024])
+def test_half_open_requests_lock_nobody_out(tmp_path, tiny_model, request_start, file_limit):
+    """300 requests that are never finished keep no other call waiting, and are closed after ten seconds."""
+    service = Service(tmp_path / "service", tiny_model, file_limit=file_limit)
+    try:
+        clients = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
+        for client in clients:
+            with contextlib.suppress(OSError):  # already closed to make room
+                client.sendall(request_start)
+        time.sleep(3)
+        start = time.monotonic()
+        service.call("GET", "/jobs", 200)
+        assert time.monotonic() - start < 2
+        for client in clients:
+            client.settimeout(20)
+            with contextlib.suppress(ConnectionError):
+                while client.recv(1000):
+                    pass
+            client.close()
+        log = (tmp_path / "service.log").read_text()
+        assert "Traceback" not in log
+        assert len(log.splitlines()) < 400
+    finally:
+        end(service)
+
+
+def test_the_same_error_is_logged_once_a_second():
+    record = logging.LogRecord("serve", logging.ERROR, "a.py", 1, "full", (), None)
+    log_filter = OncePerSecond()
+    assert [log_filter.filter(record) for _ in range(3)] == [True, False, False]
+    record.created += 1.1
+    assert log_filter.filter(record)
+
+
+def test_an_eps_file_starts_no_program(shared):
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        tiny.Image.new("RGB", (60, 60)).save(picture := io.BytesIO(), "EPS")
+        archive.writestr("images/a.png", picture.getvalue())
+        archive.writestr("main.csv", "images_path,question,answer\nimages/a.png,How many?,1")
+    assert "it is none of PNG, JPEG" in shared.upload(data.getvalue(), status=400)["detail"]
+
+
+def test_every_response_has_security_headers(shared):
+    for path in ("/", "/jobs", "/nothing", "/docs"):
+        headers = shared.call("GET", path).headers
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert ("script-src 'self' 'unsafe-inline'" in headers["Content-Security-Policy"]) == (path == "/docs")
+
+
+def test_the_token_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("from-file\n")
+    monkeypatch.setenv("GRPO_TOKEN", "from-environment")
+    assert read_token(Config()) == "from-environment"
+    assert "GRPO_TOKEN" not in os.environ, "jobs must not inherit it"
+    assert read_token(Config(token_file=str(tmp_path / "token"))) == "from-file"
+    (tmp_path / "token").write_text("\n")
+    for path, problem in (("token", "is empty"), ("none", "cannot read")):
+        with pytest.raises(UserError, match=problem):
+            read_token(Config(token_file=str(tmp_path / path)))
+
+
+def test_only_the_owner_can_read_the_files(shared, archive):
+    shared.upload(archive)
+    paths = [shared.folder, *shared.folder.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_full_quota_is_reported(tmp_path, tiny_model, archive):
+    service = Service(tmp_path / "service", tiny_model, f"--max_storage={1.5 * len(archive) / 1e9}")
+    try:
+        file = service.upload(archive)
+        assert "--max_storage allows" in service.upload(archive, status=507)["detail"]
+        assert len(service.call("GET", "/files", 200).json()) == 1
+        (service.folder / "jobs" / "old").write_bytes(archive)
+        body = {"job_name": "a job", "data_file_id": file["file_id"]}
+        assert "storage is full" in service.call("POST", "/train", 507, json=body).json()["detail"]
+    finally:
+        end(service)
 
 
 def test_finished_jobs_cost_little(tmp_path):
@@ -543,6 +709,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     errors: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if "Content Security Policy" in line.text else None)
     page.goto(service.url)
     check_layout(page, "empty", shots)
     page.click("text=Start training")

@@ -227,7 +227,7 @@ def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, 
     shutil.rmtree(tmp_path / "data" / "images")
     with pytest.raises(
         RunStopped,
-        match=r"step 1: .*it was readable when the run started.*; checkpoint-0 is complete: retry",
+        match=r"step 1: .*it passed the check at the start.*; checkpoint-0 is complete: retry",
     ):
         grpo.train(run)
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-0") is None

@@ -40,7 +40,7 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
     for file in (tmp_path / "shapes" / "images").iterdir():
         file.unlink()
     stream.prefetch([position])
-    with pytest.raises(StepFailed, match=r"row 4: image .*it was readable when the run started"):
+    with pytest.raises(StepFailed, match=r"row 4: image .*it passed the check at the start"):
         stream.get([position])
 
 
