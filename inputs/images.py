@@ -23,7 +23,8 @@ DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Imag
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some of Pillow's other formats start programs to decode
-max_megapixels = 64.0  # set by `allow_megapixels`
+max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
+Image.MAX_IMAGE_PIXELS = None
 PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values of a pixel for each colour type
 INTERLACED = ((0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1))
 BAND = 256  # rows that are rescaled at a time
@@ -37,7 +38,6 @@ def allow_megapixels(limit: float) -> None:
     """Refuse images with more than `limit` million pixels from now on. Images are refused before they are decoded."""
     global max_megapixels
     max_megapixels = limit
-    Image.MAX_IMAGE_PIXELS = None  # this limit replaces Pillow's
 
 
 def decode_image(source: ImageSource) -> Image.Image:

@@ -689,6 +689,9 @@ def drop(page, name: str, content: bytes) -> None:
     page.evaluate(script, [name, text])
 
 
+# The pages are awaited with page.evaluate, because wait_for_function needs eval, which the page's policy forbids.
+
+
 def check_layout(page, state: str, folder: pathlib.Path) -> None:
     """Take screenshots at desktop and phone size. The page must not scroll sideways."""
     for width, height in ((1280, 900), (380, 800)):
@@ -716,7 +719,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     assert refusals(page) == ["upload pictures first"]
     drop(page, LONG, archive)
     page.wait_for_selector("text=24 rows, 24 pictures")
-    page.wait_for_function("document.querySelectorAll('.pictures img[src^=blob]').length == 8")
+    wait_for(lambda: page.evaluate("document.querySelectorAll('.pictures img[src^=blob]').length == 8"), 30)
     check_layout(page, "uploaded", shots)
     page.fill("[name=job_name]", "  ")
     page.fill("[name=num_epochs]", "")
@@ -734,7 +737,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     check_layout(page, "settings", shots)
     assert refusals(page) == []
     page.click("text=Start training")
-    page.wait_for_function("Number(document.querySelector('#reward').dataset.points) >= 2", timeout=120_000)
+    wait_for(lambda: page.evaluate("Number(document.querySelector('#reward').dataset.points) >= 2"), 120)
     check_layout(page, "training", shots)
     assert page.evaluate("() => { const b = document.querySelector('#cancel'); b.click(); return b.disabled; }")
     page.wait_for_selector("#status:has-text('cancelled')", timeout=60_000)
@@ -743,7 +746,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     page.wait_for_selector("#status:has-text('cancelled')")
     page.click("#resume")
     page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
-    page.wait_for_function("document.querySelector('#reward').dataset.points == 12")
+    wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 12"), 30)
     assert points_when_cancelled < 12
     with page.expect_download() as download:
         page.click("#download")
@@ -759,7 +762,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     check_layout(page, "completed", shots)
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("text=Delete these pictures")
-    page.wait_for_function("!document.querySelector('#files').children.length")
+    wait_for(lambda: page.evaluate("!document.querySelector('#files').children.length"), 30)
     assert not errors
     assert all(url.startswith((service.url, "blob:", "data:", "about:srcdoc")) for url in requested), requested
 
@@ -791,7 +794,7 @@ def test_the_page_shows_a_long_job_at_once(shared, browser):
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
     fake_responses(page, [fake_job("a", "completed", 20_000)], [*rows, *rows[10_000:]])
     page.goto(shared.url)
-    page.wait_for_function("document.querySelector('#reward').dataset.points == 20000", timeout=2000)
+    wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 20000"), 2)
     assert page.evaluate("document.querySelector('#reward polyline').points.numberOfItems") <= 301
     assert "#a" in page.url
     page.click("text=For experts")
