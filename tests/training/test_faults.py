@@ -30,7 +30,7 @@ from config import RewardFlags
 from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
-from training import checkpoint, export
+from training import checkpoint, export, report
 from training.checkpoint import Saver
 from training.guards import describe_nonfinite
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
@@ -425,7 +425,8 @@ def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
     for name, rows in lines.items():
         text = b"\n".join([*(json.dumps(row).encode() for row in rows), *odd, json.dumps(rows[0]).encode(), b'{"st'])
         (tmp_path / name).write_bytes(text)
-    RunLog(str(tmp_path), {}, every=10, resumed=2).refresh()
+    RunLog(str(tmp_path), {}, every=10, resumed=2)
+    report.main(report.Config(run=str(tmp_path)))
     for name, rows in lines.items():
         assert read_jsonl(tmp_path / name) == [rows[0], rows[0]]
     stderr = capsys.readouterr().err
