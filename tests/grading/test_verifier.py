@@ -229,7 +229,8 @@ def test_a_refusing_verifier_is_given_up_for_the_round(server):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    verifier = Verifier(f"http://127.0.0.1:{port}", "judge", VerifierFlags(**QUICK, verifier_concurrency=4))
+    patient = QUICK | {"verifier_timeout": 20}  # on a busy machine even a refusal takes its time
+    verifier = Verifier(f"http://127.0.0.1:{port}", "judge", VerifierFlags(**patient, verifier_concurrency=4))
     start = time.perf_counter()
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: verifier("q", "a", str(i)), range(200)))
