@@ -45,7 +45,7 @@ class RequestLimits:
     """The largest request that a sampler must accept."""
 
     tokens: int  # maximum number of tokens in a prompt plus its completion
-    images: int  # images of a prompt
+    images: int  # maximum number of images in a prompt
 
 
 class Engine(Protocol):

@@ -95,4 +95,4 @@ def completion_logprobs(policy: Policy, groups: list[Group], temperature: float,
         packed = [(batch.lengths, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
     # copied to the host only now, so that no micro-batch waits for the previous one
     logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]
-    return logps[: sum(len(group.completions) for group in groups)]  # the rest is of blank micro-batches
+    return logps[: sum(len(group.completions) for group in groups)]  # the rest belongs to blank micro-batches
