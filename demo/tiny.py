@@ -5,7 +5,7 @@
 
 The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
 tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format
-and how to recognise what is in an image, but about a third of the labels are wrong. The GRPO reward uses the correct
+and how to recognise what an image shows, but about a third of the labels are wrong. The GRPO reward uses the correct
 answers, so GRPO can undo these errors.
 
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
