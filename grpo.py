@@ -230,9 +230,9 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
 
     Returns this process's groups, the rewards of all groups to train on (P, G), and those of all groups sampled. With
     dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are repeated
-    until P groups are kept or the limit is reached. The step trains on the kept groups. If there are none, all rewards
-    are set to 0, because only the lengths differ. Groups stay in data order on any number of processes. Raises
-    StepFailed when too many completions are unscored.
+    until P groups are kept or the limit is reached. The step trains on the kept groups. If there are none, it uses the
+    last round with rewards of 0, since only the lengths differ. Groups stay in data order on any number of processes.
+    Raises StepFailed when too many completions are unscored.
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1

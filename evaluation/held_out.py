@@ -43,7 +43,7 @@ class SamplingFlags:
 
 
 def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Path:
-    """Create the progress file of an evaluation, or keep that of an interrupted one with the same `settings`.
+    """Create the progress file of an evaluation, or keep the file of an interrupted one with the same `settings`.
 
     The first line holds the settings; each further line holds a row's output. A file with other settings is renamed.
     """

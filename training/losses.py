@@ -107,7 +107,7 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
 
     `log_ratio` is the token's log(π_old / π_sampler). "token_truncate" takes min(ratio, cap) of each token (truncated
     importance sampling, Yao et al. 2025). "sequence_truncate" does so with the ratio of the whole completion, the
-    product over its tokens; "sequence_mask" gives completions whose ratio is above the cap a weight of 0 (Liu et al.
+    product over its tokens. "sequence_mask" gives completions whose ratio is above the cap a weight of 0 (Liu et al.
     2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
     """
     if mode != "token_truncate":
