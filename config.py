@@ -339,7 +339,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     sampler and the trainer; 0: no importance weight."""
     importance_mode: Literal["token_truncate", "sequence_truncate", "sequence_mask"] = "token_truncate"
     """token_truncate: each token has its own weight, at most `importance_cap`. sequence_truncate: each token has
-    the product over its completion, at most the cap. sequence_mask: the same, but 0 if the product exceeds the cap."""
+    the product of its completion's ratios, at most the cap. sequence_mask: the same, but 0 if the cap is exceeded."""
     max_logp_difference: float = 0.1
     """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
     stops if the difference exceeds this limit; 0: no limit."""

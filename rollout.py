@@ -1,6 +1,6 @@
 """The samplers, which generate completions and share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
-`VLLMEngine` runs inside each training process. It receives the trainer's weights before every step and frees its GPU
+`VLLMEngine` runs inside each training process. vLLM receives the trainer's weights before every step and frees its GPU
 memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache, and it needs no
 GPU. Each engine holds a full copy of the weights, so the engines sample independently, each at its own pace.
 

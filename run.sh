@@ -76,7 +76,7 @@ set_up() {
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
   .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
-  # compile here on all cores, because pip uses only one; packages' own tests are never run
+  # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
   echo "$stamp" > .venv/installed
 }

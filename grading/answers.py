@@ -20,7 +20,7 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 
 def answer_blocks(text: str) -> list[str]:
     """Return the bodies of all `<answer>…</answer>` blocks."""
-    head, end, _ = text.rpartition("</answer>")  # otherwise, an unclosed tag would be searched to the end
+    head, end, _ = text.rpartition("</answer>")  # otherwise, each unclosed tag would cause a search to the end
     return re.findall(r"<answer>(.*?)</answer>", head + end, re.DOTALL)
 
 
@@ -150,7 +150,7 @@ def _last_letter(patterns: tuple[str, ...], text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the body of the last `\\boxed{…}` with balanced braces, or None. In nested boxes, the inner counts."""
+    """Return the body of the last `\\boxed{…}` with balanced braces, or None. In nested boxes, the inner one counts."""
     opened: list[re.Match] = []  # boxes and braces that are not closed yet
     start, body = -1, None
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
@@ -235,7 +235,7 @@ def math_answers(text: str) -> list[str]:
 
 def math_candidates(text: str, max_chars: int) -> list[str]:
     """Return what may equal the gold answer: the last box or, without one, the whole text, the text after "answer:",
-    and what `math_answers` finds in a sentence. For a text longer than `max_chars`, only the last."""
+    and what `math_answers` finds in a sentence. Only the last is used if the text is longer than `max_chars`."""
     candidates = math_answers(text)
     if last_boxed(text) is None and len(text) <= max_chars:
         stated, is_marked = short_answer(text)

@@ -63,7 +63,7 @@ def math_equal(candidate: str, gold: str) -> bool:
     - If the gold answer is prose, the words must be the same. Otherwise, math-verify reads a word as a product of
       letters, so `BC` equals `CB`.
     - If the gold answer is a capital letter, "A. 5 cm" counts as A.
-    - An answer that math-verify would misread is never equal to a number: "1 2", or one with signs that it ignores.
+    - Answers that math-verify would misread, such as "1 2" or those with signs that it ignores, never equal a number.
     """
     candidate, gold = _normalise(candidate), _normalise(gold)
     if not candidate:

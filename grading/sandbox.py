@@ -5,7 +5,7 @@ service's checks. A call that takes too long is therefore killed, and the next c
 
 Each worker of a `WorkerPool` is a small Python process that loads the functions once and forks a child that makes the
 calls. Killing and replacing that child takes a few milliseconds. Unlike the processes of `multiprocessing`, workers do
-not import the training script. They exit when the process that started them exits.
+not import the training script. Workers exit when the process that started them exits.
 """
 
 import contextlib

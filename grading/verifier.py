@@ -3,7 +3,7 @@
 The verifier judges whether a candidate answer equals the reference answer. For some benchmarks it also extracts the
 final answer from a response. Rewards ask the verifier only if math-verify does not find the answers equal. A question
 is answered only once per run, or only once ever if replies are cached on disk. The candidate is placed between
-delimiters made from a hash. It cannot contain these delimiters, so it cannot pass for part of the instructions.
+delimiters made from a hash. The candidate cannot contain them, so it cannot pass for part of the instructions.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ class ReplyCache:
 def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
     """Return a client for the server at `url`. The client sends the key REWARD_MODEL_KEY and no other.
 
-    The client reads at most `MAX_REPLY` + 1 bytes of a reply. It follows no redirects, so other servers get nothing.
+    The client reads at most `MAX_REPLY` + 1 bytes of a reply. It ignores redirects, which could lead to other servers.
     """
     import openai  # takes half a second to import, so only runs with a verifier import it
 

@@ -306,7 +306,7 @@ def cancel(store: StoreDep, job_id: str) -> Started:
 
 @api.post("/jobs/{job_id}/resume")
 def resume(store: StoreDep, job_id: str) -> Started:
-    """Queue a cancelled or failed job again. It resumes from its last checkpoint."""
+    """Queue a cancelled or failed job again. The job resumes from its last checkpoint."""
     job = store.resume(job_id)
     return Started(job_id=job_id, message="queued again", status=job.status)
 
