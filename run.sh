@@ -71,7 +71,7 @@ set_up() {
     fail ".venv is missing or out of date; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
-  heading "Setting up .venv (once: gigabytes to download, unless README.md's CPU build of torch is chosen)"
+  heading "Setting up .venv (once; see Install in README.md for a smaller download)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
