@@ -159,9 +159,8 @@ def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[s
 
 # Hybrid sharding sums gradients in a different order. AdamW divides by gradients that may be as small as the rounding
 # error, so it can amplify the difference.
-@pytest.mark.parametrize(
-    ("sharding", "tolerance"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("sharding", "tolerance"), [("full", 1e-6), ("hybrid", 1e-5)])
+@pytest.mark.slow
 def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_model, shapes, tmp_path):
     process = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
     assert process.returncode == 0, process.stderr[-3000:]
