@@ -42,7 +42,7 @@ class Columns:
 
 @dataclass(kw_only=True)
 class RowFlags:
-    """The flags for reading rows, which `data.py convert` has too."""
+    """The flags for reading rows; `data.py convert` has them too."""
 
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
@@ -53,10 +53,10 @@ class RowFlags:
     image_column: str | None = None
     """Name of the image column; by default, "images" or "image"."""
     max_megapixels: float = 64.0
-    """Maximum size of an image before it is resized, in millions of pixels. Larger images are refused undecoded."""
+    """Maximum size of an image in millions of pixels, before resizing. Larger images are refused without decoding."""
     skip_bad_rows: bool = False
-    """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, such rows are
-    listed."""
+    """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, the first
+    few are listed."""
 
     @property
     def columns(self) -> Columns:
@@ -155,7 +155,7 @@ class PolicyFlags:
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
     most 10240 (16384 without a GPU). The gradient does not depend on this number."""
     explain_memory: bool = False
-    """On a GPU, print what the memory is spent on when the size of the micro-batches is chosen."""
+    """On a GPU, when the size of the micro-batches is chosen, print what the memory is used for."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
     full: all layers, which takes a third more compute; auto: as few layers as allow micro-batches of 8192 tokens."""
@@ -263,7 +263,7 @@ class RunFlags:
     """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
     loss or gradient is not finite."""
     hang_timeout: float = 30.0
-    """Maximum time in minutes that a process waits for the other processes. The run then ends with an error."""
+    """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html; 0: never write them."""
 
@@ -315,8 +315,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
     gdpo: bool = False
-    """Normalise each reward in its group before the weighted sum (GDPO, arXiv:2601.05242). Without it, the weighted sum
-    is normalised."""
+    """Normalise each reward in its group before the weighted sum (GDPO, arXiv:2601.05242). Without this flag, the
+    weighted sum is normalised."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
     the advantages of their groups."""
@@ -325,7 +325,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     clip_high: float | None = None
     """ε_high: ratios above 1 + ε_high are clipped. The default depends on the loss type."""
     dual_clip: float = 0.0
-    """c: where the advantage is negative, ratios above c are clipped too (arXiv:1912.09729); 0: they are not."""
+    """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     unbiased_kl: bool = False
@@ -337,8 +337,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between the
     sampler and the trainer; 0: no importance weight."""
     importance_mode: Literal["token_truncate", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """token_truncate: each token has its own weight, at most `importance_cap`. sequence_truncate: the weight of the
-    completion, the product over its tokens, at most the cap. sequence_mask: the same, but 0 above the cap."""
+    """token_truncate: each token has its own weight, at most `importance_cap`. sequence_truncate: each token has
+    the product of its completion's ratios, at most the cap. sequence_mask: the same, but 0 if the cap is exceeded."""
     max_logp_difference: float = 0.1
     """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
     stops if the difference exceeds this limit; 0: no limit."""
@@ -349,7 +349,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
     drop_last: bool = False
     """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
-    Without this flag, the batch is filled up with rows of the next epoch, none of them twice."""
+    Without this flag, the last batch is filled up with rows of the next epoch, none of which it contains already."""
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -59,7 +59,7 @@ class Processor:
 
     @property
     def factor(self) -> int:
-        """Patch size times merge size, 28 pixels for Qwen2.5-VL. The sides of a fitted image are multiples of this."""
+        """Patch size times merge size (28 pixels for Qwen2.5-VL). The sides of a fitted image are multiples of it."""
         return self.image_processor.patch_size * self.image_processor.merge_size
 
     @functools.cached_property
@@ -254,9 +254,9 @@ def validate_rows(
     Images are not kept in memory. Prompts are checked only if there is a `processor`: with their image tokens, they
     must not be longer than `max_prompt_length`. Without a `task`, a gold answer only has to be non-empty.
 
-    Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves both out, but duplicates
-    stay if `keep_repeats` is set, as it is for test sets. Raises UserError if a row is bad and `skip_bad_rows` is off,
-    or if a data set has no usable row. All processes must call this function together; each checks a shard of the rows.
+    Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves out both kinds;
+    `keep_repeats`, which is set for test sets, keeps duplicates. Raises UserError if a row is bad and `skip_bad_rows`
+    is off, or if a data set has no usable row. All processes must call this together; each checks a shard of the rows.
     """
     image_sizes: dict[str, tuple[int, int]] = {}
     check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
@@ -337,7 +337,7 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
 
 
 def _checked_length(sample: Sample, processor: Processor, max_length: int | None, sizes: list[tuple[int, int]]) -> int:
-    """Return the prompt length in tokens. Raises ValueError if the model cannot take the prompt."""
+    """Return the prompt length in tokens. Raises ValueError if the model cannot accept the prompt."""
     if sample.images and processor.image_processor is None:
         raise ValueError("the row has an image, but the model is text-only")
     characters = len(sample.prompt) + len(sample.system or "")

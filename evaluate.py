@@ -210,7 +210,7 @@ def load_baseline(cfg: Config) -> Policy:
 
 
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
-    """Return everything that the responses depend on. An evaluation resumes only if nothing in it has changed."""
+    """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
     key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "baseline")}
     digest = hashlib.sha1()
@@ -273,7 +273,7 @@ def write_results(
 ) -> None:
     """Write every file of the evaluation and print a table of the scores.
 
-    `model` and `baseline` hold the scores and predictions of each. Raises UserError when they have no row in common.
+    `model` and `baseline` each hold scores and predictions. Raises UserError when they have no row in common.
     """
     folder, (scores, predictions) = pathlib.Path(cfg.output), model
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}

@@ -60,7 +60,7 @@ from training.prompt_stream import PromptStream, prompt_seed
 from training.run_folder import ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 
-__all__ = ["LOSSES", "Loss", "LossOptions"]  # for a loss of your own, see README.md
+__all__ = ["LOSSES", "Loss", "LossOptions"]  # for your own loss; see README.md
 
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
@@ -82,11 +82,11 @@ def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
 
 
 def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str | bool = "group") -> Tensor:
-    """Return the advantages (P, G) of several rewards (P, G) by name (GDPO, arXiv:2601.05242).
+    """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
-    With S = Σ_k w_k · A_k, the advantage is S / (std(S) + ε): each reward is normalised in its group (A_k) before the
-    weighted sum, so that no reward hides another, and the sums then over the batch. Their mean is 0, because each
-    group's is.
+    Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
+    S = Σ_k w_k · A_k is then divided by std(S) + ε, over the batch. The mean of S is 0, because the mean of A_k in each
+    group is 0.
     """
     weights = {name: weight for name, weight in weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
@@ -101,7 +101,7 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
 
     The loss type's `average` decides. "sequences": 1 / (sequences · L_i), the mean over sequences of the mean over
     tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). The weights are
-    fixed before a batch is cut into micro-batches, so the gradient is a plain sum over them, however the batch is cut.
+    fixed before a batch is cut into micro-batches, so the gradient is a plain sum over them, however it is cut.
 
     `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; by default, it is computed
     from `lengths`. Length 0 marks an unscored completion, which is not counted. Raises ValueError for an unknown loss
@@ -133,8 +133,8 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
     """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensor arguments are (C,).
 
     With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
-    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; with `unbiased_kl`, r · KL,
-    whose gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight on the
+    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; `unbiased_kl` multiplies it by
+    r, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight on the
     objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an unknown loss type.
     """
     loss_type = get_loss(options.loss_type)
@@ -172,7 +172,7 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     log: RunLog
     checkpoints: Saver
-    total_steps: int  # steps of the run; with `epochs`, a further round of dynamic sampling counts like a step
+    total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
@@ -187,7 +187,7 @@ class Run:
 
     @property
     def steps_left(self) -> int:
-        """Steps left of `total_steps`. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
+        """Number of steps left. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
         done = self.step if self.cfg.max_steps else self.position // self.cfg.prompts_per_step
         return self.total_steps - done
 
@@ -215,7 +215,7 @@ def train_step(run: Run) -> dict[str, float]:
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
             updates.append(update(run, minibatch))  # line 11
-    if not cfg.max_steps:  # a further round of sampling is a step without updates for the schedule
+    if not cfg.max_steps:  # to the schedule, a further round of sampling is a step without updates
         for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
             run.scheduler.step()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -230,13 +230,13 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
 
     Returns this process's groups, the rewards of all groups to train on (P, G), and those of all groups sampled. With
     dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are repeated
-    until P groups are kept or the limit is reached; the step trains on what was kept. If that is nothing, all rewards
-    are 0: there is nothing to learn but length. Groups stay in data order on any number of processes. Raises StepFailed
-    when too many completions are unscored.
+    until P groups are kept or the limit is reached. The step trains on the kept groups. If there are none, it uses the
+    last round with rewards of 0, since only the lengths differ. Groups stay in data order on any number of processes.
+    Raises StepFailed when too many completions are unscored.
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
-    kept, rounds = [], []  # kept: the row of each group in the rewards of all rounds and, if it is local, the group
+    kept, rounds = [], []  # kept: each group's row in the rewards of all rounds and, if it is local, the group
     for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):
         groups, rewards = sample_round(run)
         raise_if_interrupted(run)
@@ -260,7 +260,7 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
 def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
     """Sample and score the next P prompts: this process's groups, and the rewards of all processes in prompt order.
 
-    Raises StepFailed on every process when a row cannot be read any more, or when a user's reward fails.
+    Raises StepFailed on every process when a row can no longer be read, or when a user-defined reward fails.
     """
     cfg = run.cfg
     indices, positions = next_prompts(run)
@@ -333,7 +333,7 @@ def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) ->
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return the completions of one update that the loss depends on, with their advantages and token weights.
 
-    The loss depends on a completion that is scored, and has a non-zero advantage or a KL term. The weights count every
+    The loss depends on a completion if it is scored and has a non-zero advantage or a KL term. The weights count every
     scored completion of all processes, so leaving out the others saves work without changing the gradient. With
     `mask_truncated`, truncated completions count as completions whose tokens have weight 0 (DAPO, arXiv:2503.14476,
     section 3.4).
@@ -401,7 +401,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         stats = distributed.reduce_stats(sums)
     grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
-    is_empty = not grad_norm  # AdamW would still move the weights, by its momentum
+    is_empty = not grad_norm  # AdamW's momentum would still move the weights
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
         console.warn(f"step {run.step + 1}: {problem}; this update is skipped")
@@ -516,7 +516,7 @@ def step_or_save(run: Run) -> dict[str, float]:
 def finish_step(run: Run, metrics: dict[str, float]) -> None:
     """Finish a step: evaluate the policy if due, log the metrics, and if necessary save a checkpoint or stop the run.
 
-    A run that is asked to stop saves a checkpoint first; the evaluation takes place when the run is resumed.
+    A run that is asked to stop saves a checkpoint first; the evaluation runs after the run is resumed.
     """
     cfg, problem = run.cfg, None
     status = torch.tensor([len(run.interrupted), run.checkpoints.write_failed()])
@@ -525,7 +525,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
         problem = (
             f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); {guards.NONFINITE_HINT}"
         )
-        run.checkpoints.folder.keep_last = 0  # keep all: the last good one may be an earlier one
+        run.checkpoints.folder.keep_last = 0  # keep all checkpoints: the last good one may be older
     elif run.eval_due and not interrupted:
         try:
             metrics |= evaluate_policy(run)
@@ -546,7 +546,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
 
 
 def record_best(run: Run, metrics: dict[str, float]) -> bool:
-    """Record the step and score of the best evaluation so far; return whether it is this one."""
+    """Record the step and score of the best evaluation so far; return whether this one is the best."""
     score = metrics.get("eval/reward", -math.inf)
     is_best = bool(run.step) and score > (run.best["score"] if run.best else -math.inf)
     if is_best:
@@ -590,7 +590,7 @@ class Inputs:
 
 @dataclass
 class Models:
-    """What a run computes with."""
+    """The models of a run and the size of its micro-batches."""
 
     policy: Policy
     reference: Policy | None
@@ -603,7 +603,7 @@ def set_up(cfg: Config) -> Run:
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
-    sized once all other memory has been allocated. The output folder is changed last, when nothing can be refused.
+    sized once all other memory has been allocated. The output folder is changed last, after all checks have passed.
     """
     device = distributed.start(cfg.hang_timeout)
     resolve_loss(cfg)
@@ -616,7 +616,7 @@ def set_up(cfg: Config) -> Run:
 
 
 def resolve_loss(cfg: Config) -> None:
-    """Set the clip range to the loss type's own where the flags leave it open. Raises UserError for an unknown type."""
+    """Set clip bounds that the flags leave unset to the loss type's defaults. Raises UserError for an unknown type."""
     try:
         loss = get_loss(cfg.loss_type)
     except ValueError as error:
@@ -658,7 +658,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
 
 
 def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
-    """Make the optimizer, load the checkpoint that is resumed, and open the log files."""
+    """Make the optimizer, load the checkpoint to resume from, if any, and open the log files."""
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)

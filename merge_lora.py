@@ -105,7 +105,7 @@ def _merge(
         layer.merge(safe_merge=True)
         layer.base_layer.to(dtype)
     model = tuner.unload().to(dtype)
-    model.generation_config = transformers.GenerationConfig()  # transformers refuses to save some that it loads
+    model.generation_config = transformers.GenerationConfig()  # transformers refuses to save some configs that it loads
     model.save_pretrained(output, max_shard_size=MAX_SHARD_SIZE)
     (output / "generation_config.json").unlink()
     for path in pathlib.Path(base).iterdir():
@@ -116,7 +116,7 @@ def _merge(
 
 
 def _untie(model: transformers.PreTrainedModel) -> None:
-    """Give the lm_head a weight of its own, if it shares the embedding's."""
+    """Give the lm_head its own weight if it shares that of the embedding."""
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.clone())
     for config in (model.config, model.config.get_text_config()):

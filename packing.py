@@ -46,7 +46,7 @@ class Segments:
 
 @dataclass
 class TokenValues:
-    """What the loss needs of each completion token. All tensors are (C,); a value per completion is repeated."""
+    """The values of each completion token for the loss. All tensors are (C,); values per completion are repeated."""
 
     sampling_logp: Tensor
     advantages: Tensor
@@ -68,7 +68,7 @@ class PackedBatch:
     targets: Tensor  # (C,) token ids of the completion tokens
     row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
-    values: TokenValues  # what the loss needs of each completion token
+    values: TokenValues  # the values of each completion token for the loss
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images."""

@@ -1,11 +1,11 @@
-"""Rewards: the built-in reward functions, the tables of tasks, and `Scorer`, which scores the completions of a run.
+"""Rewards: the built-in reward functions, the table of tasks, and `Scorer`, which scores the completions of a run.
 
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
 decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
 group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
-`TASKS` holds the tasks: prompt, reward, form, and what counts as correct in evaluation. Answer parsing, math-verify and
-the verifier model are in `grading/`.
+`TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
+math-verify and the verifier model are in `grading/`.
 """
 
 import functools
@@ -184,7 +184,7 @@ def same_answer(candidate: str, gold: str) -> bool:
 
 
 def find_answer(text: str, gold: str) -> str | None:
-    """Return the part of an answer that equals the gold answer, or None. Training and evaluation both call this."""
+    """Return the part of an answer that equals the gold answer, or None. Used in training and in evaluation."""
     candidates = answers.math_candidates(text, max(MAX_ANSWER_CHARS, 4 * len(gold)))
     return next((candidate for candidate in candidates if same_answer(candidate, gold)), None)
 
@@ -255,12 +255,12 @@ THINK_ANSWER = (
 
 @dataclass(frozen=True)
 class Task:
-    """What a run trains for: `--task` is a key of `TASKS`."""
+    """A task that a run trains for. `--task` is its key in `TASKS`."""
 
     reward: Reward  # the reward; 1 is the full reward
     system: str | None = None  # the system prompt of rows that have none
     template: str = THINK_ANSWER  # Jinja template of the user's turn; {{ content }} is the question
-    format: Reward = format_reward  # 1 if a completion has the requested form, else 0; reported in evaluation
+    format: Reward = format_reward  # 1 if a completion has the requested format, else 0; reported in evaluation
     exact_match: Callable[[str, str, float], bool] = has_full_reward
     """Whether (completion, answer, reward) counts as correct in evaluation."""
     gold_problem: Callable[[str], str | None] = lambda answer: None
@@ -281,7 +281,7 @@ TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """Return the task of that name. Raises UserError if the name is not in `TASKS`."""
+    """Return the task called `name`. Raises UserError if it is not in `TASKS`."""
     if name not in TASKS:
         raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task to TASKS in rewards.py")
     return TASKS[name]
@@ -327,7 +327,7 @@ class Scorer:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by name, the overlong penalty included."""
+        """The weight of each reward, including the overlong penalty, by name."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     def _add(self, text: str) -> None:

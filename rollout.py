@@ -1,6 +1,6 @@
 """The samplers, which generate completions and share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
-`VLLMEngine` runs inside each training process. It receives the trainer's weights before every step and frees its GPU
+`VLLMEngine` runs inside each training process. vLLM receives the trainer's weights before every step and frees its GPU
 memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache, and it needs no
 GPU. Each engine holds a full copy of the weights, so the engines sample independently, each at its own pace.
 
@@ -45,7 +45,7 @@ class RequestLimits:
     """The largest request that a sampler must accept."""
 
     tokens: int  # maximum number of tokens in a prompt plus its completion
-    images: int  # images of a prompt
+    images: int  # maximum number of images in a prompt
 
 
 class Engine(Protocol):

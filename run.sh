@@ -71,12 +71,12 @@ set_up() {
     fail ".venv is missing or out of date; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
-  heading "Setting up .venv (once: gigabytes to download, unless README.md's CPU build of torch is chosen)"
+  heading "Setting up .venv (once; see Install in README.md for a smaller download)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
   .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
-  # compile here on all cores, because pip uses only one; packages' own tests are never run
+  # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
   echo "$stamp" > .venv/installed
 }
@@ -183,7 +183,7 @@ case $recipe in
     set_up
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist worksteal "$@" ;;
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
   setup)
     set_up
     echo ".venv is ready" ;;

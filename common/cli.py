@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def parse(config: type[T]) -> T:
-    """Parse the command line into `config`. A wrong flag ends the script with status 2. Only rank 0 prints why."""
+    """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why."""
     arguments = sys.argv[1:]
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):

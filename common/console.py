@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-# In URLs, also in JSON: the user before the host, and the values of parameters that are called like a secret.
-CHARACTER = r"""(?:[^\s"'\\&#]|\\u)"""  # of a password or key; in JSON, \u begins one that is not ASCII
+# Hidden in URLs, even inside JSON: the user before the host, and values of parameters whose names suggest a secret.
+CHARACTER = r"""(?:[^\s"'\\&#]|\\u)"""  # one character of a password or key; in JSON, \u begins a non-ASCII character
 USER = re.compile(rf"(?<=://)(?:{CHARACTER}|[&#])*@")
 SECRET = re.compile(rf"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=){CHARACTER}+", re.IGNORECASE)
 
@@ -20,7 +20,7 @@ def hide_credentials(text: str) -> str:
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, which prints messages and writes files. Works without a process group, too."""
+    """Return whether this process is rank 0, which prints messages and writes files. Needs no process group."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -31,5 +31,5 @@ def warn(message: str) -> None:
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:
-    """Return a tqdm progress bar. It appears after three seconds, and only on the main process and in a terminal."""
+    """Return a tqdm progress bar, which appears after three seconds, only on the main process and in a terminal."""
     return tqdm(iterable, desc, delay=3, disable=None if is_main() else True, **options)

@@ -26,7 +26,7 @@ _heartbeats: list[dist.Store] = []  # empty, or the one store in which every pro
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Call `cli.run`, and print in one line that another process has died, too, or that the GPU memory is exhausted."""
+    """Call `cli.run`; report the death of another process, or a lack of GPU memory, in one line as well."""
 
     def explained(args: T) -> None:
         try:
@@ -85,12 +85,12 @@ def _torchrun() -> str:
 
 
 def launcher_ids() -> list[str]:
-    """Return the ids of this run's torchruns. A restart keeps them, and replacing a machine keeps the others."""
+    """Return the ids of this run's torchruns. A restart keeps all ids; a replacement machine has a new id."""
     return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
 
 
 def restarted() -> bool:
-    """Return whether torchrun has restarted this command on any machine; a replaced machine counts from 0."""
+    """Return whether torchrun has restarted this command on any machine; a replacement machine counts from 0."""
     return any(restarts for _, _, restarts in _processes)
 
 
@@ -114,7 +114,7 @@ def heartbeat(activity: str) -> None:
 def last_heartbeats() -> str:
     """Return the last recorded activity of up to 16 other processes, or "" if the store is unavailable.
 
-    The oldest comes first, because it most likely belongs to the dead process.
+    The oldest activity comes first, because it most likely belongs to the dead process.
     """
     heartbeats = []
     with contextlib.suppress(RuntimeError):  # torchrun hosts the store and may have died, too
@@ -178,7 +178,7 @@ def all_max(value: Tensor) -> Tensor:
 
 
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Sum each entry over the list (one dict per micro-batch) and all processes; take the maximum for names in `_max`.
+    """Sum each entry over all micro-batches and processes; if its name ends in `_max`, take the maximum instead.
 
     The result is on the CPU.
     """
@@ -209,12 +209,12 @@ def all_gather(value: T) -> list[T]:
 
 
 def first_error(value: T | None) -> T | None:
-    """Return, on every process, the first error in the order of the ranks. Each passes its error, or None."""
+    """Return the first error in the order of the ranks, on every process. Each process passes its own error or None."""
     return next((error for error in all_gather(value) if error is not None), None)
 
 
 def raise_first_error(error: str | None, exception: type[Exception]) -> None:
-    """Raise `exception` with the first error message of any process, on every process; do nothing without one."""
+    """Raise `exception` on every process with the first error message of any process, if there is one."""
     if first := first_error(error):
         raise exception(first)
 

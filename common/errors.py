@@ -38,5 +38,5 @@ class CallLost(CallFailed):
 class WorkerLost(CallLost):
     """The worker was killed from outside, and so was its replacement when the call was retried.
 
-    This does not mean that the call itself is at fault.
+    The call itself need not be at fault.
     """

@@ -1,4 +1,4 @@
-"""File helpers: JSON lines, locks, files that are complete at all times, and the commit of this checkout."""
+"""File helpers: JSON lines, locks, files that are never incomplete, and the commit of this checkout."""
 
 import atexit
 import contextlib
@@ -18,7 +18,7 @@ from typing import IO
 from common import console
 from common.errors import UserError
 
-_locked_files: weakref.WeakValueDictionary[Path, IO[str]] = weakref.WeakValueDictionary()  # by this process
+_locked_files: weakref.WeakValueDictionary[Path, IO[str]] = weakref.WeakValueDictionary()  # locks held by this process
 
 
 def git_commit() -> str | None:
@@ -31,10 +31,10 @@ def git_commit() -> str | None:
 
 
 def read_jsonl(path: Path, is_valid: Callable[[dict], bool] = lambda row: True, contiguous: bool = False) -> list[dict]:
-    """Return the objects in a .jsonl file, [] without one. Damaged lines are skipped, and a message says so.
+    """Return the objects in a .jsonl file, or [] if it does not exist. Damaged lines are skipped and reported.
 
-    A line is damaged if it is not a JSON object, such as an incomplete line left by a kill, or if it is not valid. With
-    `contiguous`, the lines after the first damaged one are skipped, too: then row i of the result is line i.
+    A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
+    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i.
     """
     rows, damaged = [], []
     for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
@@ -60,7 +60,7 @@ def partial_path(path: Path) -> Path:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write `text` to a temporary file and rename it to `path`, so that `path` is complete at all times."""
+    """Write `text` to a temporary file and rename it to `path`, so that `path` is never incomplete."""
     partial = partial_path(path)
     partial.write_text(text, encoding="utf-8", errors="replace")  # a row may contain half of a surrogate pair
     partial.rename(path)
@@ -79,12 +79,12 @@ def flush(path: Path) -> None:
 
 
 def lock_file(path: Path, in_use: str) -> IO[str]:
-    """Lock the file `path` for this process and return it open. The lock ends when it is closed or the process ends.
+    """Lock the file `path` for this process and return it open. Closing the file or ending the process unlocks it.
 
-    Programs that this process starts do not inherit the lock. The file says who holds the lock. On a file system
-    without locks, this record decides: another process of this machine must have ended, and the record of another
-    machine must have been removed. Raises UserError, which begins with `in_use`, if another process holds the lock, and
-    OSError if the file cannot be written.
+    Programs that this process starts do not inherit the lock. The file records who holds the lock. On a file system
+    without locks, this record decides: a record of this machine counts until its process ends, and a record of another
+    machine counts until the file is removed. Raises UserError, with a message that begins with `in_use`, if another
+    process holds the lock, and OSError if the file cannot be written.
     """
     path = path.resolve()
     if path in _locked_files:
@@ -113,7 +113,7 @@ def _read_holder(file: IO[str]) -> str:
 
 
 def _may_run(holder: str) -> bool:
-    """Return whether the process in the record "pid 12 on node-3" may still run. One of another machine may."""
+    """Return whether the recorded process ("pid 12 on node-3") may still run; on another machine, assume so."""
     match = re.fullmatch(r"pid (\d+) on (.*)", holder)
     if not match or match[2] != socket.gethostname():
         return bool(holder)
@@ -121,7 +121,7 @@ def _may_run(holder: str) -> bool:
         os.kill(int(match[1]), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it belongs to another user
+    except PermissionError:  # the process belongs to another user
         return True
     return int(match[1]) != os.getpid()
 

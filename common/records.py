@@ -1,8 +1,8 @@
 """Data classes that travel between the rooms.
 
-A row of a data set is a `Sample`, and encoded it is a `Prompt`. A completion passes through three stages: sampled
-(`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and as an update trains on it (`Completion` in a
-`Group`). All three are frozen.
+A row of a data set is a `Sample`; once encoded, it is a `Prompt`. A completion goes through three stages: sampled
+(`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and prepared for an update (`Completion` in a
+`Group`). The classes of all three stages are frozen.
 
 Shapes: S prompt tokens, L completion tokens, R rows of position ids (3 with M-RoPE, else 1).
 """
@@ -34,7 +34,7 @@ class Cell:
     row: int
     column: str
     index: int | None  # index in the cell's list of images; None if the cell holds a single image
-    locate: Callable[[str], Folder]  # from the path of an image, as the cell has it, to where the image is
+    locate: Callable[[str], Folder]  # returns where an image is, given its path in the cell
 
     def read(self) -> bytes | Folder | None:
         """Read the image's encoded bytes, or its path if the cell has no bytes."""
@@ -95,7 +95,7 @@ class Sampling:
     n: int  # number of completions per prompt
     max_tokens: int  # maximum length of a completion in tokens
     temperature: float = 1.0  # sampling temperature; 0 is greedy decoding
-    top_p: float = 1.0  # sample from the most likely tokens whose total probability is at least this
+    top_p: float = 1.0  # sample only from the fewest tokens whose total probability is at least this
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion as an update trains on it."""
+    """A completion prepared for an update."""
 
     ids: Tensor  # (L,) token ids
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
@@ -145,7 +145,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with the completions that an update trains on, or with some of them."""
+    """A prompt with all or some of its completions, prepared for an update."""
 
     prompt: Prompt
     completions: list[Completion]

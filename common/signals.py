@@ -38,8 +38,8 @@ def defer_signals() -> list[int]:
 def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> None:
     """Wait for a SIGTERM and the death of a peer, then exit. Runs in a thread and keeps `_writer` open.
 
-    When a peer has died, torchrun sends SIGTERM, too. Nothing can be saved any more, so waiting for a rollout to finish
-    is useless. Before the exit, a process that notices the death itself has time to report its own error.
+    torchrun also sends SIGTERM when a peer has died. After such a death, nothing can be saved, so waiting for a rollout
+    to finish is useless. Before the exit, a process that notices the death itself has time to report its own error.
     """
     while signal.SIGTERM not in reader.recv(1):
         pass

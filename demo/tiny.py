@@ -5,7 +5,7 @@
 
 The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
 tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format
-and how to recognise what is in an image, but about a third of the labels are wrong. The GRPO reward uses the correct
+and how to recognise what an image shows, but about a third of the labels are wrong. The GRPO reward uses the correct
 answers, so GRPO can undo these errors.
 
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
@@ -171,8 +171,8 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
     """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit is it? is it even?
 
-    The 1,797 scans of 8 x 8 pixels, from 0 to 16, are the test set of "Optical Recognition of Handwritten Digits" (E.
-    Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY 4.0). The last column is the digit.
+    The 1,797 scans of 8 x 8 pixels, with values from 0 to 16, are the test set of "Optical Recognition of Handwritten
+    Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY 4.0). The last column is the digit.
     """
     scans = np.loadtxt(pathlib.Path(__file__).parent / "digits.csv.gz", delimiter=",")
     (folder / "images").mkdir(parents=True)

@@ -36,7 +36,7 @@ COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation
 
 @dataclass
 class Judgement:
-    """The answer read from a response (None without a readable one), whether it is correct, and other measures."""
+    """The answer read from a response (None if unreadable), whether it is correct, and other measures."""
 
     answer: str | None
     correct: bool
@@ -49,11 +49,11 @@ class Benchmark:
 
     hub: str  # name on the hub, with the split that is scored
     judge: Callable[[str, str, Row, Verifier | None], Judgement]
-    """Judges the answer part of a response, given also the gold answer, the row and the server."""
+    """Judges the answer part of a response; the other arguments are the gold answer, the row and the server."""
     columns: tuple[str, ...]  # columns that the prompt and the scoring need
     image_column: str | None = None  # column of the images; None for text-only benchmarks
     subset_columns: tuple[str, ...] = ()  # optional columns whose values get separate scores
-    may_be_empty: tuple[str, ...] = ()  # those of `columns` that may be empty
+    may_be_empty: tuple[str, ...] = ()  # which of `columns` may be empty
     prompt: Callable[[Row], str] = lambda row: str(row["question"])
     gold: Callable[[Row], str] = lambda row: str(row["answer"])
     server_role: str | None = None
@@ -105,7 +105,7 @@ def lettered(choices: list[str]) -> str:
 
 
 def is_closed(row: Row) -> bool:
-    """Return whether a VQA-RAD question is closed, from its `answer_type` or, without one, from a yes or no answer."""
+    """Return whether a VQA-RAD question is closed, as its `answer_type` says or, if it has none, its yes/no answer."""
     kind = str(row.get("answer_type") or "").strip().upper()
     return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else answers.words(str(row["answer"])) in (["yes"], ["no"])
 
@@ -211,7 +211,7 @@ def judge_mathvista(text: str, gold: str, row: Row, extractor: Verifier | None) 
 
 
 def judge_mathverse(text: str, gold: str, row: Row, judge: Verifier | None) -> Judgement:
-    """Compare letters, or compare formulas with math-verify. If this finds a difference, the judge (if any) decides."""
+    """Compare letters, or compare formulas with math-verify. If the answers differ, the judge (if any) decides."""
     judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
     by_rule = judge_by_rule(text, gold, row, None)
     if by_rule.correct or judge is None or not text:

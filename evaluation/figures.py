@@ -83,7 +83,7 @@ def write_differences(
 
 
 def _section(heading: str, changed: list[tuple[dict, dict]], samples: Mapping[str, Sample]) -> dict:
-    """Return the rows under one heading, as the template of the page takes them."""
+    """Return the rows under one heading, in the form that the page's template expects."""
     entries = []
     for before, after in changed[:MAX_ROWS]:
         sample = samples.get(after["source"])

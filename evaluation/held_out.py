@@ -35,7 +35,7 @@ class SamplingFlags:
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = 1.0
-    """Nucleus sampling: tokens are drawn from the smallest set whose probabilities sum to this."""
+    """Nucleus sampling: tokens are drawn from the smallest set whose probabilities sum to at least this."""
     max_tokens: int = 1024
     """Maximum completion length in tokens."""
     seed: int = 0
@@ -43,9 +43,9 @@ class SamplingFlags:
 
 
 def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Path:
-    """Create the progress file of an evaluation, or keep that of an interrupted one with the same `settings`.
+    """Create the progress file of an evaluation, or keep the file of an interrupted one with the same `settings`.
 
-    The first line holds the settings, and each further line the output of a row. A file with other settings is renamed.
+    The first line holds the settings; each further line holds a row's output. A file with other settings is renamed.
     """
     path = folder / PROGRESS
     if not console.is_main():
@@ -57,7 +57,7 @@ def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Pat
         outputs = []
         console.warn(f"starting over: {path.with_suffix('.old')} was sampled with different {', '.join(changed)}")
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, _json_lines([settings, *outputs]))  # without a half-written last line
+    atomic_write(path, _json_lines([settings, *outputs]))  # drops a half-written last line
     return path
 
 
@@ -75,13 +75,13 @@ def sample_rows(
     """Sample responses to every row.
 
     Returns {responses, lengths, truncated, pictures} for each row, in order and on every process; `pictures` is a
-    digest of the row's images. The main process appends the outputs to the file `progress`; rows that it already has
-    are not sampled again. Raises UserError on every process when the images of a row can no longer be read.
+    digest of the row's images. The main process appends the outputs to the file `progress`; rows already in this
+    file are not sampled again. Raises UserError on every process when the images of a row can no longer be read.
     """
     outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
     if outputs:
         console.warn(f"resuming: {len(outputs)} rows are already sampled")
-    # Processes that share an engine sample together, so each takes part in every chunk, even without a row in it.
+    # Processes that share an engine sample together, so each takes part in every chunk, even with no row of its own.
     chunk = CHUNK * distributed.world_size()
     for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk", leave=False):
         local_rows = distributed.shard(list(enumerate(samples))[start : start + chunk])

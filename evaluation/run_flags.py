@@ -29,7 +29,7 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
         flags = {"model": config["model"], "baseline": config.get("adapter") or config["model"]}
         flags["adapter"] = f"{run}/final"
     if not benchmark:
-        recipe_scores = run / "eval" / "scores.json"  # of the evaluation after the training of a recipe
+        recipe_scores = run / "eval" / "scores.json"  # written by the evaluation at the end of a recipe
         data = test_data or config["eval_data"]
         if not data and recipe_scores.is_file():
             data = json.loads(recipe_scores.read_text())["data"]

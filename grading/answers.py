@@ -20,7 +20,7 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
 
 def answer_blocks(text: str) -> list[str]:
     """Return the bodies of all `<answer>…</answer>` blocks."""
-    head, end, _ = text.rpartition("</answer>")  # a tag that is never closed would be searched for to the end
+    head, end, _ = text.rpartition("</answer>")  # otherwise, each unclosed tag would cause a search to the end
     return re.findall(r"<answer>(.*?)</answer>", head + end, re.DOTALL)
 
 
@@ -57,7 +57,7 @@ def first_count(text: str) -> int | None:
 
 # --- visual question answering ----------------------------------------------------------------------------------------
 
-_UNITS = {  # symbol -> other spellings, in lower case and the singular
+_UNITS = {  # symbol -> other spellings, in lower case and singular
     "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
     "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "l": "liter litre", "ml": "milliliter",
     "mg": "milligram", "g": "gram gm", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ms": "millisecond",
@@ -67,7 +67,7 @@ _UNITS = {  # symbol -> other spellings, in lower case and the singular
 _SYMBOL = {spelling: symbol for symbol, others in _UNITS.items() for spelling in (symbol, *others.split())}
 _SIGNS = {"−": "-", "⁄": "/", "×": " x ", "+/-": "±", "<=": "≤", ">=": "≥", "°": " degree ", "%": " percent "}
 _NUMERAL = re.compile(r"\d+(?:\.\d+)*|(?<![^\s<>≤≥±/:-])\.\d+")
-# A number with its sign and the numbers that operators tie to it, or a word.
+# A word, or a number with its sign and any further numbers joined to it by operators.
 _TOKEN = re.compile(
     rf"(?:(?<!\S)-|[<>≤≥±]\s*-?)?(?:{_NUMERAL.pattern})(?:[/:+*^=](?:{_NUMERAL.pattern}))*\+?|[^\s\d.<>≤≥±+/:*^=-]+"
 )
@@ -116,7 +116,7 @@ def _plain_number(match: re.Match) -> str:
 
 
 def contradicts(answered: list[str], gold: list[str]) -> bool:
-    """Return whether two answers, as `words`, have different numbers, or only one of them has a negation."""
+    """Return whether two answers, as lists from `words`, differ in their numbers or in whether they have a negation."""
     numbers = [sorted(word for word in side if re.search(r"\d", word)) for side in (answered, gold)]
     return numbers[0] != numbers[1] or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
 
@@ -150,7 +150,7 @@ def _last_letter(patterns: tuple[str, ...], text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the body of the last `\\boxed{…}` with balanced braces, or None. Of nested boxes, the inner one counts."""
+    """Return the body of the last `\\boxed{…}` with balanced braces, or None. In nested boxes, the inner one counts."""
     opened: list[re.Match] = []  # boxes and braces that are not closed yet
     start, body = -1, None
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
@@ -182,7 +182,7 @@ SHORT = 100  # characters; a longer answer outside a box is treated as prose
 def answer_part(response: str) -> str:
     """Return the body of the last answer block, or the response without its think block if it has no answer block.
 
-    A think block that is never closed leaves an empty answer.
+    A think block that is never closed results in an empty answer.
     """
     text = outside_thinking(response).partition("<think>")[0]
     blocks = answer_blocks(text)
@@ -212,9 +212,9 @@ def math_answers(text: str) -> list[str]:
     """Return the expressions that may be the answer, most likely first.
 
     A boxed answer or a short answer is returned unchanged. If the answer is a sentence, one formula or number in it is
-    returned: the first if the answer was marked explicitly, else the last. Of a sentence that denies something, and of
-    several formulas ("$3$ or $4$"), none is returned. Prose itself is never returned, because math-verify would find
-    an answer in any text, and it takes seconds for a page of text.
+    returned: the first if the answer was marked explicitly, else the last. None is returned for a sentence with a
+    negation or for several formulas ("$3$ or $4$"). Prose itself is never returned, because math-verify would find an
+    answer in any text, and it would take seconds for a page.
     """
     answer, explicit = short_answer(text)
     if last_boxed(text) is not None:
@@ -235,7 +235,7 @@ def math_answers(text: str) -> list[str]:
 
 def math_candidates(text: str, max_chars: int) -> list[str]:
     """Return what may equal the gold answer: the last box or, without one, the whole text, the text after "answer:",
-    and what `math_answers` finds in a sentence. Of a text longer than `max_chars`, only the last."""
+    and what `math_answers` finds in a sentence. Only the last is used if the text is longer than `max_chars`."""
     candidates = math_answers(text)
     if last_boxed(text) is None and len(text) <= max_chars:
         stated, is_marked = short_answer(text)

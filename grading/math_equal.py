@@ -17,12 +17,12 @@ from grading.answers import count_words, unit_symbol
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
-# math-verify itself would drop a trailing "t", "h" or "c" as a unit, and `3t` would equal 3.
+# By default, math-verify drops a trailing "t", "h" or "c" as a unit, so that `3t` equals 3.
 NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALISATION), ExprExtractionConfig())
 # math-verify ignores the text on one side of each of these symbols.
 SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "¬")
-SUBSCRIPT = re.compile(r"_\s*\{?\s*(\\?\w*)")  # also ignored: 101_2 would equal 101_3
+SUBSCRIPT = re.compile(r"_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 SYMBOLS = str.maketrans(
     {"°": "\\degree ", "º": "\\degree ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/"}
@@ -36,22 +36,22 @@ REWRITES = [  # (pattern, replacement), applied in this order
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
     (r"\\varnothing\b|\\\{\s*\\\}|\b(?:the )?empty set\b", r"\\emptyset "),
     (r"(?<!\d)(\d++)\.(\d*+)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
-    (r"\b([ap])\.\s?m\b", r"\1m"),  # "p.m" as "pm"
+    (r"\b([ap])\.\s?m\b", r"\1m"),  # "p.m" becomes "pm"
     (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
     (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # a mixed number
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
-    (r"\^\s*(-?\d+)", r"^{\1}"),  # `x^10` as it is meant in plain text
+    (r"\^\s*(-?\d+)", r"^{\1}"),  # in plain text, `x^10` means x^{10}
     (r"(?<![A-Za-z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"(?<![A-Za-z])\\?sqrt\s*(\d+(?:\.\d+)?|[A-Za-z]\b)", r"\\sqrt{\1}"),
 ]
-# A number or the end of a formula, followed by a word, a word for each word ("m/s") or degrees, and perhaps a power.
+# A number or the end of a formula, followed by a unit: a word, two words ("m/s", "m per s") or degrees, maybe a power.
 UNIT = re.compile(
     r"(.*(?:[\d)}!]|\\pi))(\s*)(\\degree(?:\s*[CF])?|(?:(square|cubic|sq|cu)\.? )?([A-Za-zµμΩ]+)\.?"
     r"(?:\s*(?:/|\bper\b)\s*([A-Za-z]+))?)(?:(?:\s*\^\s*)?\{?([23])\}?)?\s*",
     re.DOTALL,
 )
-UNIT_LETTERS = "mgshlLNJWVK"  # single letters that may be units; any other is a variable
+UNIT_LETTERS = "mgshlLNJWVK"  # single letters that may be units; other letters are variables
 NOT_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "squared", "cubed", "mod"}
 
 
@@ -60,10 +60,10 @@ def math_equal(candidate: str, gold: str) -> bool:
 
     - A unit counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not `5 km`. Units are not
       converted: 1 km does not equal 1000 m. A single letter is a unit only after a space (`5 m`, but not `5m`).
-    - An answer in words must have the same words. Any other word is a product of letters to math-verify, so `BC` equals
-      `CB`.
+    - If the gold answer is prose, the words must be the same. Otherwise, math-verify reads a word as a product of
+      letters, so `BC` equals `CB`.
     - If the gold answer is a capital letter, "A. 5 cm" counts as A.
-    - Two numbers that are separated by a space alone, and signs that math-verify ignores, are never equal to a number.
+    - Answers that math-verify would misread, such as "1 2" or those with signs that it ignores, never equal a number.
     """
     candidate, gold = _normalise(candidate), _normalise(gold)
     if not candidate:
@@ -80,7 +80,7 @@ def math_equal(candidate: str, gold: str) -> bool:
     (candidate, unit), (gold, gold_unit) = _split_unit(candidate), _split_unit(gold)
     if unit and gold_unit and unit != gold_unit:
         return False
-    # In a box, because `12 \\sqrt{3}` would otherwise be parsed as 3.
+    # Each answer is put in a box, because `12 \\sqrt{3}` would otherwise be parsed as 3.
     boxed = [parse("\\boxed{" + text + "}", EXTRACTION, parsing_timeout=None) for text in (gold, candidate)]
     return bool(verify(*boxed, timeout_seconds=None))
 
@@ -133,10 +133,10 @@ def _is_words(gold: str) -> bool:
 
 
 def _is_ambiguous(candidate: str, gold: str) -> bool:
-    """Return whether math-verify would read something into `candidate` that it does not say."""
+    """Return whether math-verify would misread `candidate`."""
     if any(sign in candidate and sign not in gold for sign in SIGNS) or count_words(candidate) > count_words(gold) + 3:
         return True
-    if re.search(r"\d\s+\d", f"{candidate}|{gold}"):  # math-verify takes "1 2" for 3
+    if re.search(r"\d\s+\d", f"{candidate}|{gold}"):  # math-verify reads "1 2" as 3
         return True
     if (subscripts := SUBSCRIPT.findall(candidate)) and subscripts != SUBSCRIPT.findall(gold):
         return True

@@ -5,7 +5,7 @@ service's checks. A call that takes too long is therefore killed, and the next c
 
 Each worker of a `WorkerPool` is a small Python process that loads the functions once and forks a child that makes the
 calls. Killing and replacing that child takes a few milliseconds. Unlike the processes of `multiprocessing`, workers do
-not import the training script. They exit when the process that started them exits.
+not import the training script. Workers exit when the process that started them exits.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ def load_function(name: str) -> Callable:
 
 def serve(arguments: list[str]) -> None:
     """Answer calls until the other end of the pipe is closed. `arguments`: the pipe's file descriptor and the names."""
-    # torchrun sends these signals to every process of a run. The trainer alone finishes its current step and stops.
+    # torchrun sends these signals to every process of a run, but only the trainer should react to them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = connection.Connection(int(arguments[0]))
@@ -152,7 +152,7 @@ def _wait_for_answer(pid: int, child: connection.Connection, seconds: float) -> 
     answered, last_cpu = child.poll(seconds), cpu_before
     for _ in range(int((BUSY_FACTOR - 1) * seconds * 10)):
         state, cpu = _process_state(pid)
-        asleep = state not in ("R", "D") and cpu == last_cpu  # and used no CPU time since the last check
+        asleep = state not in ("R", "D") and cpu == last_cpu  # no CPU time used since the last check
         if answered or asleep or cpu - cpu_before > 0.9 * seconds:
             break
         answered, last_cpu = child.poll(0.1), cpu

@@ -2,8 +2,8 @@
 
 The verifier judges whether a candidate answer equals the reference answer. For some benchmarks it also extracts the
 final answer from a response. Rewards ask the verifier only if math-verify does not find the answers equal. A question
-is answered only once per run, or only once ever if replies are cached on disk. The candidate is placed between marks
-made from a hash, which it cannot contain, so it cannot pass for part of the instructions.
+is answered only once per run, or only once ever if replies are cached on disk. The candidate is placed between
+delimiters made from a hash. The candidate cannot contain them, so it cannot pass for part of the instructions.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from grading.answers import outside_thinking
 if TYPE_CHECKING:
     import openai
 
-NO_KEY = "none"  # the client needs a key
+NO_KEY = "none"  # passed if there is no key, because the client requires one
 MAX_REPLY = 1_000_000  # bytes of an HTTP reply; a verdict takes less than 20,000
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
 INSTRUCTION = (
@@ -48,9 +48,9 @@ EXTRACTION = (
 
 
 def parse_url(url: str) -> str:
-    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`. Raises UserError.
+    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`.
 
-    A run's config.json hides the credentials of its URL behind asterisks, so such a URL is refused.
+    Raises UserError for an invalid URL, or for one from a run's config.json, where asterisks replace the credentials.
     """
     url = (url if "://" in url else f"http://{url}").strip()
     try:
@@ -92,7 +92,7 @@ def judge_messages(question: str, gold: str, candidate: str) -> list[dict]:
 
 
 def _messages(instruction: str, context: str, name: str, text: str, request: str) -> list[dict]:
-    """Put `text` between two marks made from a hash. No text can be written so that it contains its own hash."""
+    """Put `text` between two delimiters made from its hash. No text can be made to contain its own hash."""
     mark = hashlib.sha256(f"{context}\0{text}".encode(errors="replace")).hexdigest()[:16]
     tag = f"{name.split()[0].lower()}-{mark}"
     marked = f"{name}, everything between the two marks {mark}:\n<{tag}>\n{text}\n</{tag}>"
@@ -120,9 +120,9 @@ class ReplyCache:
 
 
 def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
-    """Return a client for the server at `url`. It sends the key REWARD_MODEL_KEY and no other.
+    """Return a client for the server at `url`. The client sends the key REWARD_MODEL_KEY and no other.
 
-    It reads at most `MAX_REPLY` + 1 bytes of a reply, and follows no redirects, so nothing is sent to another server.
+    The client reads at most `MAX_REPLY` + 1 bytes of a reply. It ignores redirects, which could lead to other servers.
     """
     import openai  # takes half a second to import, so only runs with a verifier import it
 
@@ -134,7 +134,7 @@ def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
                     content += part
                     if len(content) > MAX_REPLY:
                         break
-            response.headers.pop("content-encoding", None)  # none was asked for, and it could unpack to any size
+            response.headers.pop("content-encoding", None)  # unrequested compression could unpack to any size
             whole = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
             return type(response)(response.status_code, request=response.request, **whole)
 
@@ -147,7 +147,7 @@ def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
         max_retries=retries,
         http_client=BoundedClient(headers={"Accept-Encoding": "identity"}, follow_redirects=False, timeout=None),
     )
-    client.organization = client.project = None  # from OPENAI_ORG_ID and OPENAI_PROJECT_ID
+    client.organization = client.project = None  # not those of OPENAI_ORG_ID and OPENAI_PROJECT_ID
     return client
 
 
@@ -164,11 +164,11 @@ class Verifier:
         self.last_error = ""
         self.failures = 0  # requests since the last successful request, including requests in flight
         self.cache = ReplyCache(cache or ":memory:")
-        self.loop = asyncio.new_event_loop()  # a call that takes too long can be cancelled there, whatever it waits for
+        self.loop = asyncio.new_event_loop()  # in this loop, a slow call can be cancelled, whatever it waits for
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.slots = asyncio.Semaphore(flags.verifier_concurrency)
         self.lock = threading.Lock()  # guards `requests`
-        self.requests: dict[str, Future] = {}  # those in flight, by their messages
+        self.requests: dict[str, Future] = {}  # requests in flight, keyed by their messages
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
         """Return whether the candidate is correct, or None if there is no verdict; `last_error` has the reason."""
@@ -248,7 +248,7 @@ class Verifier:
         return json.loads(content)
 
     def reset_failures(self) -> None:
-        """Allow new requests even if the server was down, before each round of rewards."""
+        """Allow new requests even if the server was down. Called before each round of rewards."""
         self.failures = 0
 
     def check(self) -> None:

@@ -22,12 +22,12 @@ from common.records import Cell, ImageSource
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Image.DecompressionBombError)
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some of Pillow's other formats start programs to decode
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other programs to decode some other formats
 max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
-PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values of a pixel for each colour type
+PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel of each colour type
 INTERLACED = ((0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1))
-BAND = 256  # rows that are rescaled at a time
+BAND = 256  # number of pixel rows that are rescaled at a time
 
 
 class TooLarge(ValueError):
@@ -77,8 +77,8 @@ def _rescale(image: Image.Image) -> Image.Image:
 def check_image(source: ImageSource) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
-    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing, which takes less memory
-    than decoding. JPEG is decoded at an eighth of its size, which still reads every byte. Other formats are decoded in
+    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing. Unpacking takes less
+    memory than decoding. JPEG is decoded at an eighth of its size, but every byte is read. Other formats are decoded in
     full.
     """
     content = read_source(source)
@@ -101,7 +101,7 @@ def _check_png_rows(file: BinaryIO) -> None:
 
     Pillow leaves missing rows black if the compressed stream ends early but correctly.
     """
-    file.seek(16)  # after the signature and the name of the first chunk
+    file.seek(16)  # skip the signature, and the size and name of the first chunk
     width, height, depth, colour, interlaced = struct.unpack(">IIBBxxB", file.read(13))
     passes = INTERLACED if interlaced else ((0, 1, 0, 1),)
     sizes = [(len(range(x, width, dx)), len(range(y, height, dy))) for y, dy, x, dx in passes]
@@ -112,7 +112,7 @@ def _check_png_rows(file: BinaryIO) -> None:
     while missing > 0 and len(head := file.read(8)) == 8:
         length, name = struct.unpack(">I4s", head)
         data = file.read(length)
-        file.seek(4, io.SEEK_CUR)  # the checksum
+        file.seek(4, io.SEEK_CUR)  # skip the checksum
         while name == b"IDAT" and data and missing > 0:
             missing -= len(stream.decompress(data, 2**20))
             data = stream.unconsumed_tail
@@ -137,7 +137,7 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
-    """Turn any error that a decoder raises for a broken image into ValueError. FileNotFoundError and TooLarge pass."""
+    """Turn decoders' errors about broken images into ValueError, but let FileNotFoundError and TooLarge through."""
     try:
         yield
     except (FileNotFoundError, TooLarge):

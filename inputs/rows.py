@@ -46,10 +46,10 @@ FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
-MAX_BLANK_ROWS = 2**20  # as many rows as a spreadsheet has
-OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of what a model would not be shown
+MAX_BLANK_ROWS = 2**20  # maximum number of rows of a spreadsheet
+OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
-Locate = Callable[[str], Folder]  # from the path of an image, as a row has it, to where the image is
+Locate = Callable[[str], Folder]  # returns where an image is, given its path in the row
 
 
 class RowError(ValueError):
@@ -123,7 +123,7 @@ def raw_rows(
 def _locate(folders: Sequence[Folder], image: str) -> Folder:
     """Return the path of `image` in the first folder that has it, or in the first folder if none has it."""
     for folder in folders:
-        with contextlib.suppress(OSError):  # such as a file name that is too long
+        with contextlib.suppress(OSError):  # for example, a file name that is too long
             if (folder / image).exists():
                 return folder / image
     return folders[0] / image
@@ -192,7 +192,7 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
 
 
 def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Do the same for a conversation whose only reply is its last turn."""
+    """Do the same as `_from_columns` for a conversation whose only reply is its last turn."""
     turns = row.pop("conversations")
     row.pop("answer", None)
     reply = turns[-1] if isinstance(turns, list) and turns else None
@@ -207,7 +207,7 @@ def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, obj
 
 
 def _first_item(answer: object) -> object:
-    """Return the first of several gold answers. Skywork-OR1 writes them as the text of a list."""
+    """Return the first of several gold answers. Skywork-OR1 stores them as a list in text form."""
     try:
         items = ast.literal_eval(answer.strip()) if isinstance(answer, str) else None
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -252,7 +252,7 @@ def _chat(turns: list) -> tuple[str, str | None, list]:
 
 
 def _text(content: object) -> tuple[str, list]:
-    """Return a turn's text, with a tag for each of its images, and those images that the turn itself contains."""
+    """Return a turn's text, with a tag for each of its images, and the images that the turn itself contains."""
     if isinstance(content, str):
         return content, []
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -358,7 +358,7 @@ def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:
     if text.lstrip().startswith("[\n") or text.startswith("[{"):
         raise UserError(f"{path} is a JSON list: name it .json")
     number, end = 1, 0
-    for line in re.finditer(r"[^\n]+", text):  # skips blank lines, of which there may be millions, without a loop
+    for line in re.finditer(r"[^\n]+", text):  # skips blank lines, possibly millions, without a loop over them
         number, end = number + text.count("\n", end, line.start()), line.start()
         if line[0].strip():
             try:

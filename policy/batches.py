@@ -52,7 +52,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 def vision_cost_per_patch(policy: Policy) -> float:
     """Return the cost of a patch in the vision tower relative to the cost of a token in the decoder stack.
 
-    This is the ratio of the parameter counts of the vision tower and the decoder layers. The result is 0 if the tower
+    The result is the ratio of the parameter counts of the vision tower and the decoder layers. It is 0 if the tower
     is frozen, because its features are cached.
     """
     vision = vision_parameters(policy.model)
@@ -95,4 +95,4 @@ def completion_logprobs(policy: Policy, groups: list[Group], temperature: float,
         packed = [(batch.lengths, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
     # copied to the host only now, so that no micro-batch waits for the previous one
     logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]
-    return logps[: sum(len(group.completions) for group in groups)]  # the rest is of blank micro-batches
+    return logps[: sum(len(group.completions) for group in groups)]  # the rest belongs to blank micro-batches

@@ -89,7 +89,7 @@ def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Te
 
 
 def _restore_completion_ids(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Turn −1 − id back into id. This hook runs before the embedding.
+    """Turn −1 − id back into id. A hook that runs before the embedding.
 
     A model may sample the image placeholder token. The sampler treats it like any other token, but the model's forward
     pass would expect an image for it. The ids of completion tokens are therefore stored as −1 − id until the images

@@ -96,7 +96,7 @@ def load_adapter(
     tuner = _inject(model, config, names)
     for name in names:
         try:
-            with warnings.catch_warnings(action="ignore"):  # about a model on the meta device
+            with warnings.catch_warnings(action="ignore"):  # warns about a model on the meta device
                 loaded = set_peft_model_state_dict(model, tensors, name)
         except (KeyError, RuntimeError) as error:  # wrong shapes are listed line by line
             raise UserError(f"{source} was made for another base: {str(error).splitlines()[-1].strip()}") from None
@@ -174,7 +174,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
         raise UserError(f"{source!r} has no adapter_config.json: give an adapter in PEFT layout")
     damaged = (OSError, ValueError, RuntimeError, TypeError, KeyError, EOFError, UnpicklingError, SafetensorError)
     try:
-        with warnings.catch_warnings(action="ignore"):  # about settings from a different PEFT release
+        with warnings.catch_warnings(action="ignore"):  # warns about settings from other PEFT releases
             config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
         tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
     except damaged as error:

@@ -96,7 +96,7 @@ def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
 
     transformers only warns, and fills a missing tensor with random numbers. Its `report` leaves out tied weights.
     """
-    buffers = {buffer for buffer, _ in model.named_buffers()}  # old releases saved some that are computed today
+    buffers = {buffer for buffer, _ in model.named_buffers()}  # old releases saved buffers that are now computed
     problems = {
         "the files lack": set(report["missing_keys"]),
         "a different shape in the files:": {key for key, *_ in report["mismatched_keys"]},

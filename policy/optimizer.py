@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from config import PolicyFlags
 from policy.model import Policy
 
-# The schedule counts updates that are skipped, and PyTorch warns if the first update is.
+# The schedule also counts skipped updates, and PyTorch warns if the first update is skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size

@@ -64,7 +64,7 @@ def _state_to_send(policy: Policy) -> dict[str, Tensor]:
 
 
 def _cast_frozen(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
-    """Move buffers and weights that are not sharded to `device`, cast the latter to `dtype`, and return the latter.
+    """Move buffers and unsharded weights to `device`; cast these weights to `dtype` and return them.
 
     A frozen vision tower stays whole on every process, so that a batch without images needs no collective for the
     tower. A 4-bit model also stays whole.

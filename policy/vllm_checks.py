@@ -12,7 +12,7 @@ from common.records import Prompt
 
 
 def check_weights(sent: Iterable[tuple[str, Tensor]], vllm_weights: dict[str, Tensor]) -> None:
-    """Raise RunStopped if a `sent` weight is missing in vLLM or differs after rounding to vLLM's dtype."""
+    """Raise RunStopped if a `sent` weight is missing from vLLM or differs after rounding to vLLM's dtype."""
     for name, weight in sent:
         synced = vllm_weights.pop(name, None)
         if synced is None or not torch.equal(synced[: len(weight)], weight.to(synced.dtype)):

@@ -2,7 +2,7 @@
 
 Imports `common`, `inputs`, `grading` and `rewards`, but does not import torch at start-up: jobs run `grpo.py` and
 `evaluate.py` as separate processes. Start reading at `app.py` (the endpoints), then `jobs.py` (files and jobs).
-`schema.py` defines the request and response bodies, `connections.py` ends requests that are never finished,
+`schema.py` defines the request and response bodies, `connections.py` closes connections that stall,
 `middleware.py` controls access, `uploads.py` checks ZIPs and decodes images, and `page/` contains the web page, the
 form for the token and the description of the data format.
 """

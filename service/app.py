@@ -64,7 +64,7 @@ class Config:
     """Run the training service."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any address that other machines can reach needs a token."""
+    """Address to listen on; an address that other machines can reach requires a token."""
     port: int = 8000
     """Port to listen on."""
     folder: str = "runs/service"
@@ -75,13 +75,13 @@ class Config:
     """Folders with additional models that a job may use; models on the hub are always allowed."""
     token: str | None = None
     """Token that callers send as `Authorization: Bearer TOKEN`; generated and printed if required but not given. Other
-    users of this machine can see it in the list of processes: prefer `token_file` or the variable GRPO_TOKEN."""
+    users of this machine can see this flag in the list of processes; prefer `token_file` or the variable GRPO_TOKEN."""
     token_file: str | None = None
     """File that holds the token."""
     max_upload: float = 2.0
     """Maximum size of an uploaded ZIP in GB."""
     max_storage: float = 100.0
-    """Maximum size of all uploads and jobs together in GB. Above it, uploads and new jobs are refused."""
+    """Maximum size of all uploads and jobs together in GB. Above this size, uploads and new jobs are refused."""
     max_megapixels: float = 64.0
     """Maximum size of an image in millions of pixels."""
 
@@ -158,7 +158,7 @@ def store_upload(state: State, path: pathlib.Path, file: UploadFile) -> dict:
 
 
 def call_worker(state: State, function: str, failure: str, **arguments: object) -> Any:
-    """Call a function of uploads.py in a worker process. Raises HTTPException with message `failure` if it fails."""
+    """Call a function of uploads.py in a worker process. Raises HTTPException, saying `failure`, if the call fails."""
     arguments["max_megapixels"] = state.cfg.max_megapixels
     try:
         return state.workers.call(function, INSPECT_TIMEOUT, arguments)
@@ -188,7 +188,7 @@ def picture(request: Request, store: StoreDep, file_id: str, number: Annotated[i
 
 @api.delete("/files/{file_id}")
 def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
-    """Delete a data set. This is refused while a queued or running job uses it."""
+    """Delete a data set, unless a queued or running job uses it."""
     store.delete_file(file_id)
     return {"message": "deleted"}
 
@@ -216,7 +216,7 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
 
 
 def allowed_model(name: str | None, cfg: Config) -> str:
-    """Return the default model, a model in an allowed folder or a name on the hub. Raises HTTPException for others."""
+    """Return the default model, a model in an allowed folder or a name on the hub. Refuse others with HTTPException."""
     if name is None or name == cfg.model:
         return cfg.model
     with contextlib.suppress(OSError, ValueError):  # not a valid path
@@ -240,7 +240,7 @@ async def jobs(store: StoreDep) -> Response:
 
 @functools.lru_cache(maxsize=1)
 def list_jobs(store: Store, changes: int, quarter_seconds: int) -> str:
-    """Return all jobs as JSON. Until a job changes, requests within a quarter of a second share one list."""
+    """Return all jobs as JSON. Requests within a quarter of a second share one list, unless a job changes."""
     return json.dumps([job_info(store, job).model_dump() for job in store.jobs()])
 
 
@@ -306,7 +306,7 @@ def cancel(store: StoreDep, job_id: str) -> Started:
 
 @api.post("/jobs/{job_id}/resume")
 def resume(store: StoreDep, job_id: str) -> Started:
-    """Queue a cancelled or failed job again. It resumes from its last checkpoint."""
+    """Queue a cancelled or failed job again. The job resumes from its last checkpoint."""
     job = store.resume(job_id)
     return Started(job_id=job_id, message="queued again", status=job.status)
 
@@ -443,8 +443,8 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
         return JSONResponse({"detail": problems}, 422)
 
     max_bytes = int(cfg.max_upload * 1e9)
-    app.add_middleware(limit_bodies, max_upload=max_bytes)  # for bodies that do not announce a size
-    app.add_middleware(AccessMiddleware, token=token, max_upload=max_bytes)  # comes first
+    app.add_middleware(limit_bodies, max_upload=max_bytes)  # for bodies whose size is not announced
+    app.add_middleware(AccessMiddleware, token=token, max_upload=max_bytes)  # runs first
     threading.Thread(target=job_loop, args=(app.state.store,), daemon=True).start()
     return app
 
@@ -460,7 +460,7 @@ def job_loop(store: Store) -> None:
 
 
 def read_token(cfg: Config) -> str | None:
-    """Return the token that the flags or the variable GRPO_TOKEN give. The variable is removed: no job inherits it."""
+    """Return the token from the flags or from GRPO_TOKEN; delete this variable, so that no job inherits the token."""
     given = os.environ.pop("GRPO_TOKEN", None)
     if cfg.token_file is None:
         return cfg.token or given

@@ -1,4 +1,4 @@
-"""Connections of clients that do not finish their requests: uvicorn alone would hold these for ever."""
+"""Close the connections of clients that do not finish their requests. uvicorn alone would keep them open forever."""
 
 import asyncio
 import resource
@@ -7,20 +7,20 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 1000
-PATIENCE = 10.0  # seconds for the header of a request, and between two looks at the progress of its body
-MIN_BYTES = 10_000  # how much of an unfinished body must arrive between two looks
+PATIENCE = 10.0  # seconds for the header of a request, and between two checks of the progress of its body
+MIN_BYTES = 10_000  # bytes of an unfinished body that must arrive between two checks
 NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 def limit_connections() -> int:
-    """Return the maximum number of connections. Each may need a second file, and the service needs some itself."""
+    """Return the maximum number of connections. Each may use two open files, and the service itself needs some."""
     return max(8, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
 class Connection(H11Protocol):
     """An HTTP connection with a time limit for the header and a minimum speed for the body of a request.
 
-    When there are too many connections, the one that has waited longest for the rest of a request makes room.
+    When there are too many connections, the one that has waited longest for the rest of a request is closed.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -31,7 +31,7 @@ class Connection(H11Protocol):
             waiting = [other for other in self.connections if other is not self and other._unfinished()]
             if waiting:
                 longest = min(waiting, key=lambda other: other.since)
-                self.connections.discard(longest)  # so that the next new connection makes another one give way
+                self.connections.discard(longest)  # so that the next new connection closes a different one
                 longest.transport.abort()
             else:
                 transport.write(NO_ROOM)
@@ -53,14 +53,14 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def _wait(self) -> None:
-        """Look again in a while."""
+        """Reset the progress, and check this connection again in `PATIENCE` seconds."""
         if self.timer:
             self.timer.cancel()
         self.since, self.received = self.loop.time(), 0
         self.timer = self.loop.call_later(PATIENCE, self._look)
 
     def _unfinished(self) -> bool:
-        """Return whether the client has yet to send the rest of a request, or the next one."""
+        """Return whether this connection is waiting for the rest of a request or for the next request."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.flow.read_paused
 
     def _look(self) -> None:

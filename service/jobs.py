@@ -77,7 +77,7 @@ class Store:
         self.folder, self.max_gigabytes = pathlib.Path(folder).resolve(), max_gigabytes
         for name in ("files", "jobs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)  # also if the folder existed
+        self.folder.chmod(0o700)  # even if the folder already existed
         self.lock = threading.RLock()
         in_use = f"another service is running in {folder!r}: stop it, or choose another --folder"
         self.lock_file = lock_file(self.folder / "service.lock", in_use)
@@ -183,7 +183,7 @@ class Store:
                 return self._update(job, status="cancelled")
             if job.status != "training":
                 raise HTTPException(409, f"the job is already {job.status}")
-            self._ask_to_stop(job)  # comes first, because it also works when the disk is full
+            self._ask_to_stop(job)  # first, because this works even when the disk is full
             return job if job.cancelled_at else self._update(job, cancelled_at=time.time())
 
     def resume(self, job_id: str) -> Job:

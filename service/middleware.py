@@ -28,7 +28,7 @@ HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff", "Refe
 
 
 class OncePerSecond(logging.Filter):
-    """Lets the same warning or error pass at most once a second, so that an attack cannot flood the log."""
+    """Logs the same warning or error at most once a second, so that an attack cannot flood the log."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
     def _same_origin(self, request: Request) -> bool:
         """Refuse requests that a page of a different site makes in a visitor's browser.
 
-        Without a token, the Host header must name this machine: another site's name may resolve to its address.
+        Without a token, the Host header must name this machine: the name of another site may resolve to this machine.
         """
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if origin and origin not in (f"http://{host}", f"https://{host}"):

@@ -1,7 +1,7 @@
 """The request and response bodies of the service, which its API reference at /docs documents.
 
 Requests with unknown fields are rejected, because a misspelt field would otherwise be ignored silently. The aliases are
-the names of the settings as flags of grpo.py.
+the corresponding flags of grpo.py.
 """
 
 from typing import Annotated, Any, Literal

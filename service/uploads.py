@@ -1,6 +1,6 @@
 """Check uploaded ZIPs and decode uploaded images.
 
-These functions run in worker processes with limits of time and memory, so that a malicious image can neither hang nor
+These functions run in worker processes with limited time and memory, so that a malicious image can neither hang nor
 crash the service, which never opens an image itself. They do not use `data.validate_rows`, which would load torch.
 """
 
@@ -24,14 +24,14 @@ THUMBNAIL = (240, 240)
 
 
 def limit_images(max_megapixels: float) -> None:
-    """Limit the size of images and, to what decoding one such image takes, the memory of this process."""
+    """Limit the size of images, and limit the memory of this process to what decoding one such image takes."""
     allow_megapixels(max_megapixels)
     max_bytes = 2**30 + int(16e6 * max_megapixels)
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
 
 
 def draw_thumbnail(path: str, number: int, max_megapixels: float) -> tuple[bytes, str, str] | str:
-    """Return (PNG, question, answer) of row `number` of the ZIP at `path`, or why there is no such thumbnail."""
+    """Return (PNG, question, answer) of row `number` of the ZIP at `path`, or an error message."""
     limit_images(max_megapixels)
     samples = (row for row in read_rows(path) if isinstance(row, Sample))
     sample = next(itertools.islice(samples, number, None), None)
@@ -47,7 +47,7 @@ def draw_thumbnail(path: str, number: int, max_megapixels: float) -> tuple[bytes
 
 
 def to_png(source: str, target: str, max_megapixels: float) -> str | None:
-    """Decode the image at `source` and write it to `target` as a PNG. Return why that is impossible, or None."""
+    """Decode the image at `source` and write it to `target` as a PNG. Return an error message, or None."""
     limit_images(max_megapixels)
     try:
         decode_image(source).save(target)

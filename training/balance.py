@@ -41,8 +41,8 @@ class Transfer:
 def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
     """Return the transfers that even out the load, given each rank's groups.
 
-    The plan is greedy: it moves a group, or the last completions of a group, from the busiest to the least busy rank,
-    as long as this lowers the higher of the two loads by more than `MIN_GAIN` of the mean load.
+    The plan is greedy: it moves a group, or its last completions, from the busiest to the least busy rank. It ends when
+    no move lowers the higher of the two loads by more than `MIN_GAIN` of the mean load.
     """
     costs_by_rank = [list(costs) for costs in costs_by_rank]
     loads = [sum(group.cost for group in costs) for costs in costs_by_rank]

@@ -40,7 +40,7 @@ from training.export import export
 from training.run_folder import RunFolder, checkpoints_by_step, verify_checkpoint
 
 # Settings that must stay the same when a run is resumed: they determine the prompts and their order, the trained
-# parameters, the objective and the number of updates. Others, such as the learning rate or β, may change during a run.
+# parameters, the objective and the number of updates. Other settings, such as the learning rate or β, may change.
 ROW_SETTINGS = ("task", "data", "data_weights", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
 POLICY_SETTINGS = ("model", "lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")

@@ -22,8 +22,8 @@ def export(policy: Policy, source: str, folder: str) -> None:
     """Write the trained policy to `folder`, which is replaced if it exists.
 
     An adapter is written in PEFT layout, to be loaded on top of `source`. A model that was trained without an adapter
-    is written in Hugging Face layout, for `from_pretrained` and vLLM. It has the dtype, tokenizer and processor of
-    `source`.
+    is written in Hugging Face layout, for `from_pretrained` and vLLM. The saved model has the dtype, tokenizer and
+    processor of `source`.
 
     The folder is written under a temporary name and then renamed. All processes must call this together. Raises
     RunStopped if writing fails, or if a weight is NaN or infinite; nothing is then written or replaced.

@@ -17,7 +17,7 @@ def describe_nonfinite(
 ) -> str | None:
     """Describe a non-finite loss or gradient norm and name the rows at fault, or return None when both are finite.
 
-    `groups` are this process's, and `logps` are the (L,) log-probabilities of their completions, in order.
+    `groups` are the groups of this process; `logps` are the (L,) log-probabilities of their completions, in order.
     """
     if stats["loss"].isfinite() and grad_norm.isfinite():
         return None
@@ -62,7 +62,7 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 def is_spike(norms: list[float]) -> bool:
     """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms.
 
-    Norms of 0 are left out: the steps had nothing to learn from.
+    Norms of 0 are left out, because those updates had nothing to learn from.
     """
     earlier = [norm for norm in norms[:-1] if norm]
     return len(earlier) >= 10 and norms[-1] > 5 * statistics.median(earlier)

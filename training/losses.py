@@ -20,7 +20,7 @@ class LossOptions:
     clip_high: float = 0.2  # ε_high: the ratio is clipped above at 1 + ε_high
     beta: float = 0.0  # β, the weight of the KL term
     unbiased_kl: bool = False  # whether the KL term is multiplied by the ratio
-    dual_clip: float = 0.0  # c: the ratio of negative advantages is clipped above at c; 0: it is not
+    dual_clip: float = 0.0  # c: for negative advantages, the ratio is clipped above at c; 0: no such clipping
 
 
 DEFAULT_OPTIONS = LossOptions()
@@ -39,7 +39,7 @@ class Loss:
 
 
 def get_loss(loss_type: str) -> Loss:
-    """Return the loss of that name. Raises ValueError if the name is not in `LOSSES`."""
+    """Return the loss called `loss_type`. Raises ValueError if it is not in `LOSSES`."""
     if loss_type not in LOSSES:
         raise ValueError(f"--loss_type {loss_type}: choose one of {', '.join(LOSSES)}")
     return LOSSES[loss_type]
@@ -50,8 +50,8 @@ def clipped_objective(
 ) -> tuple[Tensor, Tensor]:
     """Return min(r·A, clip(r)·A), and whether the clipped term is the smaller one. All tensors are (C,).
 
-    DeepSeekMath eq. 3; with clip_high > clip_low DAPO eq. 8, arXiv:2503.14476. With c = `dual_clip`, a negative
-    advantage gets max(min(r·A, clip(r)·A), c·A) (dual clip, arXiv:1912.09729).
+    This is eq. 3 of DeepSeekMath or, with clip_high > clip_low, eq. 8 of DAPO (arXiv:2503.14476). With c = `dual_clip`,
+    the objective of a negative advantage is max(min(r·A, clip(r)·A), c·A) (dual clip, arXiv:1912.09729).
     """
     ratio, clipped = clipped_ratio(log_ratio, options)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
@@ -107,7 +107,7 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
 
     `log_ratio` is the token's log(π_old / π_sampler). "token_truncate" takes min(ratio, cap) of each token (truncated
     importance sampling, Yao et al. 2025). "sequence_truncate" does so with the ratio of the whole completion, the
-    product over its tokens; "sequence_mask" gives completions whose ratio is above the cap a weight of 0 (Liu et al.
+    product over its tokens. "sequence_mask" gives completions whose ratio is above the cap a weight of 0 (Liu et al.
     2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
     """
     if mode != "token_truncate":

@@ -15,7 +15,7 @@ from common.records import Rollout
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
-EPSILON = 1e-6  # rewards that differ by less count as equal; added to every standard deviation that divides
+EPSILON = 1e-6  # rewards that differ by less count as equal; also added to standard deviations before dividing
 
 
 class Clock:
@@ -78,7 +78,7 @@ def is_varied(rewards: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor) -> Tensor:
-    """Return the standard deviation of each row of `rewards` (P, G), with n − 1, as (P, 1). NaN does not count."""
+    """Return the (P, 1) standard deviations, with n − 1, of the rows of `rewards` (P, G). NaN does not count."""
     counts = (~rewards.isnan()).sum(1, keepdim=True)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()

@@ -116,7 +116,7 @@ def row_at(
     from its own endless shuffled stream, so that every row is eventually visited.
 
     The stream is read `batch` positions at a time. The last batch of an epoch is filled up with other rows of the next
-    epoch, so that without `weights` no batch has a row twice. With `drop_last`, it is dropped unless it is full.
+    epoch, so that without `weights` no batch has a row twice. With `drop_last`, an incomplete last batch is dropped.
     """
     rows = sum(sizes)
     epoch, index = divmod(position, rows - (rows % batch if drop_last else 0))
@@ -128,7 +128,7 @@ def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[f
     rows = sum(sizes)
     shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
     if not weights:
-        begun = epoch * rows % batch  # rows of the previous epoch in the batch with which this epoch starts
+        begun = epoch * rows % batch  # number of the previous epoch's rows in this epoch's first batch
         if begun and batch <= rows:
             others = shuffled[~np.isin(shuffled, _epoch_order(sizes, seed, epoch - 1, weights, batch)[-begun:])]
             first = others[: batch - begun]

@@ -37,7 +37,7 @@ def _is_completion(value: object) -> bool:
     return isinstance(value.get("reward", ""), Real | None)
 
 
-VALID_ROWS = {"metrics.jsonl": is_metrics, "completions.jsonl": is_group}  # the log files, and what their rows are
+VALID_ROWS = {"metrics.jsonl": is_metrics, "completions.jsonl": is_group}  # each log file, with the check of its rows
 
 
 @dataclass

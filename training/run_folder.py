@@ -57,7 +57,7 @@ class RunFolder:
         plan = error = None
         if console.is_main():
             try:
-                if (self.path / LOCK).exists():  # a run that may still be refused leaves nothing in a new folder
+                if (self.path / LOCK).exists():  # a run that may still be refused must not write into a new folder
                     self._lock()
                 plan = self._plan_resume(requested)
             except UserError as exception:
@@ -118,7 +118,7 @@ class RunFolder:
         raise UserError(f"--resume: {problem} in {str(self.path)!r}; {flag} to start a new run")
 
     def prepare(self, step: int | None) -> None:
-        """Prepare the folder for a run that resumes after `step`, or for a new run (None): then delete an earlier run.
+        """Prepare the folder for a run that resumes after `step`; for a new run (None), delete any earlier run.
 
         Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
         checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
@@ -152,7 +152,7 @@ class RunFolder:
         return partial_path(self.path / f"checkpoint-{step}")
 
     def publish(self, step: int, best_step: int | None) -> None:
-        """Give the written checkpoint of `step` its manifest and its final name, then delete the expired ones.
+        """Give the written checkpoint of `step` its manifest and its final name, then delete expired checkpoints.
 
         Raises OSError if there already is a checkpoint of `step`, which is then kept.
         """
