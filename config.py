@@ -265,13 +265,12 @@ class RunFlags:
     hang_timeout: float = 30.0
     """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
-    """Number of steps between updates of curves.png and completions.html."""
+    """Number of steps between updates of curves.png and completions.html; 0: never write them."""
 
     def check_run(self) -> None:
         """Raise ValueError for invalid settings."""
-        require(self.report_every >= 1, "report_every must be at least 1")
-        steps = min(self.eval_every, self.save_every, self.keep_last)
-        require(steps >= 0, "eval_every, save_every and keep_last must not be negative")
+        steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
+        require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
         require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
         require(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to compare checkpoints")
 

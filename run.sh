@@ -183,7 +183,7 @@ case $recipe in
     set_up
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
-    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist worksteal "$@" ;;
+    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
   setup)
     set_up
     echo ".venv is ready" ;;

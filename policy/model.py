@@ -85,7 +85,7 @@ def load_model(
         options |= {"quantization_config": four_bit_config(dtype), "device_map": {"": four_bit_device}}
     with _explain_load_errors(name):
         model, report = auto_class(config).from_pretrained(
-            name, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
+            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
         )
     _check_tensors(name, model, report)
     return model

@@ -30,7 +30,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from common.errors import UserError
+from common.files import lock_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
@@ -79,11 +79,8 @@ class Store:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)  # even if the folder already existed
         self.lock = threading.RLock()
-        self.lock_file = (self.folder / "service.lock").open("w")
-        try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another service is running in {folder!r}: stop it, or choose another --folder") from None
+        in_use = f"another service is running in {folder!r}: stop it, or choose another --folder"
+        self.lock_file = lock_file(self.folder / "service.lock", in_use)
         path = self.folder / "service.sqlite"
         self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
         self.database.row_factory = sqlite3.Row

@@ -4,12 +4,25 @@ Requests with unknown fields are rejected, because a misspelt field would otherw
 the corresponding flags of grpo.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+
+MAX_FIELDS = 100
 
 
-class TrainingConfig(BaseModel, extra="forbid"):
+class RequestBody(BaseModel, extra="forbid"):
+    """The body of a request. Pydantic would take a second to list each of a hundred thousand unknown fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def limit_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
+            raise ValueError(f"the object has {len(body)} fields; at most {MAX_FIELDS} are allowed")
+        return body
+
+
+class TrainingConfig(RequestBody):
     """Training settings. A step has batch_size x gradient_accumulation_steps completions, num_generations per row."""
 
     num_epochs: Annotated[int, Field(ge=1, le=1000, serialization_alias="epochs")] = 50
@@ -23,7 +36,7 @@ class TrainingConfig(BaseModel, extra="forbid"):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 43
 
 
-class LoraConfig(BaseModel, extra="forbid"):
+class LoraConfig(RequestBody):
     """Settings of the adapter. lora_dropout is only written to its configuration, since the sampler has no dropout."""
 
     r: Annotated[int, Field(ge=1, le=512, serialization_alias="lora_rank")] = 64
@@ -31,7 +44,7 @@ class LoraConfig(BaseModel, extra="forbid"):
     lora_dropout: Annotated[float, Field(ge=0, le=0.5, allow_inf_nan=False)] = 0.05
 
 
-class TrainRequest(BaseModel, extra="forbid"):
+class TrainRequest(RequestBody):
     """A new job."""
 
     job_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"\S")]

@@ -20,15 +20,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the slow tests")
 
 
-# They run first, so that no worker is left alone with a long test.
+# They start first, the longest before the others, so that no worker is left alone with a long file.
 LONG_FILES = [
-    "test_run_sh",
+    "test_service",
+    "test_runs",
     "test_checkpoint",
     "test_sharding",
-    "test_service",
-    "test_faults",
-    "test_runs",
+    "test_run_sh",
     "test_lora",
+    "test_merge_lora",
+    "test_faults",
+    "test_scoring",
 ]
 
 

@@ -306,7 +306,7 @@ def test_norms_of_zero_do_not_make_the_next_norm_a_spike():
         (dict(temperature=0.0), "temperature must be above 0"),
         (dict(prompts_per_step=6, prompts_per_update=4), "must divide"),
         (dict(beta=-1.0), "beta must not be negative"),
-        (dict(report_every=0), "report_every must be at least 1"),
+        (dict(report_every=-1), "report_every must not be negative"),
         (dict(dynamic_sampling_rounds=0), "dynamic_sampling_rounds must be at least 1"),
         (dict(prompts_per_update=-4), "prompts_per_update must not be negative"),
         (dict(seed=-1), "seed must not be negative"),

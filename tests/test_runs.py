@@ -392,11 +392,22 @@ def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes,
     assert [row["grad_norm"] for row in one] == pytest.approx([row["grad_norm"] for row in two], rel=1e-4)
 
 
+SPLIT = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
+
+
+@pytest.fixture(scope="module")
+def split_run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
+    """Return the folder of a run whose updates take several micro-batches."""
+    folder = tmp_path_factory.mktemp("split")
+    grpo.main(config(tiny_model, shapes, folder, overwrite=True, **SPLIT))
+    return folder
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "reference"])
-def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model, shapes, tmp_path, where, capsys):
+def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
+    tiny_model, shapes, split_run, tmp_path, where, capsys
+):
     """A decoder layer runs out of memory in the second micro-batch, while the gradient is being accumulated."""
-    flags = dict(max_steps=2, micro_batch_tokens=200, beta=0.01, train_vision=True)
-    grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loader = "load_reference" if where == "reference" else "load_policy"
     calls, load = [], getattr(grpo, loader)
 
@@ -416,14 +427,14 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(tiny_model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, loader, overflowing)
-        grpo.main(config(tiny_model, shapes, tmp_path / "overflow", **flags))
+        grpo.main(config(tiny_model, shapes, tmp_path, **SPLIT))
     assert "reducing micro-batches to 100 tokens" in capsys.readouterr().err
     assert len(calls) > 4
-    plain, other = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "overflow"))
+    plain, other = (read_jsonl(folder / "metrics.jsonl") for folder in (split_run, tmp_path))
     for row, retried in zip(plain, other):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy"):
             assert retried[name] == pytest.approx(row[name], rel=1e-4, abs=1e-7), name
-    one, two = weights(tmp_path / "plain" / "final"), weights(tmp_path / "overflow" / "final")
+    one, two = weights(split_run / "final"), weights(tmp_path / "final")
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 

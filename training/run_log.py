@@ -36,7 +36,7 @@ class RunLog:
     def __init__(self, folder: str, config: dict[str, Any], every: int, resumed: int | None = None):
         """Create the log files of a new run, or continue those of a run resumed after step `resumed`.
 
-        `every`: steps between two reports. Raises UserError when the folder cannot be written to.
+        `every`: steps between two reports; 0 for none. Raises UserError when the folder cannot be written to.
         """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
@@ -74,7 +74,7 @@ class RunLog:
             is_merged = False
         if not is_merged:
             self._append("metrics.jsonl", [row])
-        if step % self.every == 0 and step:
+        if self.every and step % self.every == 0 and step:
             self.refresh()
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
@@ -82,7 +82,7 @@ class RunLog:
 
         `advantages` (P, G) are those of all groups of the step.
         """
-        if not console.is_main() or (step % self.every and step != 1):
+        if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
         for group in groups[:GROUPS_PER_REPORT]:
@@ -109,8 +109,9 @@ class RunLog:
             return
         for name in self.waiting:
             self._append(name, [])
-        with contextlib.suppress(OSError):  # the next report draws it again
-            draw_curves(self.folder)
+        if self.every:
+            with contextlib.suppress(OSError):  # the next report draws it again
+                draw_curves(self.folder)
 
     def _append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""

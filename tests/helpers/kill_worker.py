@@ -80,7 +80,7 @@ def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None
         learning_rate=1e-3,
         num_iterations=2,
         beta=0.01,
-        report_every=1000,
+        report_every=0,
         **flags,
     )
     grpo.main(cfg)

@@ -17,7 +17,7 @@ from common.files import read_jsonl
 from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
 from training.run_log import check_output_folder
 
-TWO = pytest.param(2, marks=pytest.mark.slow)
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # two machines with two processes each always run
 WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 
 
@@ -78,7 +78,7 @@ ON_MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("processes", [TWO, 4])
+@pytest.mark.parametrize("processes", [2, FOUR])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
     assert difference(results[1][variant], results[processes][variant]) < 1e-6
@@ -97,7 +97,7 @@ def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines
     assert difference(results[1][variant], on_machines[variant]) < 1e-6
 
 
-@pytest.mark.parametrize("processes", [TWO, 4])
+@pytest.mark.parametrize("processes", [2, FOUR])
 def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:
         if "evened out" in variant:
@@ -108,7 +108,7 @@ def test_completions_move_to_processes_with_less_work(results, processes):
 
 
 @pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
-@pytest.mark.parametrize("processes", [1, TWO, 4])
+@pytest.mark.parametrize("processes", [1, 2, FOUR])
 def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
     assert difference(results[1]["one micro-batch"], results[processes][variant]) < 1e-6
 
@@ -140,7 +140,7 @@ def test_the_vision_tower_is_trained_only_when_asked(results):
     assert not has_vision("one micro-batch")
 
 
-@pytest.mark.parametrize("processes", [TWO, 4])
+@pytest.mark.parametrize("processes", [2, FOUR])
 def test_metrics_are_sums_over_all_processes(results, processes):
     for name in ("stats/tokens", "stats/loss", "stats/entropy", "stats/difference_max"):
         a, b = (results[n]["many micro-batches"][name] for n in (1, processes))
@@ -159,9 +159,8 @@ def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[s
 
 # Hybrid sharding sums gradients in a different order. AdamW divides by gradients that may be as small as the rounding
 # error, so it can amplify the difference.
-@pytest.mark.parametrize(
-    ("sharding", "tolerance"), [("full", 1e-6), pytest.param("hybrid", 1e-5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("sharding", "tolerance"), [("full", 1e-6), ("hybrid", 1e-5)])
+@pytest.mark.slow
 def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_model, shapes, tmp_path):
     process = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
     assert process.returncode == 0, process.stderr[-3000:]

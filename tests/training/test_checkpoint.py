@@ -223,7 +223,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 @pytest.mark.parametrize("processes", [0, 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
     """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
-    sizes = dict(prompts_per_step=12, num_generations=16 if processes else 8, micro_batch_tokens=60)
+    sizes = dict(prompts_per_step=12 if processes else 6, num_generations=8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
     launcher = torchrun("--standalone", f"--nproc_per_node={processes}") if processes else []
@@ -231,7 +231,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
         while not read_jsonl(tmp_path / "run" / "metrics.jsonl"):
             assert not script.has_ended(), script.stderr()[-3000:]
             time.sleep(0.05)
-        time.sleep(0.5)
+        time.sleep(0.2)
         os.kill(script.pid, signal.SIGTERM)
         status, stderr = script.wait(60)
     assert status != 0, "the run ended before the signal"
