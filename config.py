@@ -58,6 +58,10 @@ class RowFlags:
     """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, the first
     few are listed."""
 
+    def check_rows(self) -> None:
+        """Raise ValueError for invalid settings."""
+        require(0 < self.max_megapixels < math.inf, "max_megapixels must be above 0")
+
     @property
     def columns(self) -> Columns:
         """The user's column names."""
@@ -88,8 +92,7 @@ class DataFlags(RowFlags):
             raise ValueError("min_pixels must not exceed max_pixels, and pixel limits must not be negative")
         if self.max_prompt_length < 1:
             raise ValueError("max_prompt_length must be at least 1")
-        if not 0 < self.max_megapixels < math.inf:
-            raise ValueError("max_megapixels must be above 0")
+        self.check_rows()
 
 
 @dataclass(kw_only=True)

@@ -370,6 +370,9 @@ class Config(RowFlags):
     overwrite: bool = False
     """Replace `output_jsonl` if it exists."""
 
+    def __post_init__(self) -> None:
+        self.check_rows()
+
 
 def convert(cfg: Config) -> int:
     """Write a data set as EasyR1 JSONL and return the number of rows.
@@ -385,7 +388,7 @@ def convert(cfg: Config) -> int:
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8", errors="replace") as file:
             for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
                 file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
         partial.rename(output)

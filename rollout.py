@@ -172,12 +172,12 @@ class VLLMEngine:
                     logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                     **options,
                 )
-        except (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError) as error:
+        except Exception as error:
             lines = str(error).strip().splitlines() or ["no message"]
             raise UserError(
                 f"vLLM did not start ({type(error).__name__}: {lines[0][:300]}): install the versions in "
                 "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
-            ) from None
+            ) from error
         self.sampling_params = vllm.SamplingParams
         self.hidden_size = self.llm.model_config.get_hidden_size()
         self.llm.apply_model(keep_logits_in_float32)

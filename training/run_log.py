@@ -119,7 +119,7 @@ class RunLog:
         path = self.folder / name
         size = path.stat().st_size if path.exists() else 0
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(self.waiting[name])
             self.waiting[name] = ""
         except OSError as error:

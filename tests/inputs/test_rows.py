@@ -674,6 +674,12 @@ def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
     with pytest.raises(UserError, match="cannot write"):
         data.convert(data.Config("convert", source, str(output / "below" / "a.jsonl")))
+    with pytest.raises(ValueError, match="max_megapixels must be above 0"):
+        data.Config("convert", source, str(output), max_megapixels=float("nan"))
+    odd = {"prompt": "q", "answer": "1", "note": "half of a pair: \ud83d"}
+    (folder / "odd.jsonl").write_text(json.dumps(odd))
+    data.convert(data.Config("convert", str(folder / "odd.jsonl"), str(output), overwrite=True))
+    assert json.loads(output.read_text())["note"] == "half of a pair: ?"
     assert not list(folder.glob("**/*.partial"))
 
 

@@ -414,6 +414,12 @@ def test_a_new_folder_is_locked_when_nothing_can_be_refused_any_more(tmp_path):
         second.prepare(None)
 
 
+def test_a_file_name_that_is_not_unicode_is_logged(tmp_path):
+    log = RunLog(str(tmp_path), {}, every=10)
+    log._append("completions.jsonl", [{"source": os.fsdecode(b"rows-\xff.jsonl")}])
+    assert read_jsonl(tmp_path / "completions.jsonl") == [{"source": "rows-?.jsonl"}]
+
+
 def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
     """They do not keep a run from being resumed, or from being drawn."""
     group = {"step": 1, "images": [], "completions": [{"text": "a", "reward": None, "advantage": 0.0}]}
