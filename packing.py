@@ -46,7 +46,7 @@ class Segments:
 
 @dataclass
 class TokenValues:
-    """The values of each completion token for the loss. All tensors are (C,); values per completion are repeated."""
+    """What the loss needs for each completion token. All tensors are (C,); values per completion are repeated."""
 
     sampling_logp: Tensor
     advantages: Tensor

@@ -169,7 +169,7 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
 
 
 def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
-    """Write scanned digits as PNG files and an EasyR1 JSONL with two questions each: which digit is it? is it even?
+    """Write scanned digits as PNG files, and an EasyR1 JSONL that asks which digit each one shows and if it is even.
 
     The 1,797 scans of 8 x 8 pixels, with values from 0 to 16, are the test set of "Optical Recognition of Handwritten
     Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY 4.0). The last column is the digit.
@@ -212,8 +212,8 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
     """Train the model on the rows in train/, with noisy labels in place of their answers.
 
     Training uses the same packed forward pass as GRPO. The loss is the mean negative log-probability of the reply
-    tokens. The learning rate decays to zero, so that the model learns the noise rate: for questions with noisy labels,
-    the correct answer keeps a probability of about 1 - `FLIP_RATE`, and GRPO can reinforce this answer.
+    tokens. The learning rate decays to zero, so that the model learns how often labels are wrong. To a question with
+    noisy labels, it then gives the correct answer with a probability of about 1 - `FLIP_RATE`.
     """
     task, data = ("count", "train") if cfg.task == "count" else ("vqa", "train/data.jsonl")
     processor = load_processor(str(folder / "model"), task)

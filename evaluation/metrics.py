@@ -43,7 +43,7 @@ class Score:
     def bootstrap(self) -> np.ndarray:
         """Return bootstrap scores (RESAMPLES,), each computed from U units drawn with replacement.
 
-        The seed is fixed, so the scores of two models on the same rows can be subtracted: both draw the same rows.
+        The seed is fixed: if two models are evaluated on the same rows, the same rows are drawn for both.
         """
         means = self.values.sum(0) / self.counted.sum(0)  # (R,), used for a category if none of its units is drawn
         rng, units, scores = np.random.default_rng(0), len(self.values), []

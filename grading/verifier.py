@@ -192,7 +192,7 @@ class Verifier:
             self.last_error = self._describe(error)
             return None
         finally:
-            self.requests.pop(key, None)  # from now on, the cache answers, or the question is asked again
+            self.requests.pop(key, None)  # if its answer is not in the cache, the question is asked again
 
     def _start(self, coroutine: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

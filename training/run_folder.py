@@ -100,7 +100,7 @@ class RunFolder:
         return ResumePlan(checkpoint, is_own, restarted or is_unfinished)
 
     def _is_same_launch(self) -> bool:
-        """Return whether the run in the folder was started by one of this launch's torchrun launchers."""
+        """Return whether the run in the folder was started by the same torchrun, on any of its machines."""
         path = self.path / "config.json"
         launchers = json.loads(path.read_text()).get("launch", []) if path.is_file() else []
         return not set(launchers).isdisjoint(distributed.launcher_ids())
