@@ -22,14 +22,14 @@ HALVES = ["math text", "math image"]  # together they are "math mixed"
 def test_every_recipe_runs_offline_with_smoke(request):
     """Run the recipes as a newcomer would, two at a time. Each recipe prints the complete command that it runs.
 
-    Without --slow, only the count recipe compares the trained model with its base.
+    Without --slow, only `./run.sh eval` compares a trained model with its base, as the recipes would.
     """
     if not (ROOT / ".venv" / "installed").is_file():
         pytest.skip("no .venv made by run.sh: the recipes would install one")
 
     def smoke(recipe: str) -> subprocess.CompletedProcess:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        if recipe != "count" and not request.config.getoption("--slow"):
+        if not request.config.getoption("--slow"):
             environment["TEST_DATA"] = ""
         command = ["./run.sh", *recipe.split(), "--smoke", f"--seed={len(recipe)}"]
         return subprocess.run(
@@ -48,7 +48,8 @@ def test_every_recipe_runs_offline_with_smoke(request):
             rows = read_jsonl(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
             assert [row["step"] for row in rows] == [1, 2]
     command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"TEST_DATA": "runs/smoke/count/made/test.zip"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--adapter=runs/smoke/count/final" in done.stdout
     assert json.loads((ROOT / "runs/smoke/count/eval/scores.json").read_text())["paired"]["rows"] == 2
