@@ -352,7 +352,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
     drop_last: bool = False
     """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
-    Without this flag, the last batch is filled up with rows of the next epoch, none of which it contains already."""
+    Without this flag, the last batch is filled up with rows of the next epoch that are not in it yet."""
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -331,7 +331,7 @@ def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) ->
 
 
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
-    """Return the completions of one update that the loss depends on, with their advantages and token weights.
+    """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
     The loss depends on a completion if it is scored and has a non-zero advantage or a KL term. The weights count every
     scored completion of all processes, so leaving out the others saves work without changing the gradient. With

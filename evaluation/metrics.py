@@ -26,7 +26,7 @@ RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the ben
 
 @dataclass(frozen=True)
 class Score:
-    """A score: the sum of R means, times `weight`. Each mean is taken over some of the U rows, or over images for MME.
+    """A score: `weight` times the sum of R mean values. Each mean is over some of the U rows, or over images for MME.
 
     A plain score is one mean, and a mean over categories has one per category. MME has two per category.
     """

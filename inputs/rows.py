@@ -93,7 +93,8 @@ def raw_rows(
     """Yield (source, row, locate) for each row of one data set. A row that is not a dictionary is a RowError.
 
     `default_split` is read when there are several splits and `spec` has no `@split`. `columns` is None for benchmarks
-    and predictions, which need every row of a JSON file. Raises UserError when the data set cannot be read.
+    and predictions: then every row of a JSON file is read, even if it is of another split. Raises UserError when the
+    data set cannot be read.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():

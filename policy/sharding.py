@@ -22,9 +22,9 @@ def load_reference(
 ) -> Policy:
     """Return the fixed reference of the KL term.
 
-    With an adapter, the reference is `policy` itself, and `lora.reference_weights` switches its adapter. Otherwise, the
-    reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower of `policy`,
-    unless that tower is trained.
+    With an adapter, the reference is `policy` itself, and `lora.reference_weights` turns the trained adapter off.
+    Otherwise, the reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower
+    of `policy`, unless that tower is trained.
     """
     if has_adapter(policy.model):
         return policy

@@ -36,7 +36,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
 # A traceback, whose lines may start with torchrun's rank prefix.
 TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\):\n((\[rank\d+\]: )?([ \t].*)?\n)*")
-HEADLINE = "--- attempt {} ---"  # starts each attempt in a job's log
+HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt starts
 _parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (

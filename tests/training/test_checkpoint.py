@@ -36,7 +36,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("processes", "kills"), [(1, 8), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
+    ("processes", "kills"), [(1, 5), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
 )
 def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
     """Killing and resuming a run at random moments does not change its parameters, moments or metrics."""
