@@ -22,13 +22,17 @@ import tyro
 from common.errors import require
 
 
-def check_finite(flags: object) -> None:
-    """Raise ValueError if a number in the dataclass `flags` is NaN or infinite."""
+def check_values(flags: object) -> None:
+    """Raise ValueError if a number in the dataclass `flags` is not finite or is absurdly large, or if a text is empty.
+
+    An empty text often comes from a shell variable that is not set.
+    """
     for field in fields(flags):
-        value = getattr(flags, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            is_finite = not isinstance(number, float) or math.isfinite(number)
-            require(is_finite, f"{field.name} is {number}: give a finite number")
+        values = getattr(flags, field.name)
+        for value in values if isinstance(values, tuple) else (values,):
+            is_sane = not isinstance(value, int | float) or abs(value) < 2**31
+            require(is_sane, f"{field.name} is {str(value)[:20]}: give a finite number below 2^31")
+            require(value != "", f"{field.name} is empty: give a value or leave out the flag")
 
 
 @dataclass(frozen=True)
@@ -355,7 +359,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     Without this flag, the last batch is filled up with rows of the next epoch that are not in it yet."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_values(self)
         self.check_run()
         self.check_data()
         self.check_rewards()

@@ -330,9 +330,10 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
         if key not in image_sizes:
             image_sizes[key] = check_image(content)
     except FileNotFoundError as error:
-        raise ValueError(f"no image at {error.filename or source}") from None
+        raise ValueError(f"no image at {str(error.filename or source)[:200]}") from None
     except ValueError as error:
-        raise ValueError(f"image {source if isinstance(source, str | Folder | Cell) else ''}: {error}") from None
+        name = f"image {str(source)[:200]}" if isinstance(source, str | Folder | Cell) else "an image"
+        raise ValueError(f"{name}: {error}") from None
     return key
 
 

@@ -22,7 +22,7 @@ from common import cli, console, distributed, errors
 from common.errors import RunStopped, UserError
 from common.files import atomic_write
 from common.records import Sample
-from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_finite
+from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import load_processor, load_split, max_images
 from evaluation.benchmarks import BENCHMARKS, check_pairs, judge_benchmark, load_benchmark, to_sample
 from evaluation.figures import draw_scores, write_differences
@@ -66,7 +66,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     """SQLite file that caches the replies of a benchmark's judge or extractor (`verifier_url`)."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
+        check_values(self)
         self.check_data()
         self.check_rewards()
         self.check_engine()

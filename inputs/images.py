@@ -7,6 +7,7 @@ thousand rows are checked in seconds, and no image stays in memory.
 import contextlib
 import io
 import math
+import os
 import pathlib
 import struct
 import zipfile
@@ -21,7 +22,7 @@ from common.records import Cell, ImageSource
 
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Image.DecompressionBombError)
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
-ORIENTATION = 0x0112  # EXIF tag; values of 5 and above swap width and height
+ORIENTATION = 0x0112  # EXIF tag; the values 5 to 8 swap width and height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other programs to decode some other formats
 max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
@@ -85,7 +86,7 @@ def check_image(source: ImageSource) -> tuple[int, int]:
     with _readable():
         image = _open(content)
         width, height = image.size
-        swapped = "exif" in image.info and image.getexif().get(ORIENTATION, 1) >= 5
+        swapped = "exif" in image.info and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
         if image.format == "PNG" and not isinstance(content, Image.Image):
             image.verify()
             with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
@@ -152,6 +153,8 @@ def _open(source: ImageSource) -> Image.Image:
     content = read_source(source)
     if isinstance(content, Image.Image):
         return content
+    if isinstance(content, str | pathlib.Path) and pathlib.Path(content).exists() and not os.path.isfile(content):
+        raise ValueError("it is not a file")  # reading a pipe could take forever
     image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS)
     if image.width * image.height > max_megapixels * 1e6:
         limit = f"more than {max_megapixels:g} megapixels (--max_megapixels)"

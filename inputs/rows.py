@@ -26,6 +26,7 @@ import os
 import pathlib
 import re
 import stat
+import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +48,8 @@ PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
 MAX_BLANK_ROWS = 2**20  # maximum number of rows of a spreadsheet
+IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
+IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], Folder]  # returns where an image is, given its path in the row
@@ -159,14 +162,29 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
     answer = _answer_text(answer)
-    system = system if isinstance(system, str) and system.strip() else None
+    if not isinstance(system, str | None):
+        raise RowError("the system prompt is not text")
+    system = system if system and system.strip() else None
     if re.search("[\ud800-\udfff]", prompt + answer + (system or "")):
         raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images]
+    if not images and (name := next((name for name, value in row.items() if _seems_image(name, value)), None)):
+        raise RowError(f"the column '{name}' seems to hold an image: name it with --image_column, or remove it")
     return add_image_tags(Sample(prompt, answer, images, source, drop_images(row), system))
+
+
+def _seems_image(name: str, value: object) -> bool:
+    """Return whether a column is called like an image and holds an image or the path of one."""
+    first = value[0] if isinstance(value, list) and value else value
+    is_path = isinstance(first, str) and IMAGE_FILE.match(first)
+    return bool(IMAGE_NAME.search(name) and (is_path or isinstance(first, bytes | Cell) or _is_image_dict(first)))
+
+
+def _is_image_dict(value: object) -> bool:
+    return isinstance(value, dict) and bool(value.get("bytes") or value.get("path"))
 
 
 def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | None:
@@ -183,7 +201,10 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {', '.join(row)})")
     prompt, system, images = row.pop(name), row.pop("system", None), []
     if isinstance(prompt, list):
-        prompt, system, images = _chat(prompt)
+        prompt, chat_system, images = _chat(prompt)
+        if system and chat_system:
+            raise RowError("there are two system prompts: in the prompt and in the column 'system'")
+        system = chat_system or system
     reward_model = row.get("reward_model")
     if columns.answer is None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
         return prompt, _first_item(row.pop("reward_model")["ground_truth"]), system, images
@@ -224,7 +245,9 @@ def _answer_text(answer: object) -> str:
         raise RowError(f"'answer' is {str(answer).lower()}: write the expected answer as text, such as 'yes' or 'no'")
     if not isinstance(answer, str | int | float | None):
         raise RowError(f"'answer' is neither text nor a number: {str(answer)[:40]}")
-    if answer is None or (isinstance(answer, float) and not math.isfinite(answer)):
+    if isinstance(answer, float) and math.isinf(answer):
+        raise RowError("'answer' is infinite, or too large for a number: write it as text")
+    if answer is None or answer != answer:  # tables have NaN in empty cells
         return ""
     return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
 
@@ -289,7 +312,11 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except ValueError:
             raise RowError("an image is a data: URL with invalid base64") from None
-    return locate(image.removeprefix("file://")) if isinstance(image, str) else image
+    if not isinstance(image, str):
+        return image
+    if re.match("(?i)https?://", image):
+        raise RowError(f"images are not downloaded: save {image[:200]} as a file")
+    return locate(urllib.parse.unquote(image[7:]) if image.lower().startswith("file://") else image)
 
 
 def add_image_tags(sample: Sample) -> Sample:
@@ -443,18 +470,7 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
         raise UserError(f"{path} has a file name that is not UTF-8 ({error}): rename the file, pack again") from None
     except UNREADABLE as error:
         raise UserError(f"{path} is not a readable ZIP ({error})") from None
-    total, limit = sum(member.file_size for member in archive.infolist()) / 2**30, MAX_UNPACKED_BYTES / 2**30
-    if total > limit:
-        raise UserError(f"{path} would unpack to {total:.1f} GiB; the limit is {limit:.0f} GiB")
-    for member in archive.infolist():
-        where, names = f"{path}: {member.filename!r}", member.filename.replace("\\", "/").split("/")
-        if names[0] == "" or ".." in names or ":" in names[0]:
-            raise UserError(f"{where} points outside the ZIP; leave it out")
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise UserError(f"{where} is a link; put the file itself into the ZIP")
-        if member.file_size > MAX_FILE_BYTES:
-            size, limit = member.file_size / 2**20, MAX_FILE_BYTES / 2**20
-            raise UserError(f"{where} would unpack to {size:.0f} MiB; the limit for one file is {limit:.0f} MiB")
+    _check_members(path, archive)
     root = zipfile.Path(archive)
     folders = [folder for folder in (root, *root.iterdir()) if folder.name != "__MACOSX"]
     matches = [folder for folder in folders if (folder / "main.csv").is_file()]
@@ -462,6 +478,26 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
         number = len(matches) or "no"
         raise UserError(f"{path} has {number} main.csv files: put one at its root or in a folder directly below it")
     return matches[0]
+
+
+def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
+    """Raise UserError for files that are too large, links, and names that are unsafe, unusual or repeated."""
+    total, limit = sum(member.file_size for member in archive.infolist()) / 2**30, MAX_UNPACKED_BYTES / 2**30
+    if total > limit:
+        raise UserError(f"{path} would unpack to {total:.1f} GiB; the limit is {limit:.0f} GiB")
+    for member in archive.infolist():
+        where, names = f"{path}: {member.filename!r}", member.filename.replace("\\", "/").split("/")
+        if names[0] == "" or ".." in names or ":" in names[0]:
+            raise UserError(f"{where} points outside the ZIP; leave it out")
+        if "\\" in member.filename:
+            raise UserError(f"{where} has a backslash: pack the ZIP again with a program that separates names by '/'")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise UserError(f"{where} is a link; put the file itself into the ZIP")
+        if member.file_size > MAX_FILE_BYTES:
+            size, limit = member.file_size / 2**20, MAX_FILE_BYTES / 2**20
+            raise UserError(f"{where} would unpack to {size:.0f} MiB; the limit for one file is {limit:.0f} MiB")
+    if len(set(archive.namelist())) < len(archive.namelist()):
+        raise UserError(f"{path} holds a file twice: pack it again")
 
 
 def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict | RowError]]:
@@ -476,7 +512,7 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
         if len(set(header)) < len(header):
             raise UserError(f"{path}: a column appears twice in the header: {', '.join(header)}")
         for number, cells in enumerate(reader, 2):  # numbered as in a spreadsheet: the header and blank rows count
-            if not cells:
+            if not any(map(str.strip, cells)):
                 num_blank += 1
                 if num_blank > MAX_BLANK_ROWS:
                     raise UserError(f"{path} has more than {MAX_BLANK_ROWS:,} blank rows: remove them")

@@ -303,6 +303,10 @@ def test_norms_of_zero_do_not_make_the_next_norm_a_spike():
     ("bad", "message"),
     [
         (dict(num_generations=1), "num_generations must be at least 2"),
+        (dict(num_generations=10**400), "num_generations is 1000.*: give a finite number below 2"),
+        (dict(temperature=1e300), "temperature is 1e.300: give a finite number below 2"),
+        (dict(adapter=""), "adapter is empty: give a value or leave out the flag"),
+        (dict(reward=("count=0", "")), "reward is empty: give a value"),
         (dict(temperature=0.0), "temperature must be above 0"),
         (dict(prompts_per_step=6, prompts_per_update=4), "must divide"),
         (dict(beta=-1.0), "beta must not be negative"),

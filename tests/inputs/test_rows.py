@@ -8,9 +8,12 @@ import ast
 import base64
 import io
 import json
+import os
 import pathlib
+import re
 import struct
 import subprocess
+import warnings
 import zipfile
 import zlib
 
@@ -606,6 +609,77 @@ def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
         archive.getinfo("images/zeros.png").file_size = 100
     with pytest.raises(UserError, match=r"row 2: image .*zeros\.png: not a readable image"):
         load_samples(str(tmp_path / "liar.zip"), "count")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image_path": "images/0.png"}, "column 'image_path' seems to hold an image: name it with --image_column"),
+        ({"Images": ["images/0.png"]}, "column 'Images' seems to hold an image"),
+        ({"img": "data:image/png;base64,AAAA"}, "column 'img' seems to hold an image"),
+        ({"picture": {"bytes": None, "path": "0.png"}}, "column 'picture' seems to hold an image"),
+        ({"images": ["https://example.com/a.png"]}, "images are not downloaded: save https://example.com/a.png"),
+        ({"images": ["A" * 10_000]}, r"^image .{,200}: not a readable image \(.*name too long"),
+        ({"system": 5}, "the system prompt is not text"),
+        ({"answer": float("inf")}, "'answer' is infinite, or too large for a number"),
+    ],
+)
+def test_what_would_be_ignored_or_misread_is_refused(folder, row, message):
+    with pytest.raises(UserError) as error:
+        load_samples(jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1"} | row), None)
+    assert re.search(message, str(error.value).split("; fix them")[0].partition("row 1: ")[2]), error.value
+
+
+def test_columns_about_images_are_no_images(folder):
+    row = {"prompt": "q", "answer": "1", "image_id": 5, "image_type": "none", "has_image": False, "figure": ""}
+    assert load_samples(jsonl(folder / "d.jsonl", row), None)[0].images == []
+
+
+def test_two_system_prompts_are_refused(folder):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    with pytest.raises(UserError, match="there are two system prompts"):
+        load_samples(jsonl(folder / "d.jsonl", {"prompt": chat, "answer": "1", "system": "t"}), None)
+
+
+def test_a_pipe_is_no_image(folder):
+    os.mkfifo(folder / "pipe.png")
+    with pytest.raises(UserError, match=r"pipe\.png: not a readable image \(it is not a file\)"):
+        load_samples(jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": ["pipe.png"]}), None)
+
+
+def test_the_path_of_a_file_url_is_decoded(folder):
+    (folder / "a b.png").write_bytes(png("red"))
+    row = {"prompt": "q", "answer": "1", "images": [f"FILE://{folder}/a%20b.png"]}
+    assert len(load_samples(jsonl(folder / "d.jsonl", row), None)[0].images) == 1
+
+
+def test_an_invalid_orientation_swaps_nothing():
+    image = Image.new("RGB", (10, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 9
+    image.save(file := io.BytesIO(), "JPEG", exif=exif)
+    assert check_image(file.getvalue()) == (20, 10) == decode_image(file.getvalue()).size[::-1]
+
+
+def test_rows_of_commas_are_blank(folder):
+    table = "images_path,question,answer\nimages/0.png,q,1\n" + ",,\n" * 3 + " , ,\nimages/0.png,r,2\n"
+    (folder / "main.csv").write_text(table)
+    assert [sample.source for sample in load_samples(str(folder), "count")] == [
+        f"{folder}/main.csv row 2",
+        f"{folder}/main.csv row 7",
+    ]
+    (folder / "main.csv").write_text(table + ",,\n" * (2**20 + 1))
+    with pytest.raises(UserError, match="more than 1,048,576 blank rows"):
+        load_samples(str(folder), "count")
+
+
+def test_odd_zips_are_refused(folder):
+    for names, message in ((["main.csv", "main.csv"], "holds a file twice"), (["a\\main.csv"], "has a backslash")):
+        with zipfile.ZipFile(folder / "z.zip", "w") as archive, warnings.catch_warnings(action="ignore"):
+            for name in names:
+                archive.writestr(name, "images_path,question,answer\n")
+        with pytest.raises(UserError, match=message):
+            load_samples(f"{folder}/z.zip", "count")
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------
