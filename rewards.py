@@ -9,7 +9,6 @@ math-verify and the verifier model are in `grading/`.
 """
 
 import functools
-import inspect
 import math
 import os
 import pathlib
@@ -28,7 +27,7 @@ from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
-from grading.sandbox import WorkerPool, load_function
+from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
 __all__ = [
@@ -348,12 +347,13 @@ class Scorer:
         if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
-            parameters = inspect.signature(load_function(name)).parameters
-        except (Exception, SystemExit) as error:
-            raise UserError(f"--reward {text}: it cannot be loaded ({type(error).__name__}: {error})") from error
+            parameters, accepts_any = WorkerPool(1, [PARAMETERS]).call(
+                PARAMETERS, self.flags.reward_timeout, {"name": name}
+            )
+        except CallFailed as error:
+            raise UserError(f"--reward {text}: it cannot be loaded ({error})") from error
         if not {"completion", "answer"} <= set(parameters):
             raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
-        accepts_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self.weights[function], self.user_functions[function] = weight, name
         self.parameters[function] = None if accepts_any else set(parameters)
 

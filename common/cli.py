@@ -5,6 +5,7 @@ Every script ends with `run(main, parse(Config))`. A user's mistake (a missing f
 traceback is printed.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -17,6 +18,7 @@ from common import console, files
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
+BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def parse(config: type[T]) -> T:
@@ -42,6 +44,10 @@ def run(main: Callable[[T], None], args: T) -> None:
         message, status = str(error), error.status
     except UserError as error:
         message, status = f"error: {error}", 2
+    except OSError as error:
+        if error.errno not in BAD_PATH:
+            raise
+        message, status = f"error: {str(error.filename)[:200]!r}: {error.strerror}; choose another path", 2
     rank = int(os.environ.get("RANK", 0))
     print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
     # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter

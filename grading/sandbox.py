@@ -10,6 +10,7 @@ not import the training script. Workers exit when the process that started them 
 
 import contextlib
 import importlib.util
+import inspect
 import multiprocessing.connection as connection
 import os
 import pathlib
@@ -25,6 +26,7 @@ from common.errors import CallFailed, CallLost, WorkerLost
 
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
+PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
 
 
 class WorkerPool:
@@ -87,6 +89,12 @@ def load_function(name: str) -> Callable:
     return getattr(module, function)
 
 
+def parameters(name: str) -> tuple[list[str], bool]:
+    """Return the names of a function's parameters, and whether it accepts any others."""
+    found = inspect.signature(load_function(name)).parameters
+    return list(found), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+
+
 # --- in the worker ----------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +104,7 @@ def serve(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = connection.Connection(int(arguments[0]))
-    functions = {name: load_function(name) for name in arguments[1:]}
+    functions = {name: _load_or_explain(name) for name in arguments[1:]}
     pid, child = _fork(functions)
     while True:
         try:
@@ -109,6 +117,8 @@ def serve(arguments: list[str]) -> None:
             answer = child.recv() if in_time else CallLost(f"took longer than {seconds:g} s")
         except (EOFError, OSError):
             answer = CallLost("its process died, perhaps out of memory")
+        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+            answer = CallFailed(f"its result cannot be unpickled ({_describe(error)})")
         if isinstance(answer, CallLost):
             _kill(pid)
             child.close()
@@ -135,11 +145,31 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
             value = functions[name](**fields)
             answer = value.item() if hasattr(value, "item") else value  # NumPy and torch scalars
         except BaseException as error:  # noqa: BLE001 - report any exception of a reward function, even SystemExit
-            answer = CallFailed(f"{type(error).__name__}: {error}"[:300])
+            answer = CallFailed(_describe(error))
         try:
             child_end.send(answer)
-        except (TypeError, AttributeError, ValueError) as error:
-            child_end.send(CallFailed(f"its result cannot be pickled ({error})"[:300]))
+        except Exception as error:  # noqa: BLE001 - pickling may raise anything
+            child_end.send(CallFailed(f"its result cannot be pickled ({_describe(error)})"))
+
+
+def _load_or_explain(name: str) -> Callable:
+    """Load a function. If that fails, return one that says why, so that the caller learns it."""
+    try:
+        return load_function(name)
+    except BaseException as error:  # noqa: BLE001 - importing the file may raise anything
+        reason = f"{name} cannot be loaded ({_describe(error)})"
+
+    def explain(**_: object) -> None:
+        raise RuntimeError(reason)
+
+    return explain
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:300]
+    except Exception:  # noqa: BLE001 - its own method raised
+        return type(error).__name__
 
 
 def _wait_for_answer(pid: int, child: connection.Connection, seconds: float) -> bool:

@@ -539,6 +539,8 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
             "error: no data at 'nowhere.jsonl'",
         ),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
+        (["grpo.py", model, f"--data={'x' * 5000}"], "xxx': File name too long; choose another path"),
+        (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
         (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]

@@ -9,6 +9,7 @@ checkpoint under the final name.
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -57,7 +58,7 @@ class RunFolder:
         plan = error = None
         if console.is_main():
             try:
-                if (self.path / LOCK).exists():  # a run that may still be refused must not write into a new folder
+                if os.path.exists(self.path / LOCK):  # a run that may still be refused must not write into a new folder
                     self._lock()
                 plan = self._plan_resume(requested)
             except UserError as exception:
@@ -180,7 +181,7 @@ def checkpoints_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
 def _named_checkpoint(folder: Path) -> Path:
     """Return `folder` if it is a complete checkpoint, else raise UserError."""
     checkpoints = checkpoints_by_step(folder)
-    if checkpoints and not (folder / MANIFEST).exists():
+    if checkpoints and not os.path.exists(folder / MANIFEST):
         newest = checkpoints[max(checkpoints)]
         raise UserError(f"--resume: {str(folder)!r} is a run: pass one of its checkpoints, the newest is {newest}")
     if error := verify_checkpoint(folder):
@@ -195,6 +196,7 @@ def _delete(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rename(partial)
     shutil.rmtree(partial, ignore_errors=True)
+    partial.unlink(missing_ok=True)  # if it was a file
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

@@ -523,6 +523,43 @@ def timed(name, completion, gold):
     return FUNCTIONS[name](completion, gold), time.perf_counter() - start
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import time; time.sleep(99)", "took longer than 1 s"),
+        ("import os; os._exit(3)", "its process died"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", "Odd"),
+        ("def f(completion): pass", "it must be a function of"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_is_refused(tmp_path, code, message):
+    (tmp_path / "r.py").write_text(code)
+    with pytest.raises(UserError, match=message):
+        Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",), reward_timeout=1.0))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("open(__file__ + '.lock', 'x')", r"r.py:f cannot be loaded \(FileExistsError"),
+        ("class Odd(Exception):\n    def __str__(self): return 1 / 0", "Odd"),
+        (
+            "class Odd:\n    def __reduce__(self): return int, ('a',)\n    def __init__(self): pass",
+            "cannot be unpickled",
+        ),
+    ],
+)
+def test_odd_rewards_give_one_line(tmp_path, code, message):
+    action = {"O": "raise Odd()", "o": "return 1.0"}["O" if "Exception" in code else "o"]
+    action = "return Odd()" if "reduce" in code else action
+    (tmp_path / "r.py").write_text(f"{code}\n\ndef f(completion, answer):\n    {action}\n")
+    scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",)))
+    rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, "1")
+    _, error = scorer([Sample("q", "1", [], "row 1")], [[rollout]])
+    assert re.search(message, error), error
+
+
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
     """A call with a limit of 1 s needs 0.6 s of CPU time, but takes longer because two busy processes share its core.
     The call must not be killed. A call that sleeps too long or needs more CPU time than its limit must be killed."""

@@ -317,3 +317,10 @@ def test_any_checkpoint_becomes_a_model(saved, tmp_path):
     failed = run_script("-m", "training.checkpoint", f"--checkpoint={saved}/nowhere", f"--output={tmp_path}/other")
     assert (failed.returncode, "is not a complete checkpoint" in failed.stderr) == (2, True)
     assert "Traceback" not in failed.stderr
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tiny_model, shapes, tmp_path):
+    for name in ("checkpoint-1", "final"):
+        (tmp_path / name).touch()
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, overwrite=True))
+    assert verify_checkpoint(tmp_path / "checkpoint-1") is None and (tmp_path / "final").is_dir()
