@@ -32,7 +32,7 @@ def check_values(flags: object) -> None:
         for value in values if isinstance(values, tuple) else (values,):
             is_sane = not isinstance(value, int | float) or abs(value) < 2**31
             require(is_sane, f"{field.name} is {str(value)[:20]}: give a finite number below 2^31")
-            require(value != "", f"{field.name} is empty: give a value or leave out the flag")
+            require(value != "" or field.default == "", f"{field.name} is empty: give a value or leave out the flag")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def _pop_output(row: dict) -> dict:
     output: dict[str, Any] = {"responses": ["" if response is None else str(response) for response in responses]}
     for name in ("lengths", "truncated"):
         numbers = row.pop(name, None)
-        if isinstance(numbers, list) and len(numbers) == len(responses) and all(isinstance(n, int) for n in numbers):
+        is_valid = isinstance(numbers, list) and len(numbers) == len(responses)
+        if is_valid and all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
             output[name] = numbers
     if isinstance(image_digest := row.pop("pictures", None), str):
         output["pictures"] = image_digest
@@ -259,6 +260,11 @@ def main(cfg: Config) -> None:
     judge = Judge(cfg)
     saved_baseline = [read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg)] if cfg.baseline_is_saved else []
     evaluations = [read_predictions(cfg.predictions, cfg)] if cfg.predictions else generate_responses(cfg, device)
+    if console.is_main():  # now, so that nothing is lost if the folder cannot be written to
+        try:
+            pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
     judged = [judge(samples, outputs) for samples, outputs in evaluations + saved_baseline]
     if console.is_main():
         write_results(cfg, evaluations[0][0], *judged)

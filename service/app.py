@@ -174,11 +174,14 @@ def files(store: StoreDep) -> list[dict]:
 
 
 @api.get("/files/{file_id}/picture/{number}", response_class=Response)
-def picture(request: Request, store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]) -> Response:
+async def picture(
+    request: Request, store: StoreDep, file_id: str, number: Annotated[int, Path(ge=0, le=10_000)]
+) -> Response:
     """Return a thumbnail of one row's image, with the question and answer in the headers X-Question and X-Answer."""
     store.file(file_id)
-    failure, path = f"the image of row {number} cannot be read", str(store.zip_path(file_id))
-    drawn = call_worker(request.app.state, DRAW_THUMBNAIL, failure, path=path, number=number)
+    state, failure, path = request.app.state, f"the image of row {number} cannot be read", store.zip_path(file_id)
+    async with state.inspectors:  # otherwise waiting calls could occupy every thread
+        drawn = await run_in_threadpool(call_worker, state, DRAW_THUMBNAIL, failure, path=str(path), number=number)
     if isinstance(drawn, str):
         raise HTTPException(404, drawn)
     png, question, answer = drawn

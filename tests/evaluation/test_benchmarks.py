@@ -657,3 +657,21 @@ def test_outputs_after_a_damaged_line_are_sampled_again(tmp_path, capsys):
     open_progress(tmp_path, {"n": 1})
     assert read_jsonl(path) == [{"n": 1}, {"responses": ["a"]}]
     assert "predictions.part: skipped the damaged line 3 and all that follow" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_scoring(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    row = {"prompt": "q", "answer": "1", "response": "1", "lengths": [10**400]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    monkeypatch.setattr(evaluate.Judge, "__call__", lambda *_: pytest.fail("it was scored"))
+    for output in ("file", "file/below"):
+        with pytest.raises(UserError, match=rf"cannot write to '{tmp_path}/{output}' \(.*: choose another --output"):
+            evaluate.main(Config(predictions=f"{tmp_path}/p.jsonl", task="count", output=f"{tmp_path}/{output}"))
+
+
+@pytest.mark.parametrize("length", [10**400, -1, 2.5])
+def test_odd_lengths_of_predictions_are_ignored(tmp_path, length):
+    row = {"prompt": "q", "answer": "1", "response": "1", "lengths": [length]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    ((_, outputs),) = [read_predictions(f"{tmp_path}/p.jsonl", Config(predictions="p", task="count"))]
+    assert outputs == [{"responses": ["1"]}]

@@ -429,6 +429,18 @@ def test_huge_pictures_take_little_memory(shared, side, status):
         assert "13000x13000, which is more than 64 megapixels" in upload.result()["detail"]
 
 
+def test_pictures_that_take_long_block_nothing_else(shared):
+    file_id = shared.upload(zip_of_huge_pictures(7900, 1))["file_id"]
+    with ThreadPoolExecutor(60) as pool:
+        calls = [pool.submit(shared.call, "GET", f"/files/{file_id}/picture/0") for _ in range(60)]
+        time.sleep(0.5)
+        start = time.monotonic()
+        shared.call("GET", "/files", 200)
+        assert time.monotonic() - start < 2
+        assert not all(call.done() for call in calls)
+        shared.call("DELETE", f"/files/{file_id}", 200)  # the calls that still wait then fail at once
+
+
 @pytest.mark.parametrize(("keys", "status", "errors"), [(300_000, 413, None), (80_000, 422, 1), (80, 422, 21)])
 @pytest.mark.parametrize("nested", [False, True])
 def test_many_unknown_keys_are_answered_briefly(shared, keys, status, errors, nested):
