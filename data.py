@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import rewards
-from common import cli, console, distributed
+from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
 from config import Columns, DataFlags, RowFlags
@@ -91,6 +91,7 @@ def load_processor(
     if `model` does not exist, is incomplete, has no chat template or has an unsupported architecture; if `template` is
     invalid; or if `max_pixels` or `max_side` is too small for one image token.
     """
+    offline = not pathlib.Path(model).exists() and hub.is_offline()
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -98,9 +99,10 @@ def load_processor(
         if hasattr(config, "vision_config"):
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
+        place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
         problem = (
-            f"no model at {model!r}: set --model to a folder in Hugging Face layout, or to a hub name if the hub can "
-            "be reached; `python -m demo.tiny` builds a small model"
+            f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the "
+            "hub can be reached; `python -m demo.tiny` builds a small model"
         )
         if (pathlib.Path(model) / "adapter_config.json").is_file():
             problem = f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"

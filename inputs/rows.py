@@ -30,7 +30,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common import console
+from common import console, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Sample
 from config import Columns
@@ -377,10 +377,11 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
     opened. Raises UserError when the data cannot be read or the requested split does not exist.
     """
+    path = pathlib.Path(name)
+    offline = not path.exists() and hub.is_offline()
     import datasets
 
     datasets.disable_progress_bars()
-    path = pathlib.Path(name)
     try:
         if path.is_file():
             splits = datasets.Dataset.from_parquet(name)
@@ -389,7 +390,9 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
         elif path.is_dir():
             splits = datasets.load_dataset(name)
         else:
-            splits = datasets.load_dataset(*name.split(":", 1))  # owner/name or owner/name:config
+            name_on_hub, *config = name.split(":", 1)  # owner/name or owner/name:config
+            folder = hub.cached_dataset(name_on_hub) if offline else None
+            splits = datasets.load_dataset(folder or name_on_hub, *config)
     except Exception as error:
         problem = f"no data at {name!r}: not a local path, and not on the hub or the hub cannot be reached"
         if path.exists():
