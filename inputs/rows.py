@@ -3,7 +3,7 @@
     x.jsonl, x.json, x.parquet   EasyR1: {"prompt" or "problem": text with <image> tags, "answer", "images": [path, …]}
                                  veRL: {"prompt": [{role, content}], "images": [{bytes, path}],
                                         "reward_model": {ground_truth}, "extra_info": {question, …}}
-                                 VQA-RAD conversations: {"conversations": [{role, content: [{type, …}]}]}
+                                 SFT: {"messages" or "conversations": [{role, content} or {from, value}, …], "images"}
                                  VQA-RAD (OSF): {"image_name", "question", "answer", "answer_type", "phrase_type"}
                                  MMK12, vqa-rad: {"question", "image", "answer"}
     folder/, x.zip               counting: main.csv with images_path, question, answer, next to images/
@@ -46,6 +46,8 @@ FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
+CHAT_COLUMNS = ("conversations", "messages")
+ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
 MAX_BLANK_ROWS = 2**20  # maximum number of rows of a spreadsheet
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
@@ -150,7 +152,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     row = dict(row)
     if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
-    is_conversation = "conversations" in row and "prompt" not in row and columns.prompt is None
+    is_conversation = any(name in row for name in CHAT_COLUMNS) and "prompt" not in row and columns.prompt is None
     adapter = _from_conversation if is_conversation else _from_columns
     image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
     images = _images(row.pop(_column(row, image_columns, columns.images), None))
@@ -193,18 +195,32 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
 
 
 def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Do the same as `_from_columns` for a conversation whose only reply is its last turn."""
-    turns = row.pop("conversations")
+    """Do the same as `_from_columns` for a conversation whose only reply is its last turn.
+
+    If the reply has an `<answer>` block, its content is the gold answer.
+    """
+    name = next(name for name in CHAT_COLUMNS if name in row)
+    turns = row.pop(name)
     row.pop("answer", None)
-    reply = turns[-1] if isinstance(turns, list) and turns else None
-    if not isinstance(reply, dict) or reply.get("role") not in ("assistant", "gpt"):
-        raise RowError("'conversations' is not a list of turns, or does not end with the assistant's answer")
+    role, content = _turn(turns[-1]) if isinstance(turns, list) and turns else (None, None)
+    if role != "assistant":
+        raise RowError(f"'{name}' is not a list of turns, or does not end with the assistant's answer")
     prompt, system, images = _chat(turns[:-1])
-    answer, answer_images = _text(reply.get("content"))
+    answer, answer_images = _text(content)
     if answer_images:
         raise RowError("the assistant's turn contains an image")
     prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
+    if block := re.search(r"<answer>(.*)</answer>\s*$", answer, re.DOTALL):
+        answer = block[1].strip()
     return prompt, re.sub(r"^\s*Answer:\s*", "", answer), system, images
+
+
+def _turn(turn: object) -> tuple[str | None, object]:
+    """Return the role and content of a turn {role, content} or {from, value}; the role is None if it has none."""
+    if not isinstance(turn, dict):
+        return None, None
+    role, content = (turn.get(new, turn.get(old)) for new, old in (("role", "from"), ("content", "value")))
+    return (ROLES.get(role, role) if isinstance(role, str) else None), content
 
 
 def _first_item(answer: object) -> object:
@@ -244,10 +260,10 @@ def _chat(turns: list) -> tuple[str, str | None, list]:
     texts: dict[str, str] = {}
     images = []
     for turn in turns:
-        role = turn.get("role") if isinstance(turn, dict) else None
+        role, content = _turn(turn)
         if role not in ("system", "user") or role in texts or (role == "system" and texts):
             raise RowError("a prompt given as a chat must be one user turn, optionally after one system turn")
-        texts[role], turn_images = _text(turn.get("content"))
+        texts[role], turn_images = _text(content)
         images += turn_images
     return texts.get("user", ""), texts.get("system"), images
 
