@@ -35,7 +35,7 @@ from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, fitted_size, read_source
-from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, read_text
+from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
 from policy.model import check_architecture
 
 
@@ -359,14 +359,15 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 @dataclass
 class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL."""
+    """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
     input_jsonl: str
     """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write. Images that are not files on disk are saved in a folder next to this file."""
+    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images. Of JSONL, images that are not files on
+    disk are saved in a folder next to it."""
     task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
     overwrite: bool = False
@@ -377,12 +378,14 @@ class Config(RowFlags):
 
 
 def convert(cfg: Config) -> int:
-    """Write a data set as EasyR1 JSONL and return the number of rows.
+    """Write a data set as EasyR1 JSONL or Parquet and return the number of rows.
 
     The output file appears only when it is complete. Raises UserError if the file already exists and `overwrite` is
     off, if it cannot be written, or if `load_samples` raises UserError.
     """
     output = pathlib.Path(cfg.output_jsonl)
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
     allow_megapixels(cfg.max_megapixels)
@@ -390,9 +393,14 @@ def convert(cfg: Config) -> int:
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
-                file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
+        bar = tqdm(rows, "writing", unit="row", delay=3, disable=None)
+        if output.suffix == ".parquet":
+            write_parquet(bar, partial)
+        else:
+            with partial.open("w", encoding="utf-8", errors="replace") as file:
+                for number, sample in enumerate(bar, 1):
+                    row = easyr1_row(sample, image_paths(sample, output, number))
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None

@@ -27,8 +27,10 @@ import pathlib
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
 
 from common import console, hub
 from common.errors import UserError
@@ -516,8 +518,16 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
-def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
-    """Convert `sample` to row `number` of the EasyR1 file `output`.
+def easyr1_row(sample: Sample, images: list) -> dict:
+    """Convert `sample` to a row of an EasyR1 data set, with `images` in place of its own."""
+    row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
+    if sample.system:
+        row["system"] = sample.system
+    return row | {name: value for name, value in sample.fields.items() if name not in row}
+
+
+def image_paths(sample: Sample, output: pathlib.Path, number: int) -> list[str]:
+    """Return the paths of the images of `sample` for row `number` of the JSONL file `output`.
 
     Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. The
     path of an image inside the output's folder is written relative to that folder; other paths are absolute.
@@ -531,7 +541,29 @@ def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
             decode_image(source).save(path)
         path = pathlib.Path(os.path.abspath(path))
         images.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
-    row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
-    if sample.system:
-        row["system"] = sample.system
-    return row | {name: value for name, value in sample.fields.items() if name not in row}
+    return images
+
+
+def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
+    """Write `samples` as an EasyR1 Parquet file that holds the images, as {bytes, path}. All rows are kept in memory.
+
+    Raises UserError if a column has values of different types, which Parquet cannot hold.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [easyr1_row(sample, [_image_cell(source) for source in sample.images]) for sample in samples]
+    try:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path.stem}: {error}: write NAME.jsonl instead") from None
+
+
+def _image_cell(source: ImageSource) -> dict[str, bytes | str | None]:
+    content = read_source(source)
+    if isinstance(content, str | pathlib.Path):
+        return {"bytes": pathlib.Path(content).read_bytes(), "path": pathlib.Path(content).name}
+    if isinstance(content, Image.Image):
+        content.save(file := io.BytesIO(), "PNG")
+        content = file.getvalue()
+    return {"bytes": content, "path": None}
