@@ -131,6 +131,9 @@ class VerifierFlags:
     verifier_model: str | None = None
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
     REWARD_MODEL_PATH or, if neither is set, the only model that the server lists."""
+    verifier_template: str | None = None
+    """Jinja file with the verifier's prompt, for a model that was trained on one of its own, such as xVerify. It must
+    contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
     """Time limit for one question in seconds, including all retries."""
     verifier_retries: int = 3

@@ -33,6 +33,7 @@ import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
+from common.templates import parse_template
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, fitted_size, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
@@ -115,7 +116,7 @@ def load_processor(
     system, text = rewards.get_task(task).system, rewards.get_task(task).template
     if template is not None:
         system, text = None, read_text(template, "--template")
-    user_turn = _template(text, template)
+    user_turn = parse_template(text, f"--template {template}", ["content"])
     skeleton = _skeleton(config)
     check_architecture(skeleton, model)
     processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
@@ -123,18 +124,6 @@ def load_processor(
         problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
         raise UserError(f"{problem}, which is {processor.factor} x {processor.factor} pixels")
     return processor
-
-
-def _template(text: str, path: str | None) -> jinja2.Template:
-    try:
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
-        question = "one question"
-        rendered = template.render(content=question)
-    except jinja2.TemplateError as error:
-        raise UserError(f"--template {path}: {error}") from None
-    if question not in rendered:
-        raise UserError(f"--template {path} does not contain the question: add {{{{ content }}}}")
-    return template
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
@@ -203,7 +192,9 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
-    text = processor.template.render(content=sample.prompt)  # the question itself is never used as a template
+    text = sample.prompt
+    if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
+        text = processor.template.render(content=text)  # the question itself is never used as a template
     content: str | list[dict] = text
     if sample.images:
         pieces = [piece for piece in re.split(f"({TAG})", text) if piece]

@@ -141,17 +141,6 @@ evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "$run/eval" "$@"
 }
 
-recommend_lmms_eval() {  # RUN: print the commands that score the same model in lmms-eval
-  local run=$1 model=$1/final
-  heading "The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):"
-  if [ -f "$run/final/adapter_config.json" ]; then
-    model=$run/merged
-    echo "  .venv/bin/python merge_lora.py --base_model BASE --lora_model $run/final --output_path $model"
-  fi
-  echo "  lmms-eval --model vllm --tasks mme,mmstar --batch_size 64 --process-docs-parallel 1 --log_samples --output_path $run/lmms-eval \\"
-  echo "    --model_args 'model=$model,dtype=bfloat16,max_model_len=32768,max_new_tokens=2048,mm_processor_kwargs={\"min_pixels\":3136,\"max_pixels\":1003520}'"
-}
-
 recipe=${1:-demo} name=${1:-demo} kind='' smoke=''
 eval_flags=() train_flags=() smoke_flags=() given_flags=()
 [ $# -gt 0 ] && shift
@@ -178,7 +167,7 @@ case $recipe in
   eval)
     set_up
     evaluate_run "$@" ${OUTPUT:+--output "$OUTPUT"}
-    recommend_lmms_eval "$1" ;;
+    .venv/bin/python -m evaluation.lmms_eval "$1" ;;
   serve)
     set_up
     show .venv/bin/python -m service "$@" ;;
