@@ -13,13 +13,38 @@
 The docstring of each flag is its `--help` text.
 """
 
+import argparse
 import math
+import pathlib
+import shlex
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
 
-from common.errors import require
+from common import console
+from common.errors import UserError, require
+
+RECIPES = pathlib.Path(__file__).parent / "recipes"
+
+
+def with_recipe(arguments: list[str]) -> list[str]:
+    """Put the flags of the task's recipe before `arguments`, which override them, unless `arguments` have `--data`.
+
+    Raises UserError if the recipe has no data of its own either.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", default=Config.task)
+    parser.add_argument("--data")
+    given, _ = parser.parse_known_args(arguments)
+    recipe = RECIPES / f"{given.task}.flags"
+    if given.data is not None or {"-h", "--help"} & set(arguments) or not recipe.is_file():
+        return arguments
+    flags = shlex.split(recipe.read_text(encoding="utf-8"), comments=True)
+    if "--data" not in flags:
+        raise UserError(f"--task {given.task} has no public data: give --data, such as a ZIP with main.csv and images/")
+    console.warn(f"no --data: training with the flags in recipes/{recipe.name}, except those given")
+    return flags + arguments
 
 
 def check_values(flags: object) -> None:
@@ -110,6 +135,9 @@ class VerifierFlags:
     verifier_model: str | None = None
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
     REWARD_MODEL_PATH or, if neither is set, the only model that the server lists."""
+    verifier_template: str | None = None
+    """Jinja file with the verifier's prompt, for a model that was trained on one of its own, such as xVerify. It must
+    contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
     """Time limit for one question in seconds, including all retries."""
     verifier_retries: int = 3

@@ -30,12 +30,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import rewards
-from common import cli, console, distributed
+from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
+from common.templates import parse_template
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, fitted_size, read_source
-from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, read_text
+from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
 from policy.model import check_architecture
 
 
@@ -91,6 +92,7 @@ def load_processor(
     if `model` does not exist, is incomplete, has no chat template or has an unsupported architecture; if `template` is
     invalid; or if `max_pixels` or `max_side` is too small for one image token.
     """
+    offline = not pathlib.Path(model).exists() and hub.is_offline()
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -98,9 +100,10 @@ def load_processor(
         if hasattr(config, "vision_config"):
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
     except (OSError, ValueError) as error:
+        place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
         problem = (
-            f"no model at {model!r}: set --model to a folder in Hugging Face layout, or to a hub name if the hub can "
-            "be reached; `python -m demo.tiny` builds a small model"
+            f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the "
+            "hub can be reached; `python -m demo.tiny` builds a small model"
         )
         if (pathlib.Path(model) / "adapter_config.json").is_file():
             problem = f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
@@ -113,7 +116,7 @@ def load_processor(
     system, text = rewards.get_task(task).system, rewards.get_task(task).template
     if template is not None:
         system, text = None, read_text(template, "--template")
-    user_turn = _template(text, template)
+    user_turn = parse_template(text, f"--template {template}", ["content"])
     skeleton = _skeleton(config)
     check_architecture(skeleton, model)
     processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
@@ -121,18 +124,6 @@ def load_processor(
         problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
         raise UserError(f"{problem}, which is {processor.factor} x {processor.factor} pixels")
     return processor
-
-
-def _template(text: str, path: str | None) -> jinja2.Template:
-    try:
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
-        question = "one question"
-        rendered = template.render(content=question)
-    except jinja2.TemplateError as error:
-        raise UserError(f"--template {path}: {error}") from None
-    if question not in rendered:
-        raise UserError(f"--template {path} does not contain the question: add {{{{ content }}}}")
-    return template
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
@@ -201,7 +192,9 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
-    text = processor.template.render(content=sample.prompt)  # the question itself is never used as a template
+    text = sample.prompt
+    if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
+        text = processor.template.render(content=text)  # the question itself is never used as a template
     content: str | list[dict] = text
     if sample.images:
         pieces = [piece for piece in re.split(f"({TAG})", text) if piece]
@@ -358,14 +351,15 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 @dataclass
 class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL."""
+    """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
     input_jsonl: str
     """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write. Images that are not files on disk are saved in a folder next to this file."""
+    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images. Of JSONL, images that are not files on
+    disk are saved in a folder next to it."""
     task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
     overwrite: bool = False
@@ -376,12 +370,14 @@ class Config(RowFlags):
 
 
 def convert(cfg: Config) -> int:
-    """Write a data set as EasyR1 JSONL and return the number of rows.
+    """Write a data set as EasyR1 JSONL or Parquet and return the number of rows.
 
     The output file appears only when it is complete. Raises UserError if the file already exists and `overwrite` is
     off, if it cannot be written, or if `load_samples` raises UserError.
     """
     output = pathlib.Path(cfg.output_jsonl)
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
     allow_megapixels(cfg.max_megapixels)
@@ -389,9 +385,14 @@ def convert(cfg: Config) -> int:
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
-                file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
+        bar = tqdm(rows, "writing", unit="row", delay=3, disable=None)
+        if output.suffix == ".parquet":
+            write_parquet(bar, partial)
+        else:
+            with partial.open("w", encoding="utf-8", errors="replace") as file:
+                for number, sample in enumerate(bar, 1):
+                    row = easyr1_row(sample, image_paths(sample, output, number))
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None

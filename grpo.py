@@ -1,6 +1,6 @@
 """GRPO for vision-language models: the maths, one training step, and the training loop.
 
-    python grpo.py --task count --model runs/tiny/count-0/model --data runs/tiny/count-0/train
+    torchrun --nproc_per_node 8 grpo.py --task vqa                  # with the flags of recipes/vqa.flags
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
 
 `train_step` implements Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers. It
@@ -14,10 +14,10 @@ in one completion, C completion tokens in one micro-batch.
 """
 
 from common import cli
-from config import Config
+from config import Config, with_recipe
 
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
-    ARGS = cli.parse(Config)
+    ARGS = cli.parse(Config, with_recipe)
 
 import math
 from collections.abc import Callable, Iterator

@@ -28,6 +28,7 @@ from common.records import Sample
 from data import encode_prompt, load_processor
 from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
 from policy.model import load_config, load_model, saved_dtype
+from training.export import write_preprocessor_config
 
 MAX_SHARD_SIZE = "4GB"  # of a weight file
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
@@ -112,6 +113,7 @@ def _merge(
         settings = path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name
         if path.is_file() and settings and path.name != "config.json":
             shutil.copy(path, output)
+    write_preprocessor_config(output)
     return base_logits, adapted_logits
 
 

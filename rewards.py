@@ -400,7 +400,9 @@ class Scorer:
         The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
         """
         columns = {name: value for name, value in sample.fields.items() if value is not None}
-        fields: dict[str, Any] = {"question": sample.prompt.replace(TAG, "").strip()} | columns
+        fields: dict[str, Any] = {"question": sample.prompt} | columns
+        if isinstance(fields["question"], str):
+            fields["question"] = fields["question"].replace(TAG, "").strip()
         if name not in self.user_functions:
             fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
             try:

@@ -4,6 +4,7 @@
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
 #   ./run.sh digits                   the same demo on scanned handwritten digits
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
+#   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
 #                                     small GPU
@@ -14,7 +15,7 @@
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
 #
-# The recipes are in recipes/. After vqa, math or count, --smoke runs the recipe offline in a minute, with a tiny model
+# The recipes are in recipes/. After vqa, geo3k, math or count, --smoke runs the recipe offline in a minute, with a tiny model
 # and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
@@ -108,10 +109,11 @@ train() {  # run grpo.py on every GPU of every machine
   show "${launch[@]}" grpo.py "$@"
 }
 
-# Train with the settings from the recipe's file. If there is test data, compare the trained model with its base.
+# Train with the flags in recipes/RECIPE.flags. If there is test data, compare the trained model with its base.
 run_recipe() {
   local adapter=()
-  model=${MODEL:-$model} data=${DATA:-$data} test_data=${TEST_DATA-$test_data} output=${OUTPUT:-runs/$name}
+  mapfile -t train_flags < <(sed 's/#.*//' "recipes/$recipe.flags" | xargs -n 1)
+  model=${MODEL:-} data=${DATA:-$data} test_data=${TEST_DATA-$test_data} output=${OUTPUT:-runs/$name}
   if [ -n "$smoke" ]; then
     output=runs/smoke/$name
     heading "A tiny model and a few rows"
@@ -121,10 +123,11 @@ run_recipe() {
       --max_completion_length 32 --overwrite)
     smoke_data "$output/made"
   fi
-  [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER")
-  train --task "$task" --model "$model" --data "$data" --output "$output" "${adapter[@]}" "${train_flags[@]}" \
+  [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER" --lora_rank 0 --lora_alpha 0)  # it keeps its own rank
+  train "${train_flags[@]}" ${model:+--model "$model"} ${data:+--data "$data"} --output "$output" "${adapter[@]}" \
     "${smoke_flags[@]}" "${given_flags[@]}"
   [ -n "$test_data" ] && [ "$NODE_RANK" = 0 ] || return 0  # only the first machine evaluates
+  [[ ${eval_flags[*]} != *--benchmark* ]] || eval_flags+=(--data "$test_data")
   TEST_DATA=$test_data evaluate_run "$output" "${eval_flags[@]}"
 }
 
@@ -138,29 +141,18 @@ evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "$run/eval" "$@"
 }
 
-recommend_lmms_eval() {  # RUN: print the commands that score the same model in lmms-eval
-  local run=$1 model=$1/final
-  heading "The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):"
-  if [ -f "$run/final/adapter_config.json" ]; then
-    model=$run/merged
-    echo "  .venv/bin/python merge_lora.py --base_model BASE --lora_model $run/final --output_path $model"
-  fi
-  echo "  lmms-eval --model vllm --tasks mme,mmstar --batch_size 64 --process-docs-parallel 1 --log_samples --output_path $run/lmms-eval \\"
-  echo "    --model_args 'model=$model,dtype=bfloat16,max_model_len=32768,max_new_tokens=2048,mm_processor_kwargs={\"min_pixels\":3136,\"max_pixels\":1003520}'"
-}
-
 recipe=${1:-demo} name=${1:-demo} kind='' smoke=''
 eval_flags=() train_flags=() smoke_flags=() given_flags=()
 [ $# -gt 0 ] && shift
 require_number N_GPUS 1 1
 require_number RESTARTS 0 0
-case $recipe in vqa | math | count) check_machines ;; *) NNODES=1 ;; esac
+case $recipe in vqa | geo3k | math | count) check_machines ;; *) NNODES=1 ;; esac
 case $recipe in
   demo | digits)
     read_flags "$@"
     set_up
     . recipes/demo.sh ;;
-  vqa | math | count)
+  vqa | geo3k | math | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
       case $kind in text | image | mixed) shift ;; *) fail "./run.sh math needs text, image or mixed after it, not '$kind'" ;; esac
@@ -175,7 +167,7 @@ case $recipe in
   eval)
     set_up
     evaluate_run "$@" ${OUTPUT:+--output "$OUTPUT"}
-    recommend_lmms_eval "$1" ;;
+    .venv/bin/python -m evaluation.lmms_eval "$1" ;;
   serve)
     set_up
     show .venv/bin/python -m service "$@" ;;
@@ -187,5 +179,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, vqa, math, count, eval, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, vqa, geo3k, math, count, eval, serve, test, setup" ;;
 esac

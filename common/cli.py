@@ -21,9 +21,16 @@ T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
-def parse(config: type[T]) -> T:
-    """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why."""
-    arguments = sys.argv[1:]
+def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None = None) -> T:
+    """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why.
+
+    `add_defaults` may put further arguments before those of the command line, which override them.
+    """
+    try:
+        arguments = add_defaults(sys.argv[1:]) if add_defaults else sys.argv[1:]
+    except UserError as error:
+        console.warn(f"error: {error}")
+        sys.exit(2)
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"

@@ -1,6 +1,7 @@
 """Write a tiny model and data for `./run.sh RECIPE --smoke`.
 
     python -m demo.smoke --recipe vqa --output FOLDER    # conversations JSONL as in VQA-RAD, next to images/
+    python -m demo.smoke --recipe geo3k --output FOLDER  # EasyR1 JSONL, next to images/
     python -m demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
     python -m demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
 
@@ -26,7 +27,7 @@ ROWS = 8
 class Config:
     """Write a tiny model and a few rows of a recipe's data."""
 
-    recipe: Literal["vqa", "math", "count"]
+    recipe: Literal["vqa", "geo3k", "math", "count"]
     """Recipe to write data for."""
     output: str
     """Folder for model/ and the data. Its contents are replaced."""
@@ -45,6 +46,19 @@ def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
             reply = [{"type": "text", "text": f"Answer: {answer}"}]
             turns = [{"role": "user", "content": user}, {"role": "assistant", "content": reply}]
             rows.append(json.dumps({"conversations": turns}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+
+
+def write_geo3k(folder: pathlib.Path, rng: np.random.Generator) -> None:
+    """Write train.jsonl and test.jsonl with rows as in Geometry3K."""
+    (folder / "images").mkdir()
+    for name in ("train", "test"):
+        rows = []
+        for i, count in enumerate(rng.integers(1, 7, ROWS).tolist()):
+            image = f"images/{name}-{i}.png"
+            tiny.draw_shapes(count, "square", rng).save(folder / image)
+            row = {"images": [image], "problem": "<image>How many squares?", "answer": f"{count}"}
+            rows.append(json.dumps(row) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
@@ -84,7 +98,7 @@ def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.output)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    write = {"vqa": write_vqa, "math": write_math, "count": write_count}[cfg.recipe]
+    write = {"vqa": write_vqa, "geo3k": write_geo3k, "math": write_math, "count": write_count}[cfg.recipe]
     write(folder, np.random.default_rng(0))
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder / "model")

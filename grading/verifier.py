@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 from common import console
 from common.console import hide_credentials
 from common.errors import UserError
+from common.templates import parse_template
 from config import VerifierFlags
 from grading.answers import outside_thinking
+from inputs.rows import read_text
 
 if TYPE_CHECKING:
     import openai
@@ -161,6 +163,9 @@ class Verifier:
         url = parse_url(url)
         self.client = make_client(url, flags.verifier_retries)
         self.url, self.model, self.flags = hide_credentials(url), model, flags
+        path, names = flags.verifier_template, ["question", "gold", "answer"]
+        flag = f"--verifier_template {path}"
+        self.template = parse_template(read_text(path, "--verifier_template"), flag, names) if path else None
         self.last_error = ""
         self.failures = 0  # requests since the last successful request, including requests in flight
         self.cache = ReplyCache(cache or ":memory:")
@@ -172,7 +177,13 @@ class Verifier:
 
     def __call__(self, question: str, gold: str, candidate: str) -> bool | None:
         """Return whether the candidate is correct, or None if there is no verdict; `last_error` has the reason."""
-        return self._request(judge_messages(question, gold, candidate), parse_verdict)
+        return self._request(self._judge_messages(question, gold, candidate), parse_verdict)
+
+    def _judge_messages(self, question: str, gold: str, candidate: str) -> list[dict]:
+        if self.template is None:
+            return judge_messages(question, gold, candidate)
+        prompt = self.template.render(question=question, gold=gold, answer=candidate)
+        return [{"role": "user", "content": prompt}]
 
     def extract(self, question: str, response: str) -> str | None:
         """Return the final answer in a response, "" if the response has none, or None if the server does not reply."""
@@ -267,7 +278,7 @@ class Verifier:
                     raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
                 self.model = models[0]
                 self.cache.put(model_key, self.model)
-            reply = self._start(self._ask(judge_messages("What is 1 + 1?", "2", "2"), str)).result()
+            reply = self._start(self._ask(self._judge_messages("What is 1 + 1?", "2", "2"), str)).result()
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - as in `_request`

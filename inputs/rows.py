@@ -3,7 +3,7 @@
     x.jsonl, x.json, x.parquet   EasyR1: {"prompt" or "problem": text with <image> tags, "answer", "images": [path, …]}
                                  veRL: {"prompt": [{role, content}], "images": [{bytes, path}],
                                         "reward_model": {ground_truth}, "extra_info": {question, …}}
-                                 VQA-RAD conversations: {"conversations": [{role, content: [{type, …}]}]}
+                                 SFT: {"messages" or "conversations": [{role, content} or {from, value}, …], "images"}
                                  VQA-RAD (OSF): {"image_name", "question", "answer", "answer_type", "phrase_type"}
                                  MMK12, vqa-rad: {"question", "image", "answer"}
     folder/, x.zip               counting: main.csv with images_path, question, answer, next to images/
@@ -28,10 +28,12 @@ import re
 import stat
 import urllib.parse
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common import console
+from PIL import Image
+
+from common import console, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Sample
 from config import Columns
@@ -47,6 +49,8 @@ FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
+CHAT_COLUMNS = ("conversations", "messages")
+ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
 MAX_BLANK_ROWS = 2**20  # maximum number of rows of a spreadsheet
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
@@ -153,7 +157,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     row = dict(row)
     if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
-    is_conversation = "conversations" in row and "prompt" not in row and columns.prompt is None
+    is_conversation = any(name in row for name in CHAT_COLUMNS) and "prompt" not in row and columns.prompt is None
     adapter = _from_conversation if is_conversation else _from_columns
     image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
     images = _images(row.pop(_column(row, image_columns, columns.images), None))
@@ -214,18 +218,32 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
 
 
 def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Do the same as `_from_columns` for a conversation whose only reply is its last turn."""
-    turns = row.pop("conversations")
+    """Do the same as `_from_columns` for a conversation whose only reply is its last turn.
+
+    If the reply has an `<answer>` block, its content is the gold answer.
+    """
+    name = next(name for name in CHAT_COLUMNS if name in row)
+    turns = row.pop(name)
     row.pop("answer", None)
-    reply = turns[-1] if isinstance(turns, list) and turns else None
-    if not isinstance(reply, dict) or reply.get("role") not in ("assistant", "gpt"):
-        raise RowError("'conversations' is not a list of turns, or does not end with the assistant's answer")
+    role, content = _turn(turns[-1]) if isinstance(turns, list) and turns else (None, None)
+    if role != "assistant":
+        raise RowError(f"'{name}' is not a list of turns, or does not end with the assistant's answer")
     prompt, system, images = _chat(turns[:-1])
-    answer, answer_images = _text(reply.get("content"))
+    answer, answer_images = _text(content)
     if answer_images:
         raise RowError("the assistant's turn contains an image")
     prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
+    if block := re.search(r"<answer>(.*)</answer>\s*$", answer, re.DOTALL):
+        answer = block[1].strip()
     return prompt, re.sub(r"^\s*Answer:\s*", "", answer), system, images
+
+
+def _turn(turn: object) -> tuple[str | None, object]:
+    """Return the role and content of a turn {role, content} or {from, value}; the role is None if it has none."""
+    if not isinstance(turn, dict):
+        return None, None
+    role, content = (turn.get(new, turn.get(old)) for new, old in (("role", "from"), ("content", "value")))
+    return (ROLES.get(role, role) if isinstance(role, str) else None), content
 
 
 def _first_item(answer: object) -> object:
@@ -267,10 +285,10 @@ def _chat(turns: list) -> tuple[str, str | None, list]:
     texts: dict[str, str] = {}
     images = []
     for turn in turns:
-        role = turn.get("role") if isinstance(turn, dict) else None
+        role, content = _turn(turn)
         if role not in ("system", "user") or role in texts or (role == "system" and texts):
             raise RowError("a prompt given as a chat must be one user turn, optionally after one system turn")
-        texts[role], turn_images = _text(turn.get("content"))
+        texts[role], turn_images = _text(content)
         images += turn_images
     return texts.get("user", ""), texts.get("system"), images
 
@@ -404,10 +422,11 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
     opened. Raises UserError when the data cannot be read or the requested split does not exist.
     """
+    path = pathlib.Path(name)
+    offline = not path.exists() and hub.is_offline()
     import datasets
 
     datasets.disable_progress_bars()
-    path = pathlib.Path(name)
     try:
         if path.is_file():
             splits = datasets.Dataset.from_parquet(name)
@@ -416,7 +435,9 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
         elif path.is_dir():
             splits = datasets.load_dataset(name)
         else:
-            splits = datasets.load_dataset(*name.split(":", 1))  # owner/name or owner/name:config
+            name_on_hub, *config = name.split(":", 1)  # owner/name or owner/name:config
+            folder = hub.cached_dataset(name_on_hub) if offline else None
+            splits = datasets.load_dataset(folder or name_on_hub, *config)
     except Exception as error:
         problem = f"no data at {name!r}: not a local path, and not on the hub or the hub cannot be reached"
         if path.exists():
@@ -533,8 +554,16 @@ def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict |
 # --- conversion -------------------------------------------------------------------------------------------------------
 
 
-def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
-    """Convert `sample` to row `number` of the EasyR1 file `output`.
+def easyr1_row(sample: Sample, images: list) -> dict:
+    """Convert `sample` to a row of an EasyR1 data set, with `images` in place of its own."""
+    row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
+    if sample.system:
+        row["system"] = sample.system
+    return row | {name: value for name, value in sample.fields.items() if name not in row}
+
+
+def image_paths(sample: Sample, output: pathlib.Path, number: int) -> list[str]:
+    """Return the paths of the images of `sample` for row `number` of the JSONL file `output`.
 
     Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. The
     path of an image inside the output's folder is written relative to that folder; other paths are absolute.
@@ -548,7 +577,29 @@ def easyr1_row(sample: Sample, output: pathlib.Path, number: int) -> dict:
             decode_image(source).save(path)
         path = pathlib.Path(os.path.abspath(path))
         images.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
-    row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
-    if sample.system:
-        row["system"] = sample.system
-    return row | {name: value for name, value in sample.fields.items() if name not in row}
+    return images
+
+
+def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
+    """Write `samples` as an EasyR1 Parquet file that holds the images, as {bytes, path}. All rows are kept in memory.
+
+    Raises UserError if a column has values of different types, which Parquet cannot hold.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [easyr1_row(sample, [_image_cell(source) for source in sample.images]) for sample in samples]
+    try:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path.stem}: {error}: write NAME.jsonl instead") from None
+
+
+def _image_cell(source: ImageSource) -> dict[str, bytes | str | None]:
+    content = read_source(source)
+    if isinstance(content, str | pathlib.Path):
+        return {"bytes": pathlib.Path(content).read_bytes(), "path": pathlib.Path(content).name}
+    if isinstance(content, Image.Image):
+        content.save(file := io.BytesIO(), "PNG")
+        content = file.getvalue()
+    return {"bytes": content, "path": None}

@@ -79,8 +79,7 @@ def load_model(
     safely = {"trust_remote_code": False, "use_safetensors": True}  # never run the folder's own code or pickles
     config = load_config(name)
     if to_shard and not console.is_main():
-        with _explain_load_errors(name), torch.device("meta"):
-            return auto_class(config).from_config(config, **options)
+        return empty_model(name, **options)
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype), "device_map": {"": four_bit_device}}
     with _explain_load_errors(name):
@@ -89,6 +88,29 @@ def load_model(
         )
     _check_tensors(name, model, report)
     return model
+
+
+def empty_model(name: str, **options: object) -> transformers.PreTrainedModel:
+    """Return the model saved at `name` on the meta device, without its weights."""
+    config = load_config(name)
+    with _explain_load_errors(name), torch.device("meta"):
+        return auto_class(config).from_config(config, **options)
+
+
+def check_saved_model(folder: str) -> None:
+    """Raise UserError unless the model, tokenizer and image processor in `folder` can be loaded.
+
+    The names and shapes of the weights are checked, but not their values.
+    """
+    config = load_config(folder)
+    with _explain_load_errors(folder):
+        model, report = auto_class(config).from_pretrained(
+            folder, device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        transformers.AutoTokenizer.from_pretrained(folder)
+        if hasattr(config, "vision_config"):
+            transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    _check_tensors(folder, model, report)
 
 
 def _check_tensors(name: str, model: nn.Module, report: dict) -> None:

@@ -1,22 +1,12 @@
-# ./run.sh math text|image|mixed: Qwen2.5-VL-7B on mathematics. If REWARD_MODEL_URL is set, it is the verifier model's
-# address.
-# Sourced by run.sh with $kind set to text, image or mixed.
-task=math
-model=Qwen/Qwen2.5-VL-7B-Instruct
-text=Skywork/Skywork-OR1-RL-Data@math
-image=FanqingM/MMK12@train
-case $kind in text) data=$text ;; image) data=$image ;; mixed) data=$text,$image ;; esac
+# ./run.sh math text|image|mixed: mathematics. If REWARD_MODEL_URL is set, it is the verifier model's address. The flags
+# are in math.flags. Sourced by run.sh with $kind set to text, image or mixed.
+case $kind in
+  text) data=Skywork/Skywork-OR1-RL-Data@math ;;
+  image) data=FanqingM/MMK12@train ;;
+  mixed) data='' ;;  # both, as in math.flags
+esac
 test_data=''
-
 eval_flags=(--n 8 --temperature 0.6)
-# A step has 8 updates, so the warm-up of 80 updates takes 10 steps.
-train_flags=(
-  --skip_bad_rows --max_prompt_length 4096 --max_completion_length 8192 --overlong_buffer 2048
-  --prompts_per_step 64 --prompts_per_update 8 --num_generations 16
-  --learning_rate 1e-6 --warmup 80 --weight_decay 0.1
-  --loss_type dapo --clip_low 0.2 --clip_high 0.28 --dynamic_sampling --dynamic_sampling_rounds 10
-  --epochs 5 --save_every 20
-)
 
 if [ -z "${REWARD_MODEL_URL:-}" ]; then
   echo "REWARD_MODEL_URL is not set, so only the rule judges the answers. Start a verifier model, for example with" \

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from common.errors import UserError
+from common.records import Sample
 from data import encode_prompt, load_processor, load_samples
 from inputs.images import decode_image, fit_image, fitted_size
 from tests.helpers.scripts import VECTORS
@@ -294,10 +295,18 @@ def test_a_chat_template_that_raises_is_named_with_the_row(folder, tiny_model, t
         load_samples(jsonl(folder, good()), "vqa", processor=processor)
 
 
+@pytest.mark.parametrize("ending", ["", " Use <think>...</think> and <answer>...</answer>."])
+def test_a_prompt_that_asks_for_the_format_is_not_asked_twice(tiny_model, ending):
+    processor = load_processor(tiny_model, "math")
+    prompt = encode_prompt(Sample(f"1 + 1?{ending}", "2", [], "row 1"), processor)
+    text = processor.tokenizer.decode(prompt.ids)
+    assert text.count("<think>") == text.count("<answer>") == 1
+
+
 BAD_TEMPLATES = [
     ("{{ content", "unexpected end"),
     ("{{ other }}", "is undefined"),
-    ("Q:", "does not contain the question"),
+    ("Q:", "does not contain the content: add"),
 ]
 
 

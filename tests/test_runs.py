@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,14 @@ import torch
 
 import evaluate
 import grpo
+import merge_lora
 import rewards
 import rollout
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import ROOT, run_script
+from training import export
 from training.run_folder import write_manifest
 
 
@@ -508,6 +511,43 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
         assert "Traceback" not in err
     else:
         assert process.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def transformers_5_base(tiny_model, tmp_path_factory) -> pathlib.Path:
+    """Return a base whose image processor's settings are only in processor_config.json, as transformers 5 saves it."""
+    base = tmp_path_factory.mktemp("v5") / "model"
+    shutil.copytree(tiny_model, base)
+    names = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+    settings = {key: json.loads((base / name).read_text()) for key, name in names.items()}
+    for name in names.values():
+        (base / name).unlink()
+    (base / "processor_config.json").write_text(json.dumps(settings | {"processor_class": "Qwen2_5_VLProcessor"}))
+    return base
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_model_trained_from_a_base_of_transformers_5_can_be_loaded(transformers_5_base, shapes, tmp_path, lora_rank):
+    grpo.main(config(str(transformers_5_base), shapes, tmp_path, max_steps=1, lora_rank=lora_rank))
+    model, adapter = (str(transformers_5_base), f"{tmp_path}/final") if lora_rank else (f"{tmp_path}/final", None)
+    evaluate.main(
+        evaluate.Config(model=model, adapter=adapter, data=shapes, task="count", limit=2, output=f"{tmp_path}/eval")
+    )
+    if lora_rank:
+        merge_lora.merge_lora(model, adapter, f"{tmp_path}/merged")
+        model = f"{tmp_path}/merged"
+    settings = json.loads(pathlib.Path(model, "preprocessor_config.json").read_text())
+    assert settings == json.loads(pathlib.Path(model, "processor_config.json").read_text())["image_processor"]
+
+
+def test_an_export_that_cannot_be_loaded_ends_the_run_with_an_error(tiny_model, shapes, tmp_path, monkeypatch):
+    def forget(source, folder):
+        """Write no tokenizer."""
+
+    monkeypatch.setattr(export, "copy_processor", forget)
+    with pytest.raises(RunStopped, match=r"final' could not be written \(cannot load a model from .*checkpoint-1"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+    assert not (tmp_path / "final").exists() and (tmp_path / "checkpoint-1").is_dir()
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 `grpo.py` exports to `final` at the end of a run; `python -m training.checkpoint` exports a saved checkpoint.
 """
 
+import json
 import pathlib
 import shutil
 
@@ -13,8 +14,8 @@ from transformers.utils import cached_file
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from policy.lora import has_adapter, write_adapter
-from policy.model import Policy, load_model, saved_dtype
+from policy.lora import POLICY, has_adapter, load_adapter, read_adapter, write_adapter
+from policy.model import Policy, check_saved_model, empty_model, load_model, saved_dtype
 from policy.sharding import full_weights
 
 
@@ -39,6 +40,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
         else:
             _write_model(policy, source, partial)
         if console.is_main():
+            _check(source, partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     except (OSError, SafetensorError, UserError) as error:
@@ -70,10 +72,31 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
         copy_processor(source, folder)
 
 
+def _check(source: str, folder: pathlib.Path) -> None:
+    """Raise UserError unless what was exported to `folder` can be loaded. The values of the weights are not read."""
+    if (folder / "adapter_config.json").is_file():
+        config, tensors = read_adapter(str(folder))
+        load_adapter(empty_model(source), config, tensors, [POLICY], str(folder))
+    else:
+        check_saved_model(str(folder))
+
+
 def copy_processor(source: str, folder: pathlib.Path) -> None:
     """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
     transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             shutil.copy(path, folder)
+    write_preprocessor_config(folder)
+
+
+def write_preprocessor_config(folder: pathlib.Path) -> None:
+    """Write `preprocessor_config.json`, where older programs look for the settings of the image processor.
+
+    transformers 5 saves these settings as a part of `processor_config.json` instead.
+    """
+    path, older = folder / "processor_config.json", folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text()).get("image_processor") if path.is_file() else None
+    if settings and not older.exists():
+        older.write_text(json.dumps(settings, indent=2) + "\n")

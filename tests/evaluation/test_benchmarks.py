@@ -1,5 +1,6 @@
 """Check benchmark scores against tables computed by hand, and run evaluate.py as a user would."""
 
+import functools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from common.files import read_jsonl
 from common.records import Sample
 from data import load_processor
 from evaluate import Config, read_predictions
+from evaluation import lmms_eval
 from evaluation.benchmarks import (
     BENCHMARKS,
     COGNITION,
@@ -675,3 +677,42 @@ def test_odd_lengths_of_predictions_are_ignored(tmp_path, length):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     ((_, outputs),) = [read_predictions(f"{tmp_path}/p.jsonl", Config(predictions="p", task="count"))]
     assert outputs == [{"responses": ["1"]}]
+
+
+# --- lmms-eval --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["vqa", "count"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_the_chat_template_for_lmms_eval_asks_as_training_did(tiny_model, tmp_path, task, as_text):
+    (tmp_path / "t.jinja").write_text('Q: {{ content }}\n"Think" 🤔 {% raw %}{{ }}{% endraw %}\n%}')
+    for template in (None, str(tmp_path / "t.jinja")):
+        processor = load_processor(tiny_model, task, template)
+        rendered = processor.template.render(content="How many?")
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+        expected = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": rendered}]}]
+        if as_text:
+            messages, expected = ([{"role": "user", "content": text}] for text in ("How many?", rendered))
+        elif template:  # the text before the question comes before the image
+            expected[0]["content"] = [{"type": "text", "text": "Q: "}, {"type": "image"}]
+            expected[0]["content"] += [{"type": "text", "text": rendered.removeprefix("Q: ")}]
+        if processor.system:
+            expected.insert(0, {"role": "system", "content": processor.system})
+        apply = functools.partial(processor.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        wrapped = lmms_eval.chat_template(tiny_model, task, template)
+        assert apply(messages, chat_template=wrapped) == apply(expected)
+        given = [{"role": "system", "content": "its own"}, *messages]
+        assert "its own" in apply(given, chat_template=wrapped)
+
+
+def test_lmms_eval_is_recommended_with_the_template(tiny_model, tmp_path, capsys):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "adapter_config.json").touch()
+    settings = {"model": tiny_model, "task": "math", "template": None, "min_pixels": 3136, "max_pixels": 7056}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    lmms_eval.main(str(tmp_path))
+    shown = capsys.readouterr().out
+    assert f"--base_model {tiny_model} --lora_model {tmp_path}/final --output_path {tmp_path}/merged" in shown
+    assert f"model={tmp_path}/merged,chat_template={tmp_path}/chat_template.jinja," in shown
+    assert "mathvista_testmini,mathverse_testmini" in shown and '{"min_pixels":3136,"max_pixels":7056}' in shown
+    assert "<think>" in (tmp_path / "chat_template.jinja").read_text()

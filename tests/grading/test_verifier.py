@@ -244,6 +244,28 @@ def test_a_refusing_verifier_is_given_up_for_the_round(server):
     assert verifier("q", "a", "0") is True
 
 
+def test_a_verifier_may_have_a_prompt_of_its_own(server, tmp_path):
+    """The template sees the question without its image tag, and only that: an answer is never a template."""
+    (tmp_path / "x.jinja").write_text("Q={{ question }} G={{ gold }} A={{ answer }} Judgement:")
+    flags = RewardFlags(verifier_url=server.url, verifier_template=str(tmp_path / "x.jinja"))
+    scorer = Scorer("math", flags)
+    sample = Sample("<image>prompt", "x", [object()], "row 1", {"question": "<image> What is x?"})
+    rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, think("{{ y }}"))
+    ((rewards_of_row,),), error = scorer([sample], [[rollout]], None)
+    assert error is None and rewards_of_row.total == 1
+    assert server.requests[-1]["messages"] == [{"role": "user", "content": "Q=What is x? G=x A={{ y }} Judgement:"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{{ question }} {{ gold }}", "does not contain the answer: add"), ("{{ answer", "unexpected end")],
+)
+def test_bad_verifier_templates_are_refused(server, tmp_path, text, message):
+    (tmp_path / "x.jinja").write_text(text)
+    with pytest.raises(UserError, match=rf"--verifier_template .*x.jinja.*{message}"):
+        client(server, verifier_template=str(tmp_path / "x.jinja"))
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 

@@ -682,6 +682,43 @@ def test_odd_zips_are_refused(folder):
             load_samples(f"{folder}/z.zip", "count")
 
 
+SFT = [
+    {"messages": [{"role": "user", "content": "<image>red?"}, {"role": "assistant", "content": "yes"}]},
+    {"conversations": [{"from": "human", "value": "<image>red?"}, {"from": "gpt", "value": "Answer: yes"}]},
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "<image>red?"},
+            {"role": "assistant", "content": "<think>It is.</think>\n<answer> yes </answer>"},
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("row", SFT, ids=["messages", "from and value", "reasoning"])
+def test_sft_rows_are_read_and_converted(folder, row):
+    source = jsonl(folder / "sft.jsonl", row | {"images": ["images/0.png"]})
+    (sample,) = load_samples(source, "vqa")
+    assert (sample.prompt, sample.answer, len(sample.images)) == ("<image>red?", "yes", 1)
+    data.convert(data.Config("convert", source, str(folder / "easyr1.jsonl")))
+    assert json.loads((folder / "easyr1.jsonl").read_text())["answer"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([{"from": "human", "value": "q"}], "'messages' is not a list of turns, or does not end with the assistant's"),
+        ([3], "does not end with the assistant's answer"),
+        ([{"from": ["gpt"], "value": "a"}], "does not end with the assistant's answer"),
+        ([{"from": "tool", "value": "q"}, {"from": "gpt", "value": "a"}], "must be one user turn"),
+        ([{"from": "human", "value": None}, {"from": "gpt", "value": "a"}], "neither text nor a list of parts"),
+    ],
+)
+def test_odd_sft_rows_are_refused(folder, turns, message):
+    with pytest.raises(UserError, match=message):
+        load_samples(jsonl(folder / "sft.jsonl", {"messages": turns}), "vqa")
+
+
 # --- convert ----------------------------------------------------------------------------------------------------------
 
 
@@ -728,6 +765,10 @@ def test_convert_round_trips_every_format(folder):
         assert len(before) == len(after)
         assert all(same(a, b) for a, b in zip(before, after)), source
         assert [a.fields for a in after] == [json.loads(json.dumps(b.fields)) for b in before]
+        if source != sources[-2]:  # this one mixes columns
+            data.convert(data.Config("convert", source, str(output.with_suffix(".parquet"))))
+            again = load_samples(str(output.with_suffix(".parquet")), None)
+            assert len(again) == len(before) and all(same(a, b) for a, b in zip(before, again)), source
     output = folder / "new" / "osf.jsonl"
     data.convert(data.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
@@ -748,6 +789,14 @@ def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
     with pytest.raises(UserError, match="cannot write"):
         data.convert(data.Config("convert", source, str(output / "below" / "a.jsonl")))
+    with pytest.raises(UserError, match=r"out.csv': the name must end in .jsonl or .parquet"):
+        data.convert(data.Config("convert", source, str(folder / "out.csv")))
+    mixed = jsonl(
+        folder / "m.jsonl", {"prompt": "q", "answer": "1", "id": 1}, {"prompt": "r", "answer": "1", "id": "a"}
+    )
+    with pytest.raises(UserError, match=r"write NAME.jsonl instead"):
+        data.convert(data.Config("convert", mixed, str(folder / "m.parquet")))
+    assert not list(folder.glob("m.parquet*"))
     with pytest.raises(ValueError, match="max_megapixels must be above 0"):
         data.Config("convert", source, str(output), max_megapixels=float("nan"))
     odd = {"prompt": "q", "answer": "1", "note": "half of a pair: \ud83d"}

@@ -1,0 +1,76 @@
+"""Print the commands that score a trained run in lmms-eval. `./run.sh eval RUN` calls this module.
+
+    python -m evaluation.lmms_eval runs/vqa
+
+lmms-eval knows nothing of the prompt that the model was trained with. The prompt is therefore put into a chat template,
+`chat_template.jinja` in the run's folder, which lmms-eval's `vllm` model uses.
+"""
+
+import json
+import pathlib
+import sys
+
+from common.templates import parse_template
+from inputs.rows import read_text
+from rewards import get_task
+
+TASKS = "mme,mmstar,mathvista_testmini,mathverse_testmini"
+# `{{ content }}` of the training prompt stands between the two texts, which are put before and after each question.
+WRAPPER = """{{%- set wrapped = namespace(messages=[]) -%}}
+{{%- set before, after = {before}, {after} -%}}
+{{%- if {system} and messages[0].role != 'system' -%}}
+{{%- set wrapped.messages = [{{'role': 'system', 'content': {system}}}] -%}}
+{{%- endif -%}}
+{{%- for message in messages -%}}
+{{%- if message.role == 'user' and message.content is string -%}}
+{{%- set message = {{'role': 'user', 'content': before + message.content + after}} -%}}
+{{%- elif message.role == 'user' -%}}
+{{%- set texts = [[{{'type': 'text', 'text': before}}], message.content, [{{'type': 'text', 'text': after}}]] -%}}
+{{%- set message = {{'role': 'user', 'content': texts | sum(start=[])}} -%}}
+{{%- endif -%}}
+{{%- set wrapped.messages = wrapped.messages + [message] -%}}
+{{%- endfor -%}}
+{{%- set messages = wrapped.messages -%}}
+"""
+
+
+def chat_template(model: pathlib.Path | str, task: str, template: str | None) -> str:
+    """Return the chat template of `model`, changed so that it adds the training prompt of `task` to each question.
+
+    `template` is the Jinja file that replaced the task's own prompt template in training, or None.
+    """
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    system, text = get_task(task).system, get_task(task).template
+    if template is not None:
+        system, text = None, read_text(template, "--template")
+    prompt = parse_template(text, f"--template {template}", ["content"])
+    before, _, after = prompt.render(content="\0").partition("\0")
+    texts = {"before": before, "after": after, "system": system or ""}
+    quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    return WRAPPER.format(**quoted) + AutoTokenizer.from_pretrained(model).chat_template
+
+
+def main(folder: str) -> None:
+    run = pathlib.Path(folder)
+    config = json.loads((run / "config.json").read_text())
+    is_adapter = (run / "final" / "adapter_config.json").is_file()
+    trained = config["model"] if is_adapter else run / "final"
+    template = run / "chat_template.jinja"
+    template.write_text(chat_template(trained, config["task"], config["template"]))
+    print("The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):")
+    model = run / "final"
+    if is_adapter:
+        model = run / "merged"
+        merge = f"--base_model {config['model']} --lora_model {run}/final --output_path {model}"
+        print(f"  .venv/bin/python merge_lora.py {merge}")
+    pixels = json.dumps({name: config[name] for name in ("min_pixels", "max_pixels")}, separators=(",", ":"))
+    arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"
+    print(
+        f"  lmms-eval --model vllm --tasks {TASKS} --batch_size 64 --process-docs-parallel 1 --log_samples "
+        f"--output_path {run}/lmms-eval \\\n    --model_args '{arguments},mm_processor_kwargs={pixels}'"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,158 @@
+"""The recipes: `grpo.py --task vqa` without data, their flags, templates and rewards, and the hub's cache."""
+
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import datasets
+import pytest
+from PIL import Image
+
+from common import hub
+from common.cli import parse
+from common.files import read_jsonl
+from config import Config, with_recipe
+from recipes import geo3k
+from tests.helpers.runs import SMALL
+from tests.helpers.scripts import ROOT
+
+RECIPES = sorted((ROOT / "recipes").glob("*.flags"))
+
+
+def parsed(monkeypatch, *arguments: str) -> Config:
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *arguments])
+    return parse(Config, with_recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_flags_of_a_recipe_are_valid(recipe, monkeypatch):
+    flags = shlex.split(recipe.read_text(), comments=True)
+    cfg = parsed(monkeypatch, *flags, "--data=rows.jsonl")
+    assert cfg.model.startswith("Qwen/") and cfg.data == "rows.jsonl"
+    for path in [cfg.template, *(reward.partition(":")[0] for reward in cfg.reward)]:
+        assert path is None or not path.startswith("recipes/") or (ROOT / path).is_file()
+
+
+def test_without_data_a_task_is_its_recipe(monkeypatch, capsys):
+    cfg = parsed(monkeypatch, "--task", "vqa")
+    assert (cfg.model, cfg.data) == ("Qwen/Qwen2.5-VL-3B-Instruct", "flaviagiammarino/vqa-rad@train")
+    assert (cfg.beta, cfg.max_pixels, cfg.prompts_per_step, cfg.epochs) == (0.01, 4194304, 128, 10)
+    assert capsys.readouterr().err.count("recipes/vqa.flags") == 1
+    assert parsed(monkeypatch, "--task=math").data == "Skywork/Skywork-OR1-RL-Data@math,FanqingM/MMK12@train"
+
+
+def test_given_flags_override_the_recipe(monkeypatch):
+    cfg = parsed(monkeypatch, "--task", "vqa", "--beta=0", "--model", "other", "--min_pixels", "3136")
+    assert (cfg.beta, cfg.model, cfg.min_pixels, cfg.max_pixels) == (0.0, "other", 3136, 4194304)
+
+
+def test_with_data_the_recipe_is_not_used(monkeypatch, capsys):
+    cfg = parsed(monkeypatch, "--task=vqa", "--data=rows.jsonl")
+    assert cfg == Config(task="vqa", data="rows.jsonl")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--task=count"]])
+def test_a_task_without_public_data_says_what_to_give(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        parsed(monkeypatch, *arguments)
+    assert capsys.readouterr().err == (
+        "error: --task count has no public data: give --data, such as a ZIP with main.csv and images/\n"
+    )
+
+
+def test_run_sh_trains_with_the_same_flags():
+    """`./run.sh vqa` and `grpo.py --task vqa` read the same file."""
+    for name in ("vqa", "math", "count", "geo3k"):
+        assert "--learning_rate" not in (ROOT / "recipes" / f"{name}.sh").read_text()
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def hub_cache(folder: pathlib.Path, kind: str, name: str) -> pathlib.Path:
+    """Return a new snapshot folder of a model or data set in the hub cache `folder`."""
+    repository = folder / "hub" / f"{kind}--{name.replace('/', '--')}"
+    commit = "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+def test_what_cannot_be_reached_is_named_in_one_line(tmp_path):
+    """It comes before torchrun's own report, and within 15 seconds."""
+    command = [".venv/bin/torchrun", "--standalone", "--nproc_per_node=2", "grpo.py", "--task", "vqa"]
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    start, lines = time.monotonic(), []
+    while not lines or not lines[-1].startswith("error:"):
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
+    assert time.monotonic() - start < 30  # 9 s on an idle machine
+    assert "Qwen/Qwen2.5-VL-3B-Instruct" in lines[-1] and "the hub cannot be reached" in lines[-1]
+    assert "Traceback" not in "".join(lines)
+    process.communicate(timeout=60)
+    assert process.returncode
+
+
+def test_the_users_command_trains_from_the_hubs_cache(tmp_path, tiny_model):
+    """Rows and model are in the cache of `hf download`. Nothing else is given but what makes the run small."""
+    image = Image.new("RGB", (56, 56), "gray")
+    rows = [{"image": image, "question": f"is this image {i}?", "answer": "yes"} for i in range(4)]
+    parquet = hub_cache(tmp_path, "datasets", "flaviagiammarino/vqa-rad") / "data" / "train-00000-of-00001.parquet"
+    parquet.parent.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    model = hub_cache(tmp_path, "models", "Qwen/Qwen2.5-VL-3B-Instruct")
+    shutil.copytree(tiny_model, model, dirs_exist_ok=True)
+    small = SMALL | {"prompts_per_update": 4, "max_steps": 1, "min_pixels": 3136, "max_pixels": 7056}
+    flags = [f"--{name}={value}" for name, value in small.items()]
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HUB_CACHE": f"{tmp_path}/hub", "HF_DATASETS_CACHE": f"{tmp_path}/arrow"}
+    command = [sys.executable, "grpo.py", "--task", "vqa", *flags, f"--output={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (settings["data"], settings["beta"]) == ("flaviagiammarino/vqa-rad@train", 0.01)
+
+
+def test_an_unreachable_hub_is_turned_off(monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub.is_offline.cache_clear()
+    assert hub.is_offline() and hub.constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    hub.is_offline.cache_clear()
+
+
+# --- templates and rewards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [
+        ("vqa", "2. Then write the correct answer inside <answer>...</answer>.\n3. Write nothing outside these tags."),
+        ("math", "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>"),
+        ("geo3k", "The final answer MUST BE put in \\boxed{}."),
+    ],
+)
+def test_templates_follow_the_question(tiny_model, template, ending):
+    from data import load_processor
+
+    processor = load_processor(tiny_model, "vqa", f"{ROOT}/recipes/{template}.jinja")
+    text = processor.template.render(content="  What is this?\n")
+    assert text.startswith("What is this?") and text.endswith(ending)
+
+
+def test_the_rewards_of_geo3k():
+    good = "<think>\\boxed{1} first</think> so \\boxed{\\frac{1}{2}}."
+    assert (geo3k.accuracy(good, "0.5"), geo3k.boxed(good, "0.5")) == (1.0, 1.0)
+    assert (geo3k.accuracy("\\boxed{0.5}", "1/2"), geo3k.boxed("\\boxed{0.5}", "1/2")) == (1.0, 0.0)
+    assert geo3k.accuracy(good, "2") == geo3k.accuracy("0.5", "0.5") == geo3k.boxed("<think>a</think> 3", "3") == 0
