@@ -27,7 +27,6 @@ import torch
 import transformers
 import tyro
 from torch import Tensor
-from tqdm import tqdm
 
 import rewards
 from common import cli, console, distributed
@@ -389,7 +388,7 @@ def convert(cfg: Config) -> int:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for number, sample in enumerate(tqdm(rows, "writing", unit="row", delay=3, disable=None), 1):
+            for number, sample in enumerate(console.progress(rows, "writing", unit="row"), 1):
                 file.write(json.dumps(easyr1_row(sample, output, number), ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:

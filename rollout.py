@@ -169,6 +169,7 @@ class VLLMEngine:
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
+                    use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                     logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                     **options,
                 )

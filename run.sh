@@ -31,7 +31,7 @@ export TOKENIZERS_PARALLELISM=false
 # Cluster launchers set these per machine; the scripts need torchrun's values, which are per process.
 unset RANK WORLD_SIZE
 
-heading() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+heading() { if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi; }
 show() { printf '+ %s\n' "$*"; "$@"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 

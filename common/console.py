@@ -31,5 +31,5 @@ def warn(message: str) -> None:
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:
-    """Return a tqdm progress bar, which appears after three seconds, only on the main process and in a terminal."""
+    """Return a tqdm progress bar, which appears after three seconds, on the main process if stderr is a terminal."""
     return tqdm(iterable, desc, delay=3, disable=None if is_main() else True, **options)

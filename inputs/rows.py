@@ -379,7 +379,6 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
     """
     import datasets
 
-    datasets.disable_progress_bars()
     path = pathlib.Path(name)
     try:
         if path.is_file():
