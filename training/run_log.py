@@ -94,7 +94,7 @@ class RunLog:
             columns += [f"{metrics['completions/mean_length']:.0f} tokens", f"{metrics['step_time']:.1f} s"]
         if "eval/exact_match" in metrics:
             columns.append(f"held-out {metrics['eval/exact_match']:.3f}")
-        else:
+        elif self.steps:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
         console.warn("  ".join(columns))
