@@ -134,7 +134,7 @@ evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base
   flags=$(.venv/bin/python -m evaluation.run_flags "$run" "${TEST_DATA:-}" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
-  heading "The trained model and its base, row by row"
+  heading "${title:-The trained model and its base, row by row}"
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "$run/eval" "$@"
 }
 
