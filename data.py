@@ -27,7 +27,6 @@ import torch
 import transformers
 import tyro
 from torch import Tensor
-from tqdm import tqdm
 
 import rewards
 from common import cli, console, distributed, hub
@@ -380,22 +379,27 @@ def convert(cfg: Config) -> int:
         raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
+    if output.exists() and not output.is_file():
+        raise UserError(f"{cfg.output_jsonl!r} is not a file: choose another --output_jsonl")
     allow_megapixels(cfg.max_megapixels)
     rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
     partial = output.with_name(output.name + ".partial")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        bar = tqdm(rows, "writing", unit="row", delay=3, disable=None)
+        bar = console.progress(rows, "writing", unit="row")
         if output.suffix == ".parquet":
             write_parquet(bar, partial)
         else:
             with partial.open("w", encoding="utf-8", errors="replace") as file:
-                for number, sample in enumerate(bar, 1):
-                    row = easyr1_row(sample, image_paths(sample, output, number))
+                for sample in bar:
+                    row = easyr1_row(sample, image_paths(sample, output))
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
+    finally:
+        if partial.is_file():
+            partial.unlink()
     return len(rows)
 
 

@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
@@ -481,16 +480,12 @@ def train(run: Run) -> None:
     cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.eval_due:
         finish_step(run, {})
-    done = run.total_steps - run.steps_left
-    with tqdm(total=run.total_steps, initial=done, desc="grpo", unit="step", disable=not console.is_main()) as bar:
-        while (left := run.steps_left) > 0:
-            metrics = step_or_save(run)
-            run.step += 1
-            due = run.steps_left <= 0 or (cfg.eval_every and run.step % cfg.eval_every == 0)
-            run.eval_due = bool(due and run.eval_samples)
-            finish_step(run, metrics)
-            bar.set_postfix(reward=f"{metrics['reward']:.3f}", tokens=f"{metrics['completions/mean_length']:.0f}")
-            bar.update(left - run.steps_left)
+    while run.steps_left > 0:
+        metrics = step_or_save(run)
+        run.step += 1
+        due = run.steps_left <= 0 or (cfg.eval_every and run.step % cfg.eval_every == 0)
+        run.eval_due = bool(due and run.eval_samples)
+        finish_step(run, metrics)
     save_checkpoint(run, last=True)  # before the export, so that the run is not lost if the export fails
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
@@ -533,6 +528,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
         except UserError as error:
             problem = f"evaluation after step {run.step}: {error}"
     run.log.metrics(run.step, metrics)
+    run.log.print_step(run.step, max(run.steps_left, 0), metrics)
     is_best = record_best(run, metrics)
     stopping = bool(problem or interrupted)
     retry = write_failed or run.checkpoints.save_failed

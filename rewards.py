@@ -372,7 +372,7 @@ class Scorer:
         threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
         with ThreadPoolExecutor(threads) as pool:
             values = pool.map(lambda job: self._value(*job), jobs)
-            results = iter(list(console.progress(values, "rewards", total=len(jobs), unit="call", leave=False)))
+            results = iter(list(console.progress(values, "rewards", total=len(jobs), unit="call")))
         errors, scored = [], []
         for sample, group in zip(samples, rollouts):
             scored.append([])

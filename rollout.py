@@ -169,6 +169,7 @@ class VLLMEngine:
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     enable_sleep_mode=True,
+                    use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                     logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                     **options,
                 )
@@ -339,7 +340,7 @@ class HFEngine:
     def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
         batch_size = max(1, self.max_sequences // how.n)
         rollouts = []
-        with console.progress(desc="sampling", total=len(prompts), unit="prompt", leave=False) as bar:
+        with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
             for i in range(0, len(prompts), batch_size):
                 batch = prompts[i : i + batch_size]
                 rollouts += self._generate(batch, seeds[i : i + batch_size], how)

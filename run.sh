@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM=false
 # Cluster launchers set these per machine; the scripts need torchrun's values, which are per process.
 unset RANK WORLD_SIZE
 
-heading() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+heading() { if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi; }
 show() { printf '+ %s\n' "$*"; "$@"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
@@ -137,7 +137,7 @@ evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base
   flags=$(.venv/bin/python -m evaluation.run_flags "$run" "${TEST_DATA:-}" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
-  heading "The trained model and its base, row by row"
+  heading "${title:-The trained model and its base, row by row}"
   show "${launch[@]}" evaluate.py "${flags[@]}" --output "$run/eval" "$@"
 }
 

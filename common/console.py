@@ -31,5 +31,8 @@ def warn(message: str) -> None:
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:
-    """Return a tqdm progress bar, which appears after three seconds, only on the main process and in a terminal."""
-    return tqdm(iterable, desc, delay=3, disable=None if is_main() else True, **options)
+    """Return a tqdm progress bar on the main process, if stderr is a terminal.
+
+    The bar appears after three seconds and disappears at the end.
+    """
+    return tqdm(iterable, desc, delay=3, leave=False, disable=None if is_main() else True, **options)

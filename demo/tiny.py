@@ -25,9 +25,8 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 
-from common import cli
+from common import cli, console
 from common.files import partial_path
 from common.records import Completion, Group, Sample
 from data import encode_prompts, load_processor, load_samples
@@ -224,7 +223,7 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
-    for _ in (bar := tqdm(range(cfg.steps), "warm start", unit="step", disable=None)):
+    for _ in (bar := console.progress(range(cfg.steps), "warm start", unit="step")):
         batch = []
         rows, flips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
         for i, flip in zip(rows, flips):

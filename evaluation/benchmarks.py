@@ -386,7 +386,7 @@ def judge_benchmark(
         server.reset_failures()
     with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
         results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
-        results = iter(list(console.progress(results, "scoring", total=len(work), unit="response", leave=False)))
+        results = iter(list(console.progress(results, "scoring", total=len(work), unit="response")))
     judgements = distributed.gather_shards([[next(results) for _ in responses] for _, responses in local_rows])
     predictions = []
     for sample, output, judged in zip(samples, outputs, judgements):

@@ -83,7 +83,7 @@ def sample_rows(
         console.warn(f"resuming: {len(outputs)} rows are already sampled")
     # Processes that share an engine sample together, so each takes part in every chunk, even with no row of its own.
     chunk = CHUNK * distributed.world_size()
-    for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk", leave=False):
+    for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk"):
         local_rows = distributed.shard(list(enumerate(samples))[start : start + chunk])
         prompts, error = [], None
         try:

@@ -19,6 +19,7 @@ import base64
 import contextlib
 import csv
 import functools
+import hashlib
 import io
 import json
 import math
@@ -35,6 +36,7 @@ from PIL import Image
 
 from common import console, hub
 from common.errors import UserError
+from common.files import partial_path
 from common.records import TAG, Cell, Folder, ImageSource, Sample
 from config import Columns
 from inputs.images import UNREADABLE, decode_image, read_source
@@ -426,7 +428,6 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
     offline = not path.exists() and hub.is_offline()
     import datasets
 
-    datasets.disable_progress_bars()
     try:
         if path.is_file():
             splits = datasets.Dataset.from_parquet(name)
@@ -562,19 +563,24 @@ def easyr1_row(sample: Sample, images: list) -> dict:
     return row | {name: value for name, value in sample.fields.items() if name not in row}
 
 
-def image_paths(sample: Sample, output: pathlib.Path, number: int) -> list[str]:
-    """Return the paths of the images of `sample` for row `number` of the JSONL file `output`.
+def image_paths(sample: Sample, output: pathlib.Path) -> list[str]:
+    """Return the paths of the images of `sample` for a row of the JSONL file `output`.
 
-    Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. The
-    path of an image inside the output's folder is written relative to that folder; other paths are absolute.
+    Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. They
+    are named by their content, so that no other row or file is changed. The path of an image inside the output's folder
+    is written relative to that folder; other paths are absolute.
     """
     base, images = pathlib.Path(os.path.abspath(output.parent)), []
-    for index, source in enumerate(sample.images):
+    for source in sample.images:
         path = read_source(source)
         if not isinstance(path, str | pathlib.Path):
-            path = output.with_name(output.stem + "_images") / f"{number:06d}-{index}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            decode_image(source).save(path)
+            decode_image(source).save(file := io.BytesIO(), "PNG")
+            name = hashlib.sha256(file.getvalue()).hexdigest()[:16]
+            path = output.with_name(output.stem + "_images") / f"{name}.png"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial_path(path).write_bytes(file.getvalue())
+                partial_path(path).rename(path)
         path = pathlib.Path(os.path.abspath(path))
         images.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
     return images

@@ -7,11 +7,20 @@ the GPU.
 """
 
 import logging
+import os
+import sys
 
+import huggingface_hub.utils
 import transformers.utils
 
 # This must run before the first model class is imported. Otherwise, transformers would import scikit-learn, pandas and
 # SciPy for features that this project does not use, which would add more than a second to every start. Modules imported
 # before this package therefore write `transformers.NAME` instead of importing a model class by name.
 transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
+# Hugging Face's progress bars would clutter the screen and the log. Downloads take minutes: on a terminal, their bars
+# remain.
+transformers.utils.logging.disable_progress_bar()  # disables the hub's bars too
+if sys.stderr.isatty():
+    huggingface_hub.utils.enable_progress_bars()
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # `datasets` is imported only when it is needed
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU, it only warns about speed

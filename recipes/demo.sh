@@ -18,6 +18,5 @@ show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny
   --eval_data "$tiny/test$suffix" --output "$run" --overwrite --seed "$seed" --max_completion_length 64 \
   "${train_flags[@]}" "${given_flags[@]}"
 
-heading "3/3  Before and after, on the same held-out images"
-evaluate_run "$run"
+title="3/3  Before and after, on the same held-out images" evaluate_run "$run"
 printf '\ncurves       %s\ncompletions  %s\n' "$run/curves.png" "$run/completions.html"

@@ -309,14 +309,13 @@ class Store:
         return [_parse(line) for line in lines], (stat.st_ino, start + sum(map(len, lines)))
 
     def log(self, job_id: str, max_bytes: int = 100_000) -> str:
-        """Return the end of the job's log, with the last state of a progress bar and the last line of a traceback."""
+        """Return the end of the job's log, with only the last line of each traceback."""
         path = self.job_folder(job_id) / "log.txt"
         if not path.is_file():
             return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - max_bytes))
             text = file.read().decode(errors="replace")
-        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
         return TRACEBACK.sub("", text)
 
     def _newest(self, job: Job) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -52,7 +53,8 @@ CONFIGS = {
 }
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
 # docs/log.md is left out because it mentions files and flags that no longer exist
-DOCUMENTS = sorted([ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")])
+FRONT_DOCUMENTS = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")]
+DOCUMENTS = sorted([*FRONT_DOCUMENTS, *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")])
 
 
 def imports(path: pathlib.Path) -> set[str]:
@@ -199,7 +201,7 @@ def known_flags() -> set[str]:
         known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow", "dist"}  # torchrun, pytest
-    known |= {"nodes", "signal", "requeue", "dependency", "time", "mem"}  # Slurm
+    known |= {"nodes", "signal", "requeue", "dependency", "time", "mem", "tag"}  # Slurm, Docker
     return known | {"tasks", "log_samples", "batch_size", "model_args"}  # lmms-eval
 
 
@@ -231,6 +233,79 @@ def test_links_files_and_commands_that_are_named_exist(path):
         )
 
 
+def commands(markdown: str) -> set[str]:
+    """Return a document's commands: the lines of indented blocks, without comments, and the first cells of tables."""
+    lines = re.findall(r"^    (.+)$", markdown, re.MULTILINE)
+    cells = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", markdown, re.MULTILINE)
+    in_tables = {command for cell in cells for command in cell[1:-1].split("`, `")}
+    return {line.partition("  #")[0].strip() for line in lines} | in_tables
+
+
+def table_figures(markdown: str) -> set[tuple[str, ...]]:
+    """Return the figures of each row of the tables, in order."""
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    return {figures for row in rows if (figures := tuple(re.findall(r"\d+(?:\.\d+)*", row)))}
+
+
+def test_the_chinese_readme_has_the_commands_and_figures_of_the_readme():
+    english, chinese = (path.read_text() for path in FRONT_DOCUMENTS[:2])
+    assert "(README.zh.md)" in english.splitlines()[0] and "(README.md)" in chinese
+    first_half = english.partition("## Algorithm 1")[0]
+    table_of_commands = "## Commands" + english.partition("## Commands")[2].partition("## Limits")[0]
+    assert len(commands(first_half)) >= 12 and len(table_figures(first_half)) >= 4
+    for text in (first_half, table_of_commands):
+        assert commands(text) <= commands(chinese)
+        assert table_figures(text) <= table_figures(chinese)
+    assert table_figures(chinese) <= table_figures(english)
+    assert all(command in english for command in commands(chinese))
+    numbers = r"\d+(?:\.\d+)*"
+    assert set(re.findall(numbers, chinese)) <= set(re.findall(numbers, english))
+    named = r"`(\./run\.sh[^`]*|runs/[^`]*|--\w+|export [^`]*|\{[^`]*)`"  # recipes, folders, flags and the example row
+    assert set(re.findall(named, first_half.replace("\n", " "))) <= set(re.findall(named, chinese))
+
+
+# --- licence, citation, workflow and image ----------------------------------------------------------------------------
+
+
+def test_the_licence_and_the_citation_name_the_same_holder():
+    licence, citation = (ROOT / "LICENSE").read_text(), yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert " ".join(licence.split()).startswith(
+        "Apache License Version 2.0, January 2004 http://www.apache.org/licenses/"
+    )
+    assert "END OF TERMS AND CONDITIONS" in licence
+    assert f"Copyright 2026 {citation['authors'][0]['name']}\n" in licence
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == "Apache-2.0" and citation["message"]
+
+
+def test_the_workflow_runs_the_check_that_everyone_runs():
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
+    checkout, python, check = job["steps"]
+    assert re.fullmatch(r"actions/checkout@v\d+", checkout["uses"])
+    assert re.fullmatch(r"actions/setup-python@v\d+", python["uses"])
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    assert check == {"run": ".ci/run"} and "./run.sh test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_image_pins_its_versions_and_is_the_one_that_kubernetes_runs():
+    dockerfile, cluster = (ROOT / "Dockerfile").read_text(), (ROOT / "docs" / "cluster.md").read_text()
+    lines = re.sub(r"\\\n", "", re.sub(r"(?m)^#.*\n", "", dockerfile)).splitlines()
+    assert re.fullmatch(r"FROM nvidia/cuda:\d+\.\d+\.\d+-runtime-ubuntu24\.04", lines[0])
+    (apt,) = [line for line in lines if "apt-get" in line]
+    packages = re.search(r"--no-install-recommends +(.*?) +&&", apt)[1].split()
+    assert packages and all(re.fullmatch(r"[\w.-]+=[\d.:]+-\*", package) for package in packages)
+    assert apt.endswith("rm -rf /var/lib/apt/lists/*")
+    (user,) = [line.removeprefix("USER ") for line in lines if line.startswith("USER")]
+    assert "GPU=1" in next(line for line in lines if "./run.sh setup" in line)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "runs"} <= set(ignored), "the image must not take this machine's environment or runs"
+    job = yaml.safe_load(re.search(r"```yaml\n(.*?)```", cluster, re.DOTALL)[1])
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        assert pod["securityContext"] == {"runAsNonRoot": True, "fsGroup": int(user)}
+        assert f"docker build --tag {pod['containers'][0]['image']} ." in cluster
+        assert f"WORKDIR {pod['containers'][0]['workingDir']}" in lines
+
+
 def requirements(file: str) -> dict[str, SpecifierSet]:
     """Return the versions that a file of requirements allows, by normalised name."""
     lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith(("#", "-r "))]
@@ -249,7 +324,7 @@ def test_imported_packages_are_required():
     named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
     optional = {"flash_attn", "trl", "verl"}  # used only where they are installed
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
-    packages = {"PIL": "pillow", "sklearn": "scikit-learn"}
+    packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

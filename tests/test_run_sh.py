@@ -47,6 +47,9 @@ def test_every_recipe_runs_offline_with_smoke(request):
             )
             rows = read_jsonl(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
             assert [row["step"] for row in rows] == [1, 2]
+            assert re.findall(r"^step (\d)/2  ", done.stderr, re.MULTILINE) == ["1", "2"]
+            assert "%|" not in done.stderr, "progress bars belong on a terminal, not in a log"
+            assert "\033" not in done.stdout, "so does bold type"
     command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
     environment = os.environ | {"TEST_DATA": "runs/smoke/count/made/test.zip"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

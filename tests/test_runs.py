@@ -4,6 +4,7 @@ Guards against: a final model that scores differently from the trained one, a ru
 processes, a resumed run that differs from an uninterrupted one, and tracebacks for user mistakes.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -35,14 +36,30 @@ from training.run_folder import write_manifest
 
 @pytest.fixture(scope="module")
 def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
-    """Return the folder of a run of four steps with a checkpoint and an evaluation every two steps."""
+    """Return the folder of a run of four steps with a checkpoint and an evaluation every two steps.
+
+    What the run prints is written to log.txt beside the folder.
+    """
     output = tmp_path_factory.mktemp("runs") / "run"
     flags = dict(max_steps=4, save_every=2, eval_data=shapes, eval_every=2, beta=0.01, report_every=1)
-    grpo.main(config(tiny_model, shapes, output, **flags))
+    with (output.parent / "log.txt").open("w") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
+        grpo.main(config(tiny_model, shapes, output, **flags))
     return output
 
 
 # --- output files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_log_file_has_one_line_per_step_and_no_progress_bars(run):
+    log = (run.parent / "log.txt").read_bytes().decode()
+    assert "\r" not in log and "%|" not in log and "Loading weights" not in log and "Writing model shards" not in log
+    assert max(map(len, log.splitlines())) <= 80
+    lines = [line for line in log.splitlines() if line.startswith("step ")]
+    scores = r"  reward -?\d\.\d{3}  loss \S+  \d+ tokens  \d+\.\d s  "
+    left, held_out = r"\d\d:\d\d left", r"held-out \d\.\d{3}"
+    expected = [f"step 0/4  {held_out}", f"step 1/4{scores}{left}", f"step 2/4{scores}{held_out}"]
+    expected += [f"step 3/4{scores}{left}", f"step 4/4{scores}{held_out}"]
+    assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), lines
 
 
 def test_a_run_leaves_what_the_documents_say(run):

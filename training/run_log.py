@@ -18,6 +18,7 @@ import uuid
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from common import console, distributed
 from common.console import hide_credentials
@@ -40,6 +41,7 @@ class RunLog:
         """
         self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
+        self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
         if not console.is_main():
             return
@@ -76,6 +78,26 @@ class RunLog:
             self._append("metrics.jsonl", [row])
         if self.every and step % self.every == 0 and step:
             self.refresh()
+
+    def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
+        """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
+
+        It ends with the exact match on held-out rows if that was measured, and otherwise with an estimate of the time
+        left. The estimate is based on the mean time that this process's steps took, including evaluations.
+        """
+        if not metrics:
+            return
+        columns = [f"step {step}/{step + steps_left}"]
+        if "step_time" in metrics:
+            self.steps += 1
+            columns += [f"reward {metrics['reward']:.3f}", f"loss {metrics['loss']:.2g}"]
+            columns += [f"{metrics['completions/mean_length']:.0f} tokens", f"{metrics['step_time']:.1f} s"]
+        if "eval/exact_match" in metrics:
+            columns.append(f"held-out {metrics['eval/exact_match']:.3f}")
+        elif self.steps:
+            seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
+            columns.append(f"{tqdm.format_interval(seconds_left)} left")
+        console.warn("  ".join(columns))
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log the first groups of the main process and write the page, at step 1 and every `every` steps.

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -183,7 +184,9 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     steps = [row["step"] for line in events if line.startswith("data: [") for row in json.loads(line[6:])]
     assert sorted(set(steps)) == list(range(1, 13))
     assert service.job(job_id)["progress"] == 1.0
-    assert "error:" not in service.call("GET", f"/jobs/{job_id}/logs", 200).text
+    log = service.call("GET", f"/jobs/{job_id}/logs", 200).text
+    assert "error:" not in log and "\r" not in log
+    assert re.findall(r"^step (\d+)/12  reward ", log, re.MULTILINE) == [str(step) for step in range(1, 13)]
     assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 13))
     assert cancelled_at_step < 12
     result = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))

@@ -494,6 +494,19 @@ def test_metrics_wait_for_room(tmp_path, capsys):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_the_longest_line_of_a_step_fits_on_a_terminal(tmp_path, capsys):
+    log = RunLog(str(tmp_path), {}, every=0)
+    metrics = {"reward": 0.948, "loss": -1.23e-05, "completions/mean_length": 1024.4, "step_time": 12.34}
+    log.started -= 6000
+    log.print_step(999, 1, metrics)
+    log.print_step(1000, 0, metrics | {"eval/reward": 0.5, "eval/exact_match": 0.9961})
+    log.print_step(1000, 0, {})
+    assert capsys.readouterr().err.splitlines() == [
+        "step 999/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  1:40:00 left",
+        "step 1000/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  held-out 0.996",
+    ]
+
+
 @pytest.mark.parametrize(
     ("broken", "error"),
     [("_write_model", OSError(28, "No space left on device")), ("load_model", UserError("the base is gone"))],
