@@ -10,7 +10,7 @@ train_flags=(
   --learning_rate 5e-5 --epochs 50 --seed 43
   --load_in_4bit --vllm_memory 0.55 --save_every 50
 )
-[ -n "${ADAPTER:-}" ] || train_flags+=(--lora_rank 16)  # an existing adapter keeps its own rank
+[ -n "${ADAPTER:-}" ] || train_flags+=(--lora_rank 64 --lora_alpha 128)  # an existing adapter keeps its own rank
 
 smoke_data() {
   data=$1/train.zip test_data=$1/test.zip
