@@ -203,7 +203,7 @@ class PolicyFlags:
         if self.lora_alpha and not self.lora_rank:
             raise ValueError("lora_alpha applies to a new adapter: give lora_rank too, or leave out lora_alpha")
         if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
-            raise ValueError("lora_dropout is at least 0 and below 1, and needs an adapter: give lora_rank or adapter")
+            raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
         if self.offload_reference and self.has_adapter:
             raise ValueError("offload_reference: an adapter needs no reference model; leave out offload_reference")
         if self.load_in_4bit and not self.has_adapter:

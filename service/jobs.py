@@ -67,6 +67,7 @@ class Job:
 
     @property
     def waiting(self) -> bool:
+        """Whether the job waits for the jobs before it."""
         return self.status == "queued"
 
     @property
