@@ -47,6 +47,8 @@ def test_every_recipe_runs_offline_with_smoke(request):
             )
             rows = read_jsonl(ROOT / "runs" / "smoke" / recipe.replace(" ", "-") / "metrics.jsonl")
             assert [row["step"] for row in rows] == [1, 2]
+    settings = json.loads((ROOT / "runs/smoke/count/final/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (64, 128)
     command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
     environment = os.environ | {"TEST_DATA": "runs/smoke/count/made/test.zip"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -221,7 +221,7 @@ def test_a_continued_adapter_keeps_its_dropout_unless_told(tiny_model, sft):
 
 @pytest.mark.parametrize("flags", [dict(lora_dropout=0.1), dict(lora_rank=4, lora_dropout=1.0)])
 def test_dropout_needs_an_adapter_and_a_probability(flags):
-    with pytest.raises(ValueError, match="lora_dropout must be in .0, 1. and needs an adapter"):
+    with pytest.raises(ValueError, match=r"lora_dropout must be in \[0, 1\) and needs an adapter"):
         grpo.Config(data="x", **flags)
 
 
