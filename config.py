@@ -188,7 +188,7 @@ class PolicyFlags:
     """Train the vision tower, which is frozen by default."""
     micro_batch_tokens: int = 0
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
-    most 10240 (16384 without a GPU). The gradient does not depend on this number."""
+    most 10240 (16384 without a GPU). Without dropout, the gradient does not depend on this number."""
     explain_memory: bool = False
     """On a GPU, when the size of the micro-batches is chosen, print what the memory is used for."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
@@ -200,6 +200,9 @@ class PolicyFlags:
     """Rank of a LoRA adapter to train on top of the frozen model; 0: train the model itself."""
     lora_alpha: float = 0.0
     """α of the LoRA adapter, which is scaled by α / rank; 0: twice the rank."""
+    lora_dropout: float | None = None
+    """Probability with which an input of the LoRA adapter is dropped in training updates; sampling and the reference
+    have no dropout. Unset: 0 for a new adapter, and the saved probability for `adapter`."""
     adapter: str | None = None
     """Folder of an adapter in PEFT layout. Training continues this adapter, with its own rank and α. The KL reference
     uses the adapter as it was at the start of the run."""
@@ -231,6 +234,8 @@ class PolicyFlags:
             raise ValueError("adapter has its own rank and α: leave lora_rank and lora_alpha out")
         if self.lora_alpha and not self.lora_rank:
             raise ValueError("lora_alpha applies to a new adapter: give lora_rank too, or leave out lora_alpha")
+        if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
+            raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
         if self.offload_reference and self.has_adapter:
             raise ValueError("offload_reference: an adapter needs no reference model; leave out offload_reference")
         if self.load_in_4bit and not self.has_adapter:

@@ -33,7 +33,7 @@ from data import load_processor, load_split, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
 from policy.batches import completion_logprobs, micro_batches, vision_cost_per_patch
-from policy.lora import reference_weights
+from policy.lora import has_dropout, reference_weights
 from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, with_oom_retry
 from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
@@ -208,7 +208,7 @@ def train_step(run: Run) -> dict[str, float]:
     minibatches = make_minibatches(run, groups, advantages)
     if cfg.beta:
         minibatches = with_ref_logp(run, minibatches)
-    if cfg.updates_per_step > 1 and cfg.old_logp == "policy":
+    if (cfg.updates_per_step > 1 and cfg.old_logp == "policy") or has_dropout(run.policy.model):
         minibatches = with_old_logp(run, minibatches)
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
@@ -439,6 +439,7 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[st
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `grpo_loss` of one micro-batch, and sums over its tokens for the metrics. `logp` is (C,)."""
     values = batch.values
+    trainer_logp = logp.detach() if values.old_logp is None else values.old_logp  # never with dropout
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
     elif cfg.updates_per_step == 1:
@@ -446,14 +447,13 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     else:
         old_logp = values.old_logp
     importance = None
-    if cfg.importance_cap:
-        log_ratio = old_logp - values.sampling_logp
+    if cfg.importance_cap and cfg.old_logp == "policy":
+        log_ratio = trainer_logp - values.sampling_logp
         importance = importance_weights(log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode)
     options = LossOptions(**{option.name: getattr(cfg, option.name) for option in fields(LossOptions)})
     loss, stats = grpo_loss(
         logp, old_logp, values.advantages, values.weights, batch.row_of_token, options, values.ref_logp, importance
     )
-    trainer_logp = logp.detach() if cfg.old_logp == "sampler" else old_logp
     stats |= {"loss": loss.detach()} | guards.logp_difference(batch, trainer_logp)
     return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
 
@@ -659,6 +659,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
     state = {"step": 0, "position": 0, "lengths": {}, "eval_due": bool(inputs.eval_samples)}
+    torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
         config = asdict(cfg) | stream.fingerprint
         state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)

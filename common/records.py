@@ -139,7 +139,7 @@ class Completion:
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     has_image: bool = False  # whether its prompt has an image
     old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy that sampled it, if the policy has several updates per step."""
+    """(L,) log-probabilities under the policy that sampled it, if a step has several updates or they have dropout."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
 
 

@@ -11,6 +11,7 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, pack_groups
 from policy.forward import language_model
+from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
 from policy.sharding import unsharded
 
@@ -90,8 +91,11 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
 
 @torch.no_grad()
 def completion_logprobs(policy: Policy, groups: list[Group], temperature: float, budget: int) -> list[Tensor]:
-    """Return the (L,) log-probabilities under `policy` of each completion of `groups`, in order, in host memory."""
-    with unsharded(policy):
+    """Return the (L,) log-probabilities under `policy` of each completion of `groups`, in order, in host memory.
+
+    They are computed without dropout.
+    """
+    with unsharded(policy), without_dropout(policy):
         packed = [(batch.lengths, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
     # copied to the host only now, so that no micro-batch waits for the previous one
     logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]

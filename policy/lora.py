@@ -41,10 +41,11 @@ UNSUPPORTED += ("monteclora_config",)
 MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter with --lora_rank"
 
 
-def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None:
+def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool, dropout: float = 0.0) -> None:
     """Add a new adapter to every linear layer of the decoder stack and freeze the rest of `model`.
 
-    `vision`: also adapt the linear layers of the vision tower. The adapter has no effect at first, because `B` is zero;
+    `vision`: also adapt the linear layers of the vision tower. `dropout`: the probability with which an input of the
+    adapter is dropped while `model` is in training mode. The adapter has no effect at first, because `B` is zero;
     `A` is random but the same on every process. Raises UserError if `model` has no such layers.
     """
     targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
@@ -55,17 +56,18 @@ def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool) -> None
         )
     from peft import LoraConfig
 
-    config = LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    settings = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
+    config = LoraConfig(**settings, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         _inject(model, config, [POLICY])
 
 
-def continue_adapter(model: nn.Module, source: str) -> None:
+def continue_adapter(model: nn.Module, source: str, dropout: float | None = None) -> None:
     """Load the adapter saved at `source` into `model` twice: once to continue training, once frozen as the reference.
 
-    Raises UserError if there is no adapter, if the adapter was made for a different base, or if it contains anything
-    other than A and B.
+    `dropout` replaces the adapter's saved dropout probability; None keeps it. Raises UserError if there is no adapter,
+    if the adapter was made for a different base, or if it contains anything other than A and B.
     """
     config, tensors = read_adapter(source)
     extras = {"DoRA": config.use_dora, "modules_to_save": config.modules_to_save}
@@ -78,9 +80,8 @@ def continue_adapter(model: nn.Module, source: str) -> None:
             raise UserError(
                 f"--adapter {source}: {key}, of {tensor.ndim} dimensions, cannot be continued: {MERGE_FIRST}"
             )
-    dropout, config.lora_dropout = config.lora_dropout, 0.0  # the sampler has no dropout
+    config.lora_dropout = config.lora_dropout if dropout is None else dropout
     load_adapter(model, config, tensors, [POLICY, REFERENCE], source)
-    model.peft_config[POLICY].lora_dropout = dropout  # the setting is saved with the trained adapter
 
 
 def load_adapter(
@@ -148,6 +149,7 @@ def _inject(model: nn.Module, config: "LoraConfig", names: list[str]) -> "LoraMo
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two adapters are intended
         for name in names:
             tuner = LoraModel(model, copy.copy(config), name)
+    model.train(model.training)  # PEFT leaves the new dropout in training mode
     for layer in adapted_layers(model).values():
         layer._active_adapter = [POLICY]
     for name, parameter in model.named_parameters():
@@ -204,6 +206,22 @@ def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
 def has_adapter(model: nn.Module) -> bool:
     """Return whether `model` has an adapter."""
     return bool(adapted_layers(model))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether the forward pass of `model` is random in training mode."""
+    return any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Turn off the adapter's dropout inside the context, so that the forward pass of `model` is deterministic."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
 from policy.forward import enable_packed_forward, token_logprobs, vision_features
-from policy.lora import continue_adapter, has_adapter, new_adapter
+from policy.lora import continue_adapter, has_adapter, new_adapter, without_dropout
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
 
@@ -209,9 +209,9 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     check_architecture(getattr(model, "model", model), name)
     if flags.has_adapter:
         if flags.adapter:
-            continue_adapter(model, flags.adapter)
+            continue_adapter(model, flags.adapter, flags.lora_dropout)
         else:
-            new_adapter(model, flags.lora_rank, flags.lora_alpha, flags.train_vision)
+            new_adapter(model, flags.lora_rank, flags.lora_alpha, flags.train_vision, flags.lora_dropout or 0.0)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
@@ -263,7 +263,8 @@ def cache_image_features(
             patches += len(batch[-1].vision["pixel_values"])
         inputs = [torch.cat([p.vision[name] for p in batch]) for name in ("pixel_values", "image_grid_thw")]
         device = next(visual.parameters()).device
-        features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
+        with without_dropout(visual):
+            features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
         patches_per_token = visual.config.spatial_merge_size**2
         sizes = [len(prompt.vision["pixel_values"]) // patches_per_token for prompt in batch]
         for prompt, prompt_features in zip(batch, features.split(sizes)):

@@ -56,6 +56,14 @@ INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs and images that can be checked or decoded at the same time
 MAX_ERRORS = 20  # maximum number of invalid fields that a response lists
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
+TEMPERATURE_NOTE = (
+    "the completions are sampled at temperature {:g}, because GRPO learns only from completions that differ; "
+    "training_config.temperature changes it"
+)
+RESUMED = (
+    "queued again: this job has the same name and settings and was cancelled or had failed, so it resumes from its "
+    "last checkpoint; use another job_name to start anew"
+)
 log = logging.getLogger("serve")
 
 
@@ -122,8 +130,15 @@ ScratchDep = Annotated[pathlib.Path, Depends(make_scratch)]
 
 def job_info(store: Store, job: Job) -> JobInfo:
     """Return a job with its progress."""
-    stopping = job.status == "training" and job.cancelled_at is not None
-    return JobInfo(**vars(job), **store.progress(job), output_dir=str(store.run_folder(job.job_id)), stopping=stopping)
+    state = {"status": job.public_status, "waiting": job.waiting}
+    state["stopping"] = job.status == "training" and job.cancelled_at is not None
+    output_dir = str(store.run_folder(job.job_id))
+    return JobInfo(**vars(job) | store.progress(job) | state, output_dir=output_dir)
+
+
+def started(job: Job, message: str, note: str | None = None) -> Started:
+    """Return the response to a request that has changed a job."""
+    return Started(job_id=job.job_id, message=message, status=job.public_status, waiting=job.waiting, note=note)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -201,7 +216,7 @@ def delete_file(store: StoreDep, file_id: str) -> dict[str, str]:
 
 @api.post("/train")
 def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
-    """Create a job and queue it."""
+    """Queue a job: the cancelled or failed job that had the same name and settings, if there is one, or a new job."""
     store.require_space()
     model = allowed_model(body.base_model_path, request.app.state.cfg)
     file = store.file(body.data_file_id)
@@ -209,13 +224,14 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     completions_per_step = training.batch_size * training.gradient_accumulation_steps
     prompts = max(1, math.ceil(completions_per_step / training.num_generations))
     flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
-    flags |= lora.model_dump(by_alias=True, exclude={"lora_dropout"})
+    flags |= lora.model_dump(by_alias=True)
     flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
     steps = math.ceil(training.num_epochs * file["usable_rows"] / prompts)
     flags["max_megapixels"] = request.app.state.cfg.max_megapixels
     settings = {"flags": flags, "request": body.model_dump()}
-    job = store.add_job(body.job_name, body.data_file_id, model, settings, steps)
-    return Started(job_id=job.job_id, message=f"queued: {steps} steps", status=job.status)
+    job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)
+    note = None if "temperature" in training.model_fields_set else TEMPERATURE_NOTE.format(training.temperature)
+    return started(job, RESUMED if is_resumed else f"queued: {steps} steps", note)
 
 
 def allowed_model(name: str | None, cfg: Config) -> str:
@@ -294,7 +310,7 @@ async def events(
         last_event_id = 0
         if rows:
             yield ServerSentEvent(event="metrics", raw_data=json.dumps(rows), id=str(rows[-1]["step"]))
-        if info.status not in ("queued", "training"):
+        if info.status != "training":
             return
         await asyncio.sleep(0.5)
 
@@ -303,15 +319,13 @@ async def events(
 def cancel(store: StoreDep, job_id: str) -> Started:
     """Cancel a job. A running job saves a checkpoint first."""
     job = store.cancel(job_id)
-    message = "cancelled" if job.status == "cancelled" else "stopping; saving a checkpoint first"
-    return Started(job_id=job_id, message=message, status=job.status)
+    return started(job, "cancelled" if job.status == "cancelled" else "stopping; saving a checkpoint first")
 
 
 @api.post("/jobs/{job_id}/resume")
 def resume(store: StoreDep, job_id: str) -> Started:
     """Queue a cancelled or failed job again. The job resumes from its last checkpoint."""
-    job = store.resume(job_id)
-    return Started(job_id=job_id, message="queued again", status=job.status)
+    return started(store.resume(job_id), "queued again")
 
 
 @api.get("/jobs/{job_id}/download", response_class=FileResponse)
@@ -330,17 +344,15 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
 
     final = store.run_folder(job.job_id) / "final"
     request = job.settings["request"]
-    dropout = request["lora_config"]["lora_dropout"]
     history, _ = store.metrics(job.job_id)
     last_step = history[-1]["step"] if history else 0
     contents = {
-        "adapter_config.json": json.loads((final / "adapter_config.json").read_text()) | {"lora_dropout": dropout},
         "training_args.json": request | {"base_model": job.model, "grpo_flags": job.settings["flags"]},
         "trainer_state.json": {"global_step": last_step, "max_steps": job.total_steps, "log_history": history},
     }
     copy_processor(job.model, scratch / "processor")
     with zipfile.ZipFile(scratch / "result.zip", "w") as archive:
-        for file in [final / "adapter_model.safetensors", *sorted((scratch / "processor").iterdir())]:
+        for file in [*sorted(final.glob("adapter_*")), *sorted((scratch / "processor").iterdir())]:
             archive.write(file, file.name)
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")
@@ -409,14 +421,14 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
     app.state.inspectors = asyncio.Semaphore(INSPECTORS)
     app.include_router(api)
 
-    @app.get("/", response_class=HTMLResponse, responses={200: {"content": {"application/json": {}}}})
+    @app.get("/", response_class=JSONResponse, responses={200: {"content": {"text/html": {}}}})
     def page(request: Request) -> Response:
-        """Return the page or, with `Accept: application/json`, the service's basic facts as JSON."""
-        if "application/json" in request.headers.get("accept", ""):
+        """Return the service's basic facts as JSON or, to a browser, which accepts `text/html`, the page."""
+        if not (token and "token" in request.query_params):
+            if "text/html" in request.headers.get("accept", ""):
+                return FileResponse(PAGE / "index.html")
             basics = {"service": app.title, "docs": "/docs", "data_format": "/data-format", "model": cfg.model}
             return JSONResponse(basics)
-        if not (token and "token" in request.query_params):
-            return FileResponse(PAGE / "index.html")
         response = RedirectResponse("/", 303)  # removes the token from the address bar
         # The token goes into a cookie, because the browser sends some of the page's requests without our headers.
         response.set_cookie("token", urllib.parse.quote(token, safe=""), httponly=True, samesite="strict")

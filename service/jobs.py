@@ -65,9 +65,20 @@ class Job:
     cancelled_at: float | None = None
     error_message: str | None = None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the job waits for the jobs before it."""
+        return self.status == "queued"
+
+    @property
+    def public_status(self) -> str:
+        """The status in responses, where a waiting job is `training`: clients written for this API know no `queued`."""
+        return "training" if self.waiting else self.status
+
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    """Return the time in UTC, without an offset, as the API gives it."""
+    return datetime.datetime.now(datetime.UTC).replace(tzinfo=None).isoformat(timespec="seconds")
 
 
 class Store:
@@ -116,7 +127,7 @@ class Store:
 
     def add_file(self, path: pathlib.Path, filename: str, contents: dict[str, Any]) -> dict:
         """Move the ZIP at `path` into the store, with its `contents`: {rows, images, usable, problems}."""
-        file_id = uuid.uuid4().hex
+        file_id = str(uuid.uuid4())
         problems = json.dumps(contents["problems"])
         counts = [contents[name] for name in ("rows", "images", "usable")]
         self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file_id, filename, _now(), *counts, problems)
@@ -154,12 +165,27 @@ class Store:
         """Add a queued job and return it."""
         with self.lock:
             self.file(file_id)
-            job_id = uuid.uuid4().hex
+            job_id = str(uuid.uuid4())
             self.job_folder(job_id).mkdir()
             job = Job(job_id, name, file_id, model, settings, "queued", total_steps, _now(), time.time())
             values = vars(job) | {"settings": json.dumps(settings)}
             self._query(f"INSERT INTO jobs VALUES ({', '.join('?' * len(values))})", *values.values())
             return job
+
+    def add_or_resume(
+        self, name: str, file_id: str, model: str, settings: dict[str, Any], total_steps: int
+    ) -> tuple[Job, bool]:
+        """Resume the last cancelled or failed job with this name, file, model and request; if there is none, add a job.
+
+        Return the queued job, and whether it is a resumed one.
+        """
+        with self.lock:
+            wanted = (name, file_id, model, settings["request"])
+            for job in reversed(self.jobs()):
+                given = (job.job_name, job.file_id, job.model, job.settings.get("request"))
+                if job.status in ("cancelled", "failed") and given == wanted:
+                    return self.resume(job.job_id), True
+            return self.add_job(name, file_id, model, settings, total_steps), False
 
     def jobs(self, status: str | None = None) -> list[Job]:
         where, values = ("WHERE status = ?", (status,)) if status else ("", ())
@@ -323,10 +349,10 @@ class Store:
         return _last_row(path, path.stat().st_mtime_ns) if path.is_file() else {}
 
     def progress(self, job: Job) -> dict[str, Any]:
-        """Return the step, the finished fraction, and the newest loss and reward."""
+        """Return the step, the finished percentage, and the newest loss and reward."""
         last = self._newest(job)
         step = last.get("step", 0)
-        progress = min(step / job.total_steps, 1.0) if job.total_steps else 0.0
+        progress = round(100 * min(step / job.total_steps, 1.0), 1) if job.total_steps else 0.0
         return {"current_step": step, "progress": progress, "loss": last.get("loss"), "reward": last.get("reward")}
 
 
@@ -340,8 +366,10 @@ def _last_row(path: pathlib.Path, mtime: int) -> dict[str, Any]:
 
 
 def _file(row: sqlite3.Row) -> dict:
-    return dict(row) | {"problems": json.loads(row["problems"])}
+    upload_time = row["upload_time"].removesuffix("+00:00")  # earlier versions stored the offset
+    return dict(row) | {"problems": json.loads(row["problems"]), "upload_time": upload_time}
 
 
 def _job(row: sqlite3.Row) -> Job:
-    return Job(**dict(row) | {"settings": json.loads(row["settings"])})
+    created_at = row["created_at"].removesuffix("+00:00")
+    return Job(**dict(row) | {"settings": json.loads(row["settings"]), "created_at": created_at})

@@ -37,7 +37,7 @@ class TrainingConfig(RequestBody):
 
 
 class LoraConfig(RequestBody):
-    """Settings of the adapter. lora_dropout is only written to its configuration, since the sampler has no dropout."""
+    """Settings of the adapter. lora_dropout acts in the updates only; the sampler has no dropout."""
 
     r: Annotated[int, Field(ge=1, le=512, serialization_alias="lora_rank")] = 64
     lora_alpha: Annotated[int, Field(ge=1, le=512)] = 128
@@ -70,13 +70,17 @@ class JobInfo(BaseModel):
 
     job_id: str
     job_name: str
-    status: Literal["queued", "training", "completed", "failed", "cancelled"]
+    status: Literal["training", "completed", "failed", "cancelled"]
+    waiting: bool
+    """Whether the job, whose status is `training`, waits for the jobs before it."""
     progress: float
+    """Finished steps in percent."""
     current_step: int
     total_steps: int
     loss: float | None
     reward: float | None
     created_at: str
+    """Time in UTC, without an offset, such as 2025-01-20T10:30:00."""
     error_message: str | None
     output_dir: str
     stopping: bool
@@ -88,4 +92,7 @@ class Started(BaseModel):
 
     job_id: str
     message: str
-    status: str
+    status: Literal["training", "completed", "failed", "cancelled"]
+    waiting: bool
+    note: str | None = None
+    """A default of this service that a caller may not expect."""

@@ -50,6 +50,8 @@ def test_every_recipe_runs_offline_with_smoke(request):
             assert re.findall(r"^step (\d)/2  ", done.stderr, re.MULTILINE) == ["1", "2"]
             assert "%|" not in done.stderr, "progress bars belong on a terminal, not in a log"
             assert "\033" not in done.stdout, "so does bold type"
+    settings = json.loads((ROOT / "runs/smoke/count/final/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (64, 128)
     command = ["./run.sh", "eval", "runs/smoke/count", "--limit=2"]
     environment = os.environ | {"TEST_DATA": "runs/smoke/count/made/test.zip"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -486,7 +486,7 @@ def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_p
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
-    with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row \(loss nan.*--learning_rate") as stopped:
+    with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row \(.*nan.*--learning_rate") as stopped:
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=0, learning_rate=1e30))
     assert stopped.value.status == 1
     assert (tmp_path / "checkpoint-1" / "state.json").is_file()

@@ -212,7 +212,7 @@ def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[st
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global random number generators, which rewards and libraries may use.
+    """Return the states of the global random number generators, which dropout, rewards and libraries may use.
 
     Sampling does not use them: its seeds are derived from the run's seed and the position of the prompt.
     """

@@ -43,7 +43,8 @@ function makeElement(tag, text = "", className = "", ...children) {
   return element;
 }
 
-const formatTime = (time) => new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+// The service gives times in UTC, without an offset.
+const formatTime = (time) => new Date(`${time}Z`).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
 function formatDuration(seconds) {
   if (seconds < 2) return "a moment";
@@ -192,6 +193,7 @@ $("train").onsubmit = async (event) => {
   try {
     $("trouble").textContent = "";
     location.hash = (await fetchJson("/train", { method: "POST", headers, body: JSON.stringify(body) })).job_id;
+    refresh(); // the job may be the one that is shown, which is then resumed
     $("job").hidden = false;
     $("job").scrollIntoView();
   } catch (error) {
@@ -202,7 +204,8 @@ $("train").onsubmit = async (event) => {
 
 // --- jobs
 
-const active = (each) => ["queued", "training"].includes(each.status);
+const active = (each) => each.status === "training"; // waiting jobs, too
+const phase = (each) => (each.waiting ? "waiting" : each.status);
 
 async function refresh() {
   jobs = await fetchJson("/jobs").catch(() => jobs);
@@ -216,7 +219,7 @@ async function refresh() {
 function chooseJob() {
   const hashId = location.hash.slice(1);
   const named = jobs.find((each) => each.job_id === hashId);
-  const next = named ?? jobs.find((each) => each.status === "training") ?? jobs.at(-1);
+  const next = named ?? jobs.find((each) => phase(each) === "training") ?? jobs.at(-1);
   if (!next) return;
   if (!named) history.replaceState(null, "", `#${next.job_id}`);
   if (next.job_id !== shownId) showJob(next.job_id);
@@ -258,11 +261,12 @@ function updateJob(current) {
   jobs = jobs.map((each) => (each.job_id === current.job_id ? current : each));
   if (!active(current) && current.job_id === cancelledId) cancelledId = null;
   const step = current.current_step;
-  if (current.status !== "training" || !step || step < pace?.step) pace = null;
-  if (current.status === "training" && step) pace ??= { step, time: Date.now() };
+  if (phase(current) !== "training" || !step || step < pace?.step) pace = null;
+  if (phase(current) === "training" && step) pace ??= { step, time: Date.now() };
   if (pace && step !== previous?.current_step) pace.last = Date.now();
-  if (previous?.status !== current.status) refresh(); // the queue has moved
-  if (previous && (step !== previous.current_step || previous.status !== current.status)) scheduleSamples();
+  const moved = previous && phase(previous) !== phase(current);
+  if (moved || !previous) refresh(); // the queue has moved
+  if (moved || (previous && step !== previous.current_step)) scheduleSamples();
   schedulePaint();
 }
 
@@ -288,7 +292,7 @@ function listJobs() {
     const existing = [...list.children].find((item) => item.hash === `#${each.job_id}`);
     const item = existing ?? jobItem(each);
     item.querySelector("small").textContent = `${formatTime(each.created_at)} · ${progressText(each)}`;
-    Object.assign(item.lastChild, { textContent: statusText(each), className: `status ${each.status}` });
+    Object.assign(item.lastChild, { textContent: statusText(each), className: `status ${phase(each)}` });
     item.setAttribute("aria-current", each.job_id === shownId);
     // Move an item only if needed: a moved item loses the keyboard focus.
     if (list.children[index] !== item) list.insertBefore(item, list.children[index] ?? null);
@@ -301,12 +305,12 @@ function jobItem(each) {
   return Object.assign(makeElement("a", "", "row", words, makeElement("span")), { href: `#${each.job_id}`, title: each.job_name, onclick });
 }
 
-const stopping = (each) => each.stopping || (each.status === "training" && each.job_id === cancelledId);
-const statusText = (each) => (stopping(each) ? "stopping" : each.status);
+const stopping = (each) => each.stopping || (phase(each) === "training" && each.job_id === cancelledId);
+const statusText = (each) => (stopping(each) ? "stopping" : phase(each));
 
 function progressText(each) {
-  if (each.status !== "queued") return `step ${each.current_step} of ${each.total_steps}`;
-  const position = 1 + jobs.filter((other) => other.status === "queued").findIndex((other) => other.job_id === each.job_id);
+  if (!each.waiting) return `step ${each.current_step} of ${each.total_steps}`;
+  const position = 1 + jobs.filter((other) => other.waiting).findIndex((other) => other.job_id === each.job_id);
   if (!position) return "waiting in line";
   const ending = Math.floor(position / 10) % 10 === 1 ? "th" : ["th", "st", "nd", "rd"][position % 10] ?? "th";
   return `${position}${ending} in line`;
@@ -317,7 +321,7 @@ function paintJob() {
   const facts = [["Right answers", number(job.reward)], ["Progress", progressText(job)], ["Time", timeText()]];
   const fact = ([name, text]) => makeElement("div", "", "", makeElement("dt", name), makeElement("dd", text));
   $("name").textContent = job.job_name;
-  Object.assign($("status"), { textContent: statusText(job), className: `status ${job.status}` });
+  Object.assign($("status"), { textContent: statusText(job), className: `status ${phase(job)}` });
   $("progress").value = job.progress;
   $("facts").replaceChildren(...facts.filter(([, text]) => text).map(fact));
   if ($("note").textContent !== noteText()) $("note").textContent = noteText(); // screen readers read out every change
@@ -331,7 +335,7 @@ function paintJob() {
 
 function noteText() {
   if (stopping(job)) return "Stopping. The job saves what it has learned first.";
-  if (job.status === "queued") return "This job starts automatically when the jobs before it have finished.";
+  if (job.waiting) return "This job starts automatically when the jobs before it have finished.";
   if (job.status === "training") return job.current_step ? "" : "Getting ready: the model is being loaded.";
   return job.status === "cancelled" ? "Resume continues from what the job has saved." : "";
 }

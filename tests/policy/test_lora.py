@@ -19,13 +19,15 @@ import grpo
 from common import distributed
 from common.errors import UserError
 from common.files import read_jsonl
+from common.records import Completion, Group
 from config import PolicyFlags
 from data import load_processor
 from packing import pack
 from policy import lora, optimizer
+from policy.batches import completion_logprobs
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.lora import adapted_weights, continue_adapter, new_adapter, reference_weights
-from policy.model import check_trained, load_model, load_policy
+from policy.lora import adapted_weights, continue_adapter, has_dropout, new_adapter, reference_weights
+from policy.model import cache_image_features, check_trained, load_model, load_policy
 from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
 from rollout import HFEngine
@@ -162,6 +164,67 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     assert num_adapted == 28
 
 
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_acts_in_training_passes_only(tiny_model, prompt):
+    """The reference, the old log-probabilities and the weights for the sampler have no dropout."""
+    policies = [load_policy(tiny_model, PolicyFlags(lora_rank=4, lora_dropout=p), CPU) for p in (0.0, 0.5)]
+    for policy in policies:
+        randomise(policy.model)
+    plain, dropping = policies
+    groups = [Group(prompt, [Completion(torch.arange(70, 78), torch.zeros(8), 1.0, 1.0)])]
+    first, second = (dropping(pack(groups))[0] for _ in range(2))
+    assert not torch.allclose(first, second, atol=1e-3), "each training pass must draw its own mask"
+    (want,), (got,) = (completion_logprobs(policy, groups, 1.0, 1024) for policy in policies)
+    assert torch.equal(got, want)
+    with reference_weights(dropping.model), reference_weights(plain.model):
+        (want,), (got,) = (completion_logprobs(policy, groups, 1.0, 1024) for policy in policies)
+    assert torch.equal(got, want)
+    assert dropping.training, "the next training pass must have dropout again"
+    sampled = dict(adapted_weights(dropping.model))
+    assert all(torch.equal(tensor, sampled[name]) for name, tensor in adapted_weights(plain.model))
+
+
+def test_image_features_of_a_frozen_tower_have_no_dropout(tiny_model, prompt, tmp_path):
+    targets = f"{lora.LANGUAGE_TARGETS}|{lora.VISION_TARGETS}"
+    save_random_adapter(tiny_model, tmp_path / "both", target_modules=targets, lora_dropout=0.5)
+    policy = load_policy(tiny_model, PolicyFlags(adapter=str(tmp_path / "both")), CPU)
+    features = []
+    for _ in range(2):
+        cache_image_features(policy, [prompt], {})
+        features.append(prompt.features)
+    assert torch.equal(*features)
+
+
+def test_a_run_with_dropout_is_resumed_exactly(tiny_model, shapes, tmp_path):
+    """The ratio is 1 in a step's only update, sampler and trainer agree, and the saved adapter has the setting."""
+    flags = dict(lora_rank=4, lora_dropout=0.5, max_steps=3, save_every=2)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    grpo.main(config(tiny_model, shapes, tmp_path / "resumed", resume="newest", **flags))
+    one, two = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("run", "resumed"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert json.loads((tmp_path / "run" / "final" / "adapter_config.json").read_text())["lora_dropout"] == 0.5
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < 1e-5, "it must not count the dropout"
+    assert {row["clip_ratio"] for row in rows} == {0.0}
+    assert all(row["time/old_logp"] for row in rows), "the updates had no dropout"
+
+
+def test_a_continued_adapter_keeps_its_dropout_unless_told(tiny_model, sft):
+    for given, used in ((None, 0.1), (0.0, 0.0), (0.3, 0.3)):
+        policy = load_policy(tiny_model, PolicyFlags(adapter=str(sft), lora_dropout=given), CPU)
+        assert policy.model.peft_config["policy"].lora_dropout == used
+        assert has_dropout(policy.model) == bool(used)
+
+
+@pytest.mark.parametrize("flags", [dict(lora_dropout=0.1), dict(lora_rank=4, lora_dropout=1.0)])
+def test_dropout_needs_an_adapter_and_a_probability(flags):
+    with pytest.raises(ValueError, match=r"lora_dropout must be in \[0, 1\) and needs an adapter"):
+        grpo.Config(data="x", **flags)
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 RUNS = {
@@ -237,7 +300,8 @@ def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shap
 def test_an_sft_adapter_is_continued_and_peft_loads_the_result(tiny_model, sft, shapes, prompt, tmp_path):
     """A run on one process, a run on two processes and a resumed run all give the same adapter. This adapter belongs to
     the same base as the original adapter."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--max_steps=4", "--save_every=2"]
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--adapter={sft}", "--lora_dropout=0"]
+    flags += ["--max_steps=4", "--save_every=2"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()] + ["--learning_rate=1e-3", "--beta=0.01"]
     for processes in (0, 2):
         process = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
@@ -251,7 +315,8 @@ def test_an_sft_adapter_is_continued_and_peft_loads_the_result(tiny_model, sft, 
     shutil.rmtree(tmp_path / "0" / "checkpoint-4")
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "0", resumed)
-    grpo.main(config(tiny_model, shapes, resumed, max_steps=4, beta=0.01, adapter=str(sft), resume="newest"))
+    flags = dict(adapter=str(sft), lora_dropout=0.0, max_steps=4, beta=0.01)
+    grpo.main(config(tiny_model, shapes, resumed, resume="newest", **flags))
     resumed_adapter = load_file(resumed / "final" / "adapter_model.safetensors")
     assert all(torch.allclose(one[name], resumed_adapter[name], atol=1e-6) for name in one)
 

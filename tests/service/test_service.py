@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import dataclasses
+import datetime
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.parse
+import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,11 +33,12 @@ from starlette.requests import Request
 import grpo
 from common.errors import UserError
 from demo import tiny
-from service.app import Config, read_token
+from service.app import Config, job_info, read_token
 from service.jobs import Store
 from service.middleware import AccessMiddleware, OncePerSecond
 from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
+from tests.service.clients import call_nine_endpoints, run_documented_client
 
 TRAINED = ("completed", "failed", "cancelled")
 QUICK = {
@@ -45,7 +48,7 @@ QUICK = {
     "use_4bit": False,
     "learning_rate": 1e-3,
 }
-SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05}
 
 
 class Service:
@@ -153,20 +156,21 @@ def end(service: Service) -> None:
 # --- the HTTP API -----------------------------------------------------------------------------------------------------
 
 
-def test_from_upload_to_answer(service, archive, tmp_path):
+def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
     """Upload, train, cancel, resume, finish, download and predict, as the API documentation describes."""
-    assert service.call("GET", "/", 200, headers={"Accept": "application/json"}).json()["docs"] == "/docs"
     assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
     file = service.upload(archive)
     assert set(file) == {"file_id", "filename", "upload_time", "csv_rows", "valid_images", "problems"}
     assert (file["csv_rows"], file["valid_images"], file["problems"]) == (24, 24, [])
     assert service.call("GET", "/files", 200).json() == [file]
     job_id = service.train(file["file_id"])
-    second = service.train(file["file_id"])
+    second = service.train(file["file_id"], seed=1)
     job = service.wait(job_id, lambda job: job["current_step"] >= 3)
     assert job["status"] == "training"
     assert job["total_steps"] == 12
-    assert service.job(second)["status"] == "queued"  # one job trains at a time
+    assert job["waiting"] is False
+    waiting = service.job(second)  # one job trains at a time
+    assert (waiting["status"], waiting["waiting"], waiting["current_step"]) == ("training", True, 0)
     assert service.call("DELETE", f"/jobs/{second}", 200).json()["status"] == "cancelled"
     service.call("DELETE", f"/files/{file['file_id']}", 409)
     service.call("DELETE", f"/jobs/{job_id}", 200)
@@ -176,14 +180,14 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     assert list((service.folder / "jobs" / job_id / "run").glob("checkpoint-*")), "the checkpoint must be kept"
     service.call("GET", f"/jobs/{job_id}/download", 409)
     cancelled_at_step = job["current_step"]
-    assert service.call("POST", f"/jobs/{job_id}/resume", 200).json()["status"] == "queued"
+    assert service.train(file["file_id"]) == job_id, "the same request must resume the cancelled job"
     with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True) as stream:
         events = [line for line in stream.iter_lines(decode_unicode=True) if line]
     assert events[0] == "event: job"
     assert '"status":"completed"' in [line for line in events if line.startswith("data: {")][-1]
     steps = [row["step"] for line in events if line.startswith("data: [") for row in json.loads(line[6:])]
     assert sorted(set(steps)) == list(range(1, 13))
-    assert service.job(job_id)["progress"] == 1.0
+    assert service.job(job_id)["progress"] == 100.0
     log = service.call("GET", f"/jobs/{job_id}/logs", 200).text
     assert "error:" not in log and "\r" not in log
     assert re.findall(r"^step (\d+)/12  reward ", log, re.MULTILINE) == [str(step) for step in range(1, 13)]
@@ -194,6 +198,7 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     names |= {"tokenizer_config.json", "preprocessor_config.json", "trainer_state.json"}
     assert names <= set(result.namelist())
     assert json.loads(result.read("trainer_state.json"))["global_step"] == 12
+    assert json.loads(result.read("adapter_config.json"))["lora_dropout"] == 0.05
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
     question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
     with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and other requests are not blocked
@@ -212,6 +217,39 @@ def test_from_upload_to_answer(service, archive, tmp_path):
     with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "10"}) as stream:
         rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
     assert [row["step"] for event in rows for row in event] == [11, 12], "only new steps must be sent"
+    check_clients(service, archive, job_id, tmp_path, monkeypatch)
+
+
+def check_clients(service: Service, archive: bytes, completed: str, folder: pathlib.Path, monkeypatch) -> None:
+    """The documented client and curl get what the document shows."""
+    client = run_documented_client(service.port, archive, folder, monkeypatch)
+    status, answer = client["status"], client["response"].json()
+    for given in (client["file_id"], client["job_id"]):
+        assert str(uuid.UUID(given)) == given
+    assert (status["job_id"], status["status"], status["progress"]) == (client["job_id"], "training", 0.0)
+    assert status["current_step"] == 0 < status["total_steps"]
+    created = datetime.datetime.fromisoformat(status["created_at"])
+    assert created.tzinfo is None
+    assert abs(created - datetime.datetime.now(datetime.UTC).replace(tzinfo=None)).total_seconds() < 60
+    assert "temperature 1" in answer["note"]
+    replies = call_nine_endpoints(service.url, archive, completed, folder)
+    assert replies["basics"]["data_format"] == "/data-format"
+    assert "main.csv" in replies["format"]["contents"]
+    assert replies["file"] in replies["files"]
+    assert replies["job"] in replies["jobs"]
+    assert replies["job"]["waiting"] is True, "the job of the documented client is training"
+    assert replies["cancelled"]["status"] == "cancelled"
+    assert "adapter_config.json" in zipfile.ZipFile(folder / "result.zip").namelist()
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"), [("*/*", "json"), ("application/json", "json"), (None, "json"), (BROWSER, "html")]
+)
+def test_only_browsers_get_the_page(shared, accept, kind):
+    assert kind in shared.call("GET", "/", 200, headers={"Accept": accept}).headers["Content-Type"]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +372,7 @@ def test_many_uploads_wait_for_each_other(shared, archive):
 
 def test_the_settings_of_a_job_are_flags_of_the_trainer():
     settings = TrainingConfig().model_dump(by_alias=True) | LoraConfig().model_dump(by_alias=True)
-    combined = {"batch_size", "gradient_accumulation_steps", "lora_dropout"}  # not passed on by themselves
+    combined = {"batch_size", "gradient_accumulation_steps"}  # not passed on by themselves
     assert settings.keys() - combined <= {field.name for field in dataclasses.fields(grpo.Config)}
 
 
@@ -362,7 +400,7 @@ def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
     try:
         file = service.upload(archive)
         job_id = service.train(file["file_id"])
-        service.wait(job_id, lambda job: job["status"] == "training")
+        service.wait(job_id, lambda job: not job["waiting"])
         with contextlib.suppress(OSError), (folder / "ballast").open("wb") as ballast:
             while True:
                 ballast.write(bytes(4096))
@@ -560,7 +598,7 @@ def test_finished_jobs_cost_little(tmp_path):
     store.run_folder(job.job_id).mkdir()
     path = store.run_folder(job.job_id) / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
-    assert store.progress(job) == {"current_step": 1, "progress": 0.25, "loss": None, "reward": 0.5}
+    assert store.progress(job) == {"current_step": 1, "progress": 25.0, "loss": None, "reward": 0.5}
     mtime = path.stat().st_mtime_ns
     path.write_text('{"step": 2, "reward": 0.75, "loss": 1.0}\n')
     os.utime(path, ns=(mtime, mtime))
@@ -576,6 +614,41 @@ def test_finished_jobs_cost_little(tmp_path):
     with path.open("a") as file:
         file.write("}\n")
     assert [row["step"] for row in store.metrics(job.job_id, position)[0]] == [4]
+
+
+def test_jobs_of_an_earlier_version_stay_reachable(tmp_path):
+    """They have ids without hyphens and times with an offset."""
+    store = Store(str(tmp_path))
+    old = ("0123abcd" * 4, "j", "f" * 32, "m", json.dumps({"flags": {}}), "queued", 4, "2026-11-20T10:30:00+00:00", 1.0)
+    store._query("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL)", *old)
+    times = ("f" * 32, "a.zip", "2026-11-20T10:29:00+00:00", 1, 1, 1, "[]")
+    store._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", *times)
+    info = job_info(store, store.job(old[0]))
+    assert (info.status, info.waiting, info.created_at) == ("training", True, "2026-11-20T10:30:00")
+    assert store.files()[0]["upload_time"] == "2026-11-20T10:29:00"
+    (tmp_path / "f.zip").touch()
+    assert [job.job_id for job in store.jobs("queued")] == [old[0]], "it must still be started"
+    assert store.cancel(old[0]).status == "cancelled"
+
+
+def test_the_same_request_resumes_an_ended_job(tmp_path):
+    """A job is resumed only if it was cancelled or failed, and has the same name, file, model and request."""
+    store = Store(str(tmp_path))
+    (tmp_path / "f.zip").touch()
+    counts = {"rows": 1, "images": 1, "usable": 1, "problems": []}
+    request = {"name": "j", "file_id": store.add_file(tmp_path / "f.zip", "f.zip", counts)["file_id"], "model": "m"}
+    request |= {"settings": {"flags": {}, "request": {"seed": 1}}, "total_steps": 4}
+    job, _ = store.add_or_resume(**request)
+    waiting, is_resumed = store.add_or_resume(**request)
+    assert (is_resumed, waiting.job_id == job.job_id) == (False, False)
+    store.cancel(job.job_id)
+    for change in ({"name": "k"}, {"model": "n"}, {"settings": {"flags": {}, "request": {"seed": 2}}}):
+        assert store.add_or_resume(**request | change)[1] is False
+    resumed, is_resumed = store.add_or_resume(**request)
+    assert (resumed.job_id, resumed.status, is_resumed) == (job.job_id, "queued", True)
+    store._update(job, status="failed", error_message="e")
+    assert store.add_or_resume(**request)[0].job_id == job.job_id
+    assert store.job(job.job_id).error_message is None
 
 
 def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
@@ -650,7 +723,7 @@ def test_kills_of_the_service_and_of_the_job(service, archive):
         service.start()
         listed = {job["job_id"]: job for job in service.call("GET", "/jobs", 200).json()}
         assert set(listed) == set(jobs)
-        assert all(listed[job_id]["status"] in ("queued", "training", "completed") for job_id in jobs), listed
+        assert all(listed[job_id]["status"] in ("training", "completed") for job_id in jobs), listed
         time.sleep(rng.uniform(0.2, 4))
         kill_a_job(service, jobs)
         for job_id in jobs:
@@ -670,7 +743,7 @@ def test_kills_of_the_service_and_of_the_job(service, archive):
 def kill_a_job(service: Service, jobs: list[str]) -> None:
     for job_id in jobs:
         job = service.job(job_id)
-        if job["status"] == "training":
+        if job["status"] == "training" and not job["waiting"]:
             pids = sorted((service.folder / "jobs" / job_id).glob("pid-*"), key=lambda path: path.stat().st_mtime)
             with contextlib.suppress(OSError, ValueError, IndexError):
                 os.kill(int(pids[-1].read_text()), signal.SIGKILL)
@@ -789,8 +862,8 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
 def fake_job(name: str, status: str, step: int = 0, **more) -> dict:
     """Return a job as the service reports it."""
     job = {"job_id": name, "job_name": f"job {name}", "status": status, "current_step": step, "total_steps": 20_000}
-    job |= {"progress": step / 20_000, "loss": -1e-9, "reward": -1e-9, "stopping": False, "error_message": None}
-    return job | {"created_at": "2026-11-21T12:00:00+00:00", "output_dir": ""} | more
+    job |= {"progress": step / 200, "loss": -1e-9, "reward": -1e-9, "stopping": False, "error_message": None}
+    return job | {"created_at": "2026-11-21T12:00:00", "output_dir": "", "waiting": False} | more
 
 
 def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
@@ -824,8 +897,9 @@ def test_the_page_shows_a_long_job_at_once(shared, browser):
 def test_the_page_tells_how_jobs_stand(shared, browser):
     """The page shows the queue, a job that is stopping, and a connection that is lost and restored."""
     page = browser.new_page()
-    jobs = [fake_job("a", "completed", 20_000), fake_job("b", "training", 5, stopping=True), fake_job("c", "queued")]
-    fake_responses(page, [*jobs, fake_job("d", "queued")], [])
+    jobs = [fake_job("a", "completed", 20_000), fake_job("b", "training", 5, stopping=True)]
+    jobs.append(fake_job("c", "training", waiting=True))
+    fake_responses(page, [*jobs, fake_job("d", "training", waiting=True)], [])
     page.goto(shared.url)
     page.wait_for_selector("#note:has-text('saves what it has learned')")
     assert page.url.endswith("#b"), "without a job in the URL, the page must show the job that is training"
