@@ -14,6 +14,7 @@ The docstring of each flag is its `--help` text.
 """
 
 import argparse
+import importlib.util
 import math
 import pathlib
 import shlex
@@ -306,6 +307,9 @@ class RunFlags:
     """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html; 0: never write them."""
+    log_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Also log metrics and sampled completions to Weights & Biases, TensorBoard, or both. Neither is installed with the
+    project: pip install wandb tensorboard."""
 
     def check_run(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -313,6 +317,10 @@ class RunFlags:
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
         require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
         require(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to compare checkpoints")
+        for name in self.log_to:
+            spec = importlib.util.find_spec(name)
+            is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
+            require(is_package, f"log_to {name}: the package is missing; run pip install {name}, or leave it out")
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 `RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
 `completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
 written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
-starts.
+starts. With `--log_to`, the same rows go to W&B or TensorBoard (see `trackers.py`).
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from common.figures import thumbnail
 from common.files import atomic_write, git_commit, read_jsonl
 from common.records import TAG, ScoredGroup
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
+from training.trackers import Trackers
 
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 
@@ -58,6 +59,7 @@ class RunLog:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
+        self.trackers = Trackers(config.get("log_to", ()), self.folder, json.loads(settings), resumed)
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
@@ -68,6 +70,7 @@ class RunLog:
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self.trackers.metrics(row)
         rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics) if step == self.resumed else []
         try:
             if is_merged := bool(rows) and rows[-1]["step"] == step:
@@ -122,6 +125,7 @@ class RunLog:
             }
             rows.append(row)
         self._append("completions.jsonl", rows)
+        self.trackers.completions(rows)
         with contextlib.suppress(OSError):  # the next report writes it again
             write_page(self.folder)
 
