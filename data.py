@@ -98,7 +98,7 @@ def load_processor(
         image_processor = None
         if hasattr(config, "vision_config"):
             image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
         problem = (
             f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the "

@@ -295,6 +295,7 @@ def gold_problem(task: str | None, answer: str) -> str | None:
 
 # --- scoring a run ----------------------------------------------------------------------------------------------------
 
+MAX_REWARD = 1e15  # larger rewards and weights could overflow float32
 MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
 
@@ -333,8 +334,8 @@ class Scorer:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
-        if not math.isfinite(weight):
-            raise UserError(f"--reward {text}: the weight must be finite")
+        if not abs(weight) < MAX_REWARD:
+            raise UserError(f"--reward {text}: the weight must be finite, and below {MAX_REWARD:g}")
         if name in self.built_in:
             self.weights[name] = weight
             return
@@ -427,7 +428,7 @@ class Scorer:
             self.why_none = f"{function} returned None"
             return math.nan, None
         try:
-            if isinstance(value, int | float) and math.isfinite(value):
+            if isinstance(value, int | float) and abs(value) < MAX_REWARD:
                 return float(value), None
             shown = reprlib.repr(value)
         except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer

@@ -18,7 +18,7 @@ from common import console, files
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
-BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 
 
 def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None = None) -> T:

@@ -4,6 +4,7 @@ returns token log-probabilities."""
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -141,6 +142,10 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
     """
     with _explain_load_errors(name):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if os.path.isfile(
+            f"{name}/generation_config.json"
+        ):  # transformers would ignore a damaged one, with its stop tokens
+            transformers.GenerationConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
@@ -153,7 +158,16 @@ def _explain_load_errors(name: str) -> Iterator[None]:
     """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise UserError(
             f"cannot load a model from {name!r} ({(str(error) or repr(error)).splitlines()[0][:160]}): give a folder "
             "in Hugging Face layout, with weights in .safetensors files and no code of its own, or the name of such a "

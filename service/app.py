@@ -96,7 +96,7 @@ class Config:
     def __post_init__(self) -> None:
         require(0 < self.port < 65536, "port must be between 1 and 65535")
         for name in ("max_upload", "max_storage", "max_megapixels"):
-            require(0 < getattr(self, name) < math.inf, f"{name} must be above 0")
+            require(0 < getattr(self, name) < 1e6, f"{name} must be above 0 and below a million")
 
 
 ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 409, 413, 503, 507)}

@@ -30,12 +30,14 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from common.errors import UserError
 from common.files import lock_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
 # A traceback, whose lines may start with torchrun's rank prefix.
 TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\):\n((\[rank\d+\]: )?([ \t].*)?\n)*")
+DATABASE = "service.sqlite"
 HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt starts
 _parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
 SCHEMA = """
@@ -81,26 +83,44 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).replace(tzinfo=None).isoformat(timespec="seconds")
 
 
+def _prepare_folder(folder: pathlib.Path) -> None:
+    """Create the folder of a service, for this user only.
+
+    Raises UserError if it cannot be written to, or if it holds other files, which are none of the service's business.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = {path.name for path in folder.iterdir()} - {"files", "jobs", "service.lock"}
+        if (others or any(folder.glob("files/*"))) and DATABASE not in others:
+            raise UserError(f"--folder {str(folder)!r} holds other files and no {DATABASE}: choose a new folder")
+        for name in ("files", "jobs"):
+            (folder / name).mkdir(exist_ok=True)
+        folder.chmod(0o700)  # even if the folder already existed
+    except OSError as error:
+        raise UserError(f"cannot use --folder {str(folder)!r} ({error.strerror}): choose another folder") from None
+
+
 class Store:
     """Files and jobs in `folder`, of at most `max_gigabytes` in total. Safe to use from many threads."""
 
     def __init__(self, folder: str, max_gigabytes: float = 100.0):
         self.folder, self.max_gigabytes = pathlib.Path(folder).resolve(), max_gigabytes
-        for name in ("files", "jobs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
-        self.folder.chmod(0o700)  # even if the folder already existed
+        _prepare_folder(self.folder)
         self.lock = threading.RLock()
         in_use = f"another service is running in {folder!r}: stop it, or choose another --folder"
         self.lock_file = lock_file(self.folder / "service.lock", in_use)
-        path = self.folder / "service.sqlite"
-        self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
-        self.database.row_factory = sqlite3.Row
-        self.database.execute("PRAGMA journal_mode = WAL")
-        self.database.executescript(SCHEMA)
+        path = self.folder / DATABASE
+        try:
+            self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+            self.database.row_factory = sqlite3.Row
+            self.database.execute("PRAGMA journal_mode = WAL")
+            self.database.executescript(SCHEMA)
+        except sqlite3.Error as error:
+            raise UserError(f"{path} cannot be used ({error}): restore it, or choose another --folder") from None
         # Delete what a killed service left behind: uploads without a database row, and temporary folders.
         names = {f"{file['file_id']}.zip" for file in self.files()}
-        for path in (self.folder / "files").iterdir():
-            if path.name not in names:
+        for path in (self.folder / "files").glob("*.zip"):
+            if path.name not in names and re.fullmatch("[0-9a-f-]{32,36}", path.stem):
                 path.unlink()
         for path in self.folder.glob("scratch-*"):
             shutil.rmtree(path, ignore_errors=True)

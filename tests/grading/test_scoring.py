@@ -560,6 +560,16 @@ def test_odd_rewards_give_one_line(tmp_path, code, message):
     assert re.search(message, error), error
 
 
+def test_a_reward_that_would_overflow_is_an_error(tmp_path):
+    (tmp_path / "r.py").write_text("def f(completion, answer):\n    return 1e39\n")
+    scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",)))
+    rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, "1")
+    _, error = scorer([Sample("q", "1", [], "row 1")], [[rollout]])
+    assert "it returned 1e+39; expected a finite number" in error
+    with pytest.raises(UserError, match="the weight must be finite, and below 1e"):
+        Scorer("count", RewardFlags(reward=("format=1e30",)))
+
+
 def test_a_busy_machine_makes_no_answer_wrong(tmp_path):
     """A call with a limit of 1 s needs 0.6 s of CPU time, but takes longer because two busy processes share its core.
     The call must not be killed. A call that sleeps too long or needs more CPU time than its limit must be killed."""

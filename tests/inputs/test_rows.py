@@ -777,6 +777,25 @@ def test_convert_round_trips_every_format(folder):
     assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted row must no longer belong to a test split"
 
 
+def test_a_failed_conversion_changes_no_image_of_an_earlier_one(folder, monkeypatch):
+    output = folder / "new" / "t.jsonl"
+    rows = [verl_row("<image>q", "1", [{"bytes": png(color), "path": None}]) for color in ("red", "green", "blue")]
+    data.convert(data.Config("convert", parquet(folder / "a.parquet", rows[:1]), str(output)))
+    before = load_samples(str(output), None)
+    monkeypatch.setattr(data.json, "dumps", lambda *_, **__: {}["a failure"])
+    with pytest.raises(KeyError):
+        data.convert(data.Config("convert", parquet(folder / "b.parquet", rows[1:]), str(output), overwrite=True))
+    monkeypatch.undo()
+    assert same(before[0], load_samples(str(output), None)[0]) and not list(output.parent.glob("*.partial"))
+
+
+def test_an_output_that_is_not_a_file_is_refused(folder):
+    os.mkfifo(folder / "pipe.jsonl")
+    source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "3"})
+    with pytest.raises(UserError, match=r"pipe\.jsonl' is not a file: choose another"):
+        data.convert(data.Config("convert", source, str(folder / "pipe.jsonl"), overwrite=True))
+
+
 def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "three"}, {"prompt": "q", "answer": "3"})
     output = folder / "out.jsonl"

@@ -116,3 +116,13 @@ def test_other_architectures_are_refused_before_their_weights_are_read(damaged, 
     transformers.AutoConfig.for_model(name, **ARCHITECTURES[name]).save_pretrained(folder)
     with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use a Qwen"):
         load_processor(str(folder), "count")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("generation_config.json", ""), ("config.json", "[]"), ("config.json", "null")]
+)
+def test_damaged_settings_are_named_in_one_line(tiny_model, tmp_path, name, text):
+    shutil.copytree(tiny_model, tmp_path / "m")
+    (tmp_path / "m" / name).write_text(text)
+    with pytest.raises(UserError, match=r"cannot load a model from '.*m' \("):
+        load_model(str(tmp_path / "m"), torch.float32)

@@ -32,6 +32,7 @@ from starlette.requests import Request
 
 import grpo
 from common.errors import UserError
+from common.files import release_locks
 from demo import tiny
 from service.app import Config, job_info, read_token
 from service.jobs import Store
@@ -587,6 +588,38 @@ def test_a_full_quota_is_reported(tmp_path, tiny_model, archive):
         assert "storage is full" in service.call("POST", "/train", 507, json=body).json()["detail"]
     finally:
         end(service)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "files").mkdir()
+    for name in ("files/my_photos.zip", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"holds other files and no service.sqlite: choose a new folder"):
+            Store(str(tmp_path))
+        (tmp_path / "notes.txt").unlink(missing_ok=True)
+    assert (tmp_path / "files" / "my_photos.zip").read_text() == "mine" and not (tmp_path / "jobs").exists()
+
+
+def test_only_uploads_are_deleted_at_the_start(tmp_path):
+    Store(str(tmp_path)).database.close()
+    release_locks()
+    for name in ("files/my_photos.zip", f"files/{'0' * 32}.zip"):
+        (tmp_path / name).touch()
+    (tmp_path / "files" / "folder").mkdir()
+    Store(str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["folder", "my_photos.zip"]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        with pytest.raises(UserError, match=rf"cannot use --folder '{tmp_path}/{folder}' \("):
+            Store(str(tmp_path / folder))
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "service.sqlite").write_text("damaged" * 1000)
+    with pytest.raises(UserError, match=r"service.sqlite cannot be used .*: restore it"):
+        Store(str(tmp_path / "service"))
 
 
 def test_finished_jobs_cost_little(tmp_path):
