@@ -1,5 +1,6 @@
 """Jinja templates that users give: a prompt template (`--template`), or a verifier's prompt (`--verifier_template`)."""
 
+import pathlib
 from collections.abc import Sequence
 
 import jinja2
@@ -21,3 +22,12 @@ def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Templat
     if missing := [name for name in names if values[name] not in rendered]:
         raise UserError(f"{flag} does not contain the {missing[0]}: add {{{{ {missing[0]} }}}}")
     return template
+
+
+def read_template(path: str, flag: str, names: Sequence[str]) -> jinja2.Template:
+    """Read and check the template in the file `path`, which the user named with `flag`; see `parse_template`."""
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path!r} ({error}): check {flag}") from None
+    return parse_template(text, f"{flag} {path}", names)

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 from common import console
 from common.console import hide_credentials
 from common.errors import UserError
-from common.templates import parse_template
+from common.templates import read_template
 from config import VerifierFlags
 from grading.answers import outside_thinking
-from inputs.rows import read_text
 
 if TYPE_CHECKING:
     import openai
@@ -164,8 +163,7 @@ class Verifier:
         self.client = make_client(url, flags.verifier_retries)
         self.url, self.model, self.flags = hide_credentials(url), model, flags
         path, names = flags.verifier_template, ["question", "gold", "answer"]
-        flag = f"--verifier_template {path}"
-        self.template = parse_template(read_text(path, "--verifier_template"), flag, names) if path else None
+        self.template = read_template(path, "--verifier_template", names) if path else None
         self.last_error = ""
         self.failures = 0  # requests since the last successful request, including requests in flight
         self.cache = ReplyCache(cache or ":memory:")

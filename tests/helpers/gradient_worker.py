@@ -100,7 +100,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     With `interleave`, only every second prompt has images. With `evened_out`, the first process starts with all groups.
     """
     cfg = Config(
-        data="", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
+        data="rows", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
     )
     resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
