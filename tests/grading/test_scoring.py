@@ -176,7 +176,7 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
     monkeypatch.setattr(rewards, "MATH_EQUAL", f"{broken}:math_equal")
     rewards._math_workers.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"math-verify does not work here .RuntimeError: .*math_equal.py:math_equal cannot be loaded"):
+        with pytest.raises(UserError, match=r"math-verify does not work here .RuntimeError: .*cannot be loaded"):
             Scorer("math", RewardFlags())
     finally:
         rewards._math_workers.cache_clear()
