@@ -252,12 +252,13 @@ class PolicyFlags:
 class EngineFlags:
     """The flags of the sampler."""
 
-    engine: Literal["auto", "hf", "vllm"] = "auto"
-    """The sampler: vllm, or hf (transformers with a KV cache). auto: vllm if it is installed and there is a GPU,
-    otherwise hf."""
+    engine: Literal["auto", "hf", "vllm", "policy"] = "auto"
+    """The sampler: vllm, hf (transformers with a KV cache), or policy (the same, but with the trainer's own weights
+    instead of a copy; training in one process only). auto: vllm if it is installed and there is a GPU, otherwise hf;
+    policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.25
     """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
-    At other times, the trainer uses this memory."""
+    Training raises it if the weights need more. At other times, the trainer uses this memory."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256

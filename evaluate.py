@@ -13,7 +13,7 @@ docs/evaluation.md explains every score.
 import hashlib
 import json
 import pathlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -23,16 +23,17 @@ from common.errors import RunStopped, UserError
 from common.files import atomic_write
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
-from data import load_processor, load_split, max_images
+from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmarks import BENCHMARKS, check_pairs, judge_benchmark, load_benchmark, to_sample
 from evaluation.figures import draw_scores, write_differences
 from evaluation.held_out import PROGRESS, SamplingFlags, judge_task, open_progress, sample_rows
 from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, drop_images, raw_rows
+from policy.hf_engine import PolicyEngine
 from policy.model import Policy, auto_class, compute_dtype, load_config, load_policy
 from rewards import Scorer, check_math
-from rollout import RequestLimits, make_engine
+from rollout import Engine, RequestLimits, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
 
@@ -45,6 +46,9 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     """Model to score: a folder in Hugging Face layout or a hub name."""
     adapter: str | None = None
     """Adapter in PEFT layout that is added to `model`."""
+    load_in_4bit: bool = False
+    """Sample from the frozen model in 4 bits with `adapter` on top, as a run with this flag and `engine` policy does.
+    For a GPU that has no memory for the model in bfloat16; slower."""
     baseline: str | None = None
     """What to compare with, row by row: a model of the same architecture and size, an adapter of `model`, or the output
     folder of an earlier evaluation."""
@@ -73,6 +77,14 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         errors.require((self.model is None) == (self.predictions is not None), "give either model or predictions")
         errors.require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         errors.require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
+        errors.require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
+        errors.require(
+            not self.load_in_4bit or self.baseline is None or self.baseline_is_saved,
+            "load_in_4bit: the baseline must be the output folder of an earlier evaluation",
+        )
+        errors.require(
+            self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter"
+        )
         errors.require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
@@ -166,11 +178,8 @@ def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sam
     else:
         samples = load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
     baseline = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
-    adapted = load_policy(cfg.model, PolicyFlags(adapter=cfg.adapter), torch.device("cpu")) if cfg.adapter else None
-    limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, max_images(samples))
-    engine = make_engine(cfg, cfg.model, processor, device, compute_dtype("auto", device), limits)
-    if adapted is not None:
-        engine.sync_weights(adapted)
+    adapted = load_adapted(cfg, device) if cfg.adapter else None
+    engine = start_sampler(cfg, processor, max_images(samples), adapted, device)
     settings, output = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
         evaluations = [(samples, sample_rows(engine, processor, samples, cfg, open_progress(output, settings)))]
@@ -181,6 +190,26 @@ def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sam
     except KeyboardInterrupt:
         raise RunStopped(f"interrupted; run the same command to resume from {cfg.output}", 130) from None
     return evaluations
+
+
+def load_adapted(cfg: Config, device: torch.device) -> Policy:
+    """Load the model with its adapter; in 4 bits it is on `device`, otherwise on the CPU."""
+    flags = PolicyFlags(adapter=cfg.adapter, load_in_4bit=cfg.load_in_4bit)
+    return load_policy(cfg.model, flags, device if cfg.load_in_4bit else torch.device("cpu"))
+
+
+def start_sampler(
+    cfg: Config, processor: Processor, images: int, adapted: Policy | None, device: torch.device
+) -> Engine:
+    """Start the sampler with the weights of the model, or of `adapted`. `images`: maximum number per prompt."""
+    if cfg.load_in_4bit:
+        return PolicyEngine(adapted, processor.tokenizer)
+    limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, images)
+    flags = replace(cfg, engine=choose_engine(cfg, device))
+    engine = make_engine(flags, cfg.model, processor, device, compute_dtype("auto", device), limits, adapted)
+    if adapted is not None:
+        engine.sync_weights(adapted)
+    return engine
 
 
 def load_baseline(cfg: Config) -> Policy:

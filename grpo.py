@@ -34,12 +34,18 @@ from evaluation.held_out import score_policy
 from packing import PackedBatch
 from policy.batches import completion_logprobs, micro_batches, vision_cost_per_patch
 from policy.lora import has_dropout, reference_weights
-from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, with_oom_retry
+from policy.memory import (
+    check_gpu_memory,
+    choose_micro_batch_size,
+    choose_sharding,
+    plan_sampler,
+    with_oom_retry,
+)
 from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference, unsharded
 from rewards import MAX_UNSCORED, Scorer
-from rollout import Engine, RequestLimits, make_engine
+from rollout import Engine, RequestLimits, choose_engine, make_engine
 from training import guards
 from training.balance import rebalance
 from training.checkpoint import RUN_STATE, Saver, load_checkpoint
@@ -642,8 +648,11 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
-    check_gpu_memory(policy, cfg, has_reference, device, cfg.vllm_memory, cfg.gpu_memory, sharding)
-    engine = make_engine(cfg, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, with_weights=False)
+    has_room, vllm_memory = plan_sampler(policy, cfg, device)
+    sampler = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
+    sampler_fraction = 0.0 if sampler.engine == "policy" else vllm_memory
+    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
+    engine = make_engine(sampler, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None

@@ -1,14 +1,12 @@
 """The samplers, which generate completions and share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
 `VLLMEngine` runs inside each training process. vLLM receives the trainer's weights before every step and frees its GPU
-memory while the trainer works. `HFEngine` is a plain transformers copy of the policy with a KV cache, and it needs no
-GPU. Each engine holds a full copy of the weights, so the engines sample independently, each at its own pace.
+memory while the trainer works. `HFEngine` (policy/hf_engine.py) is a plain transformers copy of the policy with a KV
+cache, and it needs no GPU. Both hold a full copy of the weights, so each process samples at its own pace.
+`PolicyEngine` (in the same file) has no copy: it samples from the trainer's own model, in a single process.
 
 The random numbers for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
 the same completions on any number of processes, up to rounding in matrix products of different shapes.
-
-Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
-otherwise 1).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,6 +32,7 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
+from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs, unfused_weights
@@ -68,6 +66,33 @@ class Engine(Protocol):
         ...
 
 
+def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = True) -> str:
+    """Return `flags.engine`, with "auto" resolved and the choice printed.
+
+    `has_room`: whether a copy of the model fits into the GPU's memory beside the trainer. Raises UserError if the
+    sampler is not available.
+    """
+    on_gpu, installed = device.type == "cuda", importlib.util.find_spec("vllm") is not None
+    if flags.engine == "vllm" and not (installed and on_gpu):
+        missing = "there is no GPU" if installed else "vLLM is not installed"
+        raise UserError(f"--engine vllm: {missing}; run pip install -r requirements-gpu.txt or use --engine hf")
+    if flags.engine == "policy" and distributed.world_size() > 1:
+        raise UserError("--engine policy works in one process only: leave it out, or set --nproc_per_node 1")
+    if flags.engine != "auto":
+        return flags.engine
+    if not has_room:
+        name, reason = "policy", " on the trainer's weights (no memory for a copy; sampling is slow)"
+    elif installed and on_gpu:
+        name, reason = "vllm", ""
+    else:
+        name, reason = "hf", " (vLLM is not installed)" if on_gpu else " (there is no GPU)"
+    if console.is_main():
+        package = "vllm" if name == "vllm" else "transformers"
+        title, version = "vLLM" if name == "vllm" else package, importlib.metadata.version(package)
+        print(f"sampler: {title} {version}{reason}", file=sys.stderr)
+    return name
+
+
 def make_engine(
     flags: EngineFlags,
     model: str,
@@ -75,30 +100,22 @@ def make_engine(
     device: torch.device,
     dtype: torch.dtype,
     limits: RequestLimits,
-    with_weights: bool = True,
+    policy: Policy | None = None,
 ) -> Engine:
-    """Build the sampler that `flags` select, with the weights saved at `model`; print which sampler "auto" selects.
+    """Build the sampler `flags.engine`, as `choose_engine` returned it, with the weights saved at `model`.
 
-    Pass `with_weights=False` if `sync_weights` will be called before `generate`; vLLM then does not read the saved
-    weights. Raises UserError if the sampler is not available.
+    `policy`: the policy whose weights `sync_weights` will pass on before the first `generate`; vLLM then does not read
+    the saved weights. `PolicyEngine` needs it. Raises UserError if the sampler cannot be started.
     """
     if distributed.world_size() % flags.tensor_parallel:
         raise UserError(
             f"--tensor_parallel {flags.tensor_parallel} must divide the {distributed.world_size()} processes"
         )
-    name, installed = flags.engine, importlib.util.find_spec("vllm") is not None
-    if name == "auto":
-        name = "vllm" if installed and device.type == "cuda" else "hf"
-        reason = "" if name == "vllm" else " (vLLM is not installed)" if device.type == "cuda" else " (there is no GPU)"
-        if console.is_main():
-            version = importlib.metadata.version("vllm" if name == "vllm" else "transformers")
-            print(f"sampler: {'vLLM' if name == 'vllm' else 'transformers'} {version}{reason}", file=sys.stderr)
-    if name == "hf":
-        return HFEngine(load_model(model, dtype).to(device).eval(), processor)
-    if not installed or device.type != "cuda":
-        missing = "vLLM is not installed" if not installed else "there is no GPU"
-        raise UserError(f"--engine vllm: {missing}; run pip install -r requirements-gpu.txt or use --engine hf")
-    return VLLMEngine(flags, model, processor, dtype, limits, with_weights)
+    if flags.engine == "policy":
+        return PolicyEngine(policy, processor.tokenizer)
+    if flags.engine == "hf":
+        return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
+    return VLLMEngine(flags, model, processor, dtype, limits, with_weights=policy is None)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -309,137 +326,3 @@ def keep_logits_in_float32(model: torch.nn.Module) -> None:
         return float32_logits(x, layer.weight)
 
     head.quant_method.apply = apply
-
-
-# --- transformers -----------------------------------------------------------------------------------------------------
-
-
-class HFEngine:
-    """Batched sampling with transformers and a KV cache."""
-
-    def __init__(self, model: transformers.PreTrainedModel, processor: Processor, max_sequences: int = 512):
-        self.model = model
-        self.tokenizer = processor.tokenizer
-        stop = stop_tokens(model.generation_config, model.config, processor.tokenizer)
-        self.stop = torch.tensor(stop, device=model.device)
-        self.device = model.device
-        self.max_sequences = max_sequences
-
-    def sync_weights(self, policy: Policy) -> None:
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, weight in sampler_weights(policy):
-                parameters[name].copy_(weight)
-
-    def sleep(self) -> None:
-        self.model.to("cpu")
-
-    def wake_up(self) -> None:
-        self.model.to(self.device)
-
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
-        batch_size = max(1, self.max_sequences // how.n)
-        rollouts = []
-        with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
-            for i in range(0, len(prompts), batch_size):
-                batch = prompts[i : i + batch_size]
-                rollouts += self._generate(batch, seeds[i : i + batch_size], how)
-                bar.update(len(batch))
-        return rollouts
-
-    @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
-        uniforms = torch.cat([_uniforms(seed, how.n, how.max_tokens) for seed in seeds]).to(self.device)
-        logits, cache, mask, position = self._prefill(prompts, how.n)
-        ids, logps = [], []
-        running = torch.ones(len(logits), dtype=torch.bool, device=self.device)  # (B,)
-        lengths = torch.zeros(len(logits), dtype=torch.long, device=self.device)
-        for t in range(how.max_tokens):
-            token, logp = sample(logits, uniforms[:, t], how.temperature, how.top_p)
-            ids.append(token)
-            logps.append(logp)
-            lengths += running
-            running = running & ~torch.isin(token, self.stop)
-            if t == how.max_tokens - 1 or not running.any():
-                break
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            out = self.model(
-                input_ids=token[:, None],
-                position_ids=(position + t)[..., None],
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-            )
-            logits, cache = out.logits[:, -1], out.past_key_values
-        return self._collect(torch.stack(ids, 1), torch.stack(logps, 1), lengths, running, how.n)
-
-    def _prefill(self, prompts: Sequence[Prompt], n: int):
-        """Run the model once on every prompt, then repeat each prompt's cache for its n completions.
-
-        Returns logits (B, V), the cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
-        """
-        longest = max(len(p.ids) for p in prompts)
-        positions = [p.positions for p in prompts]  # (R, S) each
-
-        def left_pad(x: Tensor) -> Tensor:
-            return torch.nn.functional.pad(x, (longest - x.shape[-1], 0))
-
-        input_ids = torch.stack([left_pad(p.ids) for p in prompts])
-        mask = torch.stack([left_pad(torch.ones_like(p.ids)) for p in prompts])
-        position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prompts, S)
-        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prompts)
-        if len(position_ids) == 1:
-            position_ids, next_position = position_ids[0], next_position[0]
-        keys = sorted({key for p in prompts for key in p.vision})
-        vision = {key: torch.cat([p.vision[key] for p in prompts if p.vision]).to(self.device) for key in keys}
-        out = self.model(
-            input_ids=input_ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            position_ids=position_ids.to(self.device),
-            use_cache=True,
-            logits_to_keep=1,
-            **vision,
-        )
-        cache = out.past_key_values
-        cache.batch_repeat_interleave(n)
-        logits = out.logits[:, -1].repeat_interleave(n, 0)
-        mask = mask.to(self.device).repeat_interleave(n, 0)
-        return logits, cache, mask, next_position.to(self.device).repeat_interleave(n, -1)
-
-    def _collect(self, ids: Tensor, logps: Tensor, lengths: Tensor, running: Tensor, n: int) -> list[list[Rollout]]:
-        ids, logps, rollouts = ids.cpu(), logps.cpu(), []
-        for row, (length, truncated) in enumerate(zip(lengths.tolist(), running.tolist())):
-            tokens = ids[row, :length].clone()
-            text = self.tokenizer.decode(tokens if truncated else tokens[:-1])
-            rollouts.append(Rollout(tokens, logps[row, :length].clone(), truncated, text))
-        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
-
-
-def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
-    """Return (n, max_tokens) random numbers in [0, 1) for one prompt. A larger `max_tokens` only appends numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(max_tokens, n, generator=generator, dtype=torch.float64).T
-
-
-def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of `logits` (B, V) and return the tokens (B,) and their log-probabilities (B,).
-
-    Each token is found by inverting the cumulative distribution in float64 at one of the numbers `uniform` (B,), which
-    lie in [0, 1). The same number and logits therefore always give the same token. Only the most likely tokens are
-    kept: the fewest whose total probability is at least `top_p`. Temperature 0 picks the most likely token and returns
-    its log-probability at temperature 1.
-    """
-    if temperature == 0:
-        logp = logits.double().log_softmax(-1)
-        token = logp.argmax(-1)
-    else:
-        logp = (logits.double() / temperature).log_softmax(-1)
-        if top_p < 1:
-            order = logp.argsort(-1, descending=True)
-            sorted_p = logp.gather(-1, order).exp()
-            dropped = (sorted_p.cumsum(-1) - sorted_p) >= top_p  # the tokens before this one already reach top_p
-            logp = logp.masked_fill(dropped.gather(-1, order.argsort(-1)), -torch.inf).log_softmax(-1)
-        cumulative = logp.exp().cumsum(-1)
-        token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[-1] - 1)
-    return token, logp.gather(-1, token[:, None])[:, 0].float()

@@ -7,6 +7,9 @@ lm_head to completion tokens only, a few rows at a time.
 Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V vocabulary.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -78,6 +81,23 @@ def keep_residual_in_float32(decoder: nn.Module) -> None:
                 child.register_forward_hook(cast_to_weight_dtype)
 
 
+@contextlib.contextmanager
+def plain_forward(model: nn.Module) -> Iterator[None]:
+    """Undo `enable_packed_forward` inside the context, except for the float32 residual stream.
+
+    The attention is then plain and causal, with a KV cache, and nothing is compiled.
+    """
+    configs = (model.config, language_model(model).config)
+    for config in configs:
+        config._attn_implementation_internal = "sdpa"
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for config in configs:
+            config._attn_implementation_internal = "shared_prefix"
+
+
 def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
     """Return the image features that the language model needs, with shape (image tokens, features).
 
@@ -143,6 +163,15 @@ def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
         is_image[0, batch.image_tokens] = True
         inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deepstack}
     return inputs
+
+
+def next_token_logits(model: nn.Module, **inputs: object) -> tuple[Tensor, transformers.Cache]:
+    """Return the logits (B, V) of the token that follows the last one of each sequence, and the KV cache.
+
+    `inputs` are those of transformers. The logits are in float32.
+    """
+    out = model.model(use_cache=True, **inputs)
+    return float32_logits(out.last_hidden_state[:, -1], model.lm_head.weight), out.past_key_values
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
-from config import PolicyFlags
+from config import Config, PolicyFlags
 from policy.forward import LOGIT_ROWS, language_model
 from policy.lora import has_adapter
 from policy.model import Policy, compute_dtype, vision_parameters
@@ -24,6 +24,7 @@ MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger mi
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
+SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
@@ -69,6 +70,22 @@ def choose_sharding(
     if console.is_main():
         print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
     return chosen
+
+
+def plan_sampler(policy: Policy, cfg: Config, device: torch.device) -> tuple[bool, float]:
+    """Return whether the GPU has room for a sampler's copy of the model, and the fraction of its memory that vLLM gets.
+
+    The fraction is `cfg.vllm_memory`, or more if the copy needs more. Without a GPU, there is always room, and with
+    several processes, too, because only a single one can do without a copy.
+    """
+    if device.type != "cuda":
+        return True, cfg.vllm_memory
+    parameters = (p for name, p in policy.named_parameters() if ".lora_" not in name)
+    copy = 2 * sum(getattr(p, "quant_state", p).shape.numel() for p in parameters)  # in the compute dtype
+    needed, total = copy / cfg.tensor_parallel + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
+    resting, _ = state_bytes(policy, cfg, bool(cfg.beta))
+    has_room = distributed.world_size() > 1 or resting + needed <= total
+    return has_room, max(cfg.vllm_memory, min(0.9, needed / total))
 
 
 def check_gpu_memory(

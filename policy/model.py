@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.forward import enable_packed_forward, token_logprobs, vision_features
+from policy.forward import enable_packed_forward, next_token_logits, token_logprobs, vision_features
 from policy.lora import continue_adapter, has_adapter, new_adapter, without_dropout
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
@@ -51,6 +51,10 @@ class Policy(nn.Module):
         zero = 0.0 * self._run_blank_image() if batch.dummy_vision else 0.0
         logp, entropy = token_logprobs(self.model, batch, temperature)
         return logp + zero, entropy
+
+    def next_token_logits(self, **inputs: object) -> tuple[Tensor, transformers.Cache]:
+        """Call `forward.next_token_logits` as a second forward method, before which FSDP gathers weights, too."""
+        return next_token_logits(self.model, **inputs)
 
     def _run_blank_image(self) -> Tensor:
         """Return the sum of the vision tower's outputs for the smallest possible blank image.

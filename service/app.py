@@ -46,7 +46,7 @@ from common.errors import CallFailed, UserError, require
 from common.records import TAG
 from grading.sandbox import WorkerPool
 from service.connections import Connection, limit_connections
-from service.jobs import ROOT, Job, Store
+from service.jobs import ROOT, Job, Store, arguments
 from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
@@ -396,7 +396,8 @@ def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, q
     flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
     flags |= {"max_megapixels": state.cfg.max_megapixels}
     flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
-    command = [sys.executable, "evaluate.py", *(f"--{name}={value}" for name, value in flags.items())]
+    flags |= {"load_in_4bit": job.settings["flags"]["load_in_4bit"]}
+    command = [sys.executable, "evaluate.py", *arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)
     except subprocess.TimeoutExpired:

@@ -78,6 +78,12 @@ class Job:
         return "training" if self.waiting else self.status
 
 
+def arguments(flags: dict[str, Any]) -> list[str]:
+    """Return `flags` as arguments of a script. A flag that is True has no value, and one that is False is left out."""
+    switches = [f"--{name}" for name, value in flags.items() if value is True]
+    return switches + [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, bool)]
+
+
 def _now() -> str:
     """Return the time in UTC, without an offset, as the API gives it."""
     return datetime.datetime.now(datetime.UTC).replace(tzinfo=None).isoformat(timespec="seconds")
@@ -293,8 +299,7 @@ class Store:
         """Return the job's flags for grpo.py."""
         flags = {"task": "count", "model": job.model, "data": self.zip_path(job.file_id)} | job.settings["flags"]
         flags |= {"output": self.run_folder(job.job_id), "skip_bad_rows": True, "save_every": 10, "report_every": 5}
-        switches = [f"--{name}" for name, value in flags.items() if value is True]
-        return switches + [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, bool)]
+        return arguments(flags)
 
     def _ask_to_stop(self, job: Job) -> None:
         """Send SIGTERM once per attempt: a second SIGTERM makes grpo.py exit without saving a checkpoint."""

@@ -1,6 +1,7 @@
 """Fixtures, created once per session: tiny random models in Hugging Face layout and a small counting data set."""
 
 import atexit
+import json
 import os
 import pathlib
 import shutil
@@ -75,6 +76,19 @@ def shapes(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("data") / "shapes"
     tiny.write_shapes(folder, 12, [0, 0])
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def transformers_5_base(tiny_model, tmp_path_factory) -> pathlib.Path:
+    """Return a base whose image processor's settings are only in processor_config.json, as transformers 5 saves it."""
+    base = tmp_path_factory.mktemp("v5") / "model"
+    shutil.copytree(tiny_model, base)
+    names = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+    settings = {key: json.loads((base / name).read_text()) for key, name in names.items()}
+    for name in names.values():
+        (base / name).unlink()
+    (base / "processor_config.json").write_text(json.dumps(settings | {"processor_class": "Qwen2_5_VLProcessor"}))
+    return base
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@
 also writes the versions of everything that these tests loaded, which `requirements-gpu.txt` must pin.
 """
 
+import copy
 import datetime
 import importlib
 import importlib.util
@@ -16,6 +17,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +28,10 @@ from common.files import read_jsonl
 from config import PolicyFlags
 from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.memory import check_gpu_memory
+from policy.lora import new_adapter, without_dropout
+from policy.memory import check_gpu_memory, plan_sampler
 from policy.model import Policy
+from rollout import choose_engine
 from tests.helpers.models import build, make_group
 from tests.helpers.scripts import ROOT
 from tests.helpers.versions import loaded_packages
@@ -186,6 +190,30 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
 
 
 @no_vllm
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5_base, shapes, tmp_path, lora_rank):
+    flags = [
+        f"--model={transformers_5_base}",
+        f"--data={shapes}",
+        f"--output={tmp_path}/run",
+        f"--lora_rank={lora_rank}",
+    ]
+    flags += ["--max_steps=1", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
+    process = run("grpo.py", *flags, "--vllm_memory=0.1", "--no_compile")
+    assert process.returncode == 0, process.stderr[-3000:]
+    model = f"{tmp_path}/run/final"
+    if lora_rank:
+        model = f"{tmp_path}/merged"
+        adapter = f"--lora_model={tmp_path}/run/final"
+        process = run("merge_lora.py", f"--base_model={transformers_5_base}", adapter, f"--output_path={model}")
+        assert process.returncode == 0, process.stderr[-3000:]
+    flags = [f"--model={model}", f"--data={shapes}", "--limit=4", f"--output={tmp_path}/eval", "--vllm_memory=0.1"]
+    process = run("evaluate.py", *flags, "--max_tokens=16", "--engine=vllm")
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert (tmp_path / "eval" / "scores.json").is_file()
+
+
+@no_vllm
 @pytest.mark.skipif("RECORD_VERSIONS" not in os.environ, reason="RECORD_VERSIONS names no file to write")
 def test_record_the_versions_that_were_loaded(engine):
     for name in ("peft", "bitsandbytes"):  # loaded in the processes that trained adapters
@@ -197,6 +225,52 @@ def test_record_the_versions_that_were_loaded(engine):
         "packages": dict(sorted((engine["packages"] | loaded_packages()).items())),
     }
     pathlib.Path(os.environ["RECORD_VERSIONS"]).write_text(json.dumps(record, indent=1) + "\n")
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_4_bit_policy_samples_for_itself(tiny_model, shapes, tmp_path):
+    """The sampler is the compiled, 4-bit policy with dropout, run without compilation and dropout."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--lora_rank=8", "--load_in_4bit"]
+    flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
+    flags += ["--learning_rate=1e-2", "--lora_dropout=0.1", "--engine=policy", "--activation_checkpointing=full"]
+    process = run("grpo.py", *flags)
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.01
+    assert rows[-1]["grad_norm"] > 0
+    flags = [f"--model={tiny_model}", f"--adapter={tmp_path}/run/final", "--load_in_4bit", f"--data={shapes}"]
+    process = run("evaluate.py", *flags, "--max_tokens=16", f"--output={tmp_path}/eval")
+    assert process.returncode == 0, process.stderr[-3000:]
+
+
+def test_dropout_in_compiled_layers_is_the_same_when_a_layer_is_recomputed():
+    generator = torch.Generator().manual_seed(1)
+    base = build("qwen2_5")
+    batch = pack([make_group(base, "qwen2_5", 5, [], [4, 1, 7], generator)]).to("cuda")
+    new_adapter(base, rank=4, alpha=0, vision=False, dropout=0.5)
+    for name, parameter in base.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    results = []
+    for checkpointed in (False, True):
+        model = copy.deepcopy(base).cuda()
+        enable_packed_forward(model, compiled=True)
+        model.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        logp, _ = token_logprobs(model, batch)
+        logp.sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        with torch.no_grad(), without_dropout(model):
+            plain, _ = token_logprobs(model, batch)
+        assert (plain - logp).abs().max() > 0.001, "dropout changes the log-probabilities"
+        results.append((logp.detach(), gradient))
+    (logp, gradient), (logp_again, gradient_again) = results
+    torch.testing.assert_close(logp_again, logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradient_again, gradient, atol=1e-4, rtol=1e-3)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -237,6 +311,21 @@ def test_a_gpu_that_is_too_small_reports_the_missing_memory(monkeypatch):
     policy = Policy(build("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
         check_gpu_memory(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
+
+
+def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(monkeypatch, capsys):
+    """A copy of the tiny model needs hardly more than `SAMPLER_BYTES`."""
+    policy, cfg, device = Policy(build("qwen2_5_vl")), grpo.Config(data="-", beta=0), torch.device("cuda")
+    choices = []
+    for gib in (2.0, 4.0, 100.0):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, gib=gib: SimpleNamespace(total_memory=gib * 2**30)
+        )
+        has_room, vllm_memory = plan_sampler(policy, cfg, device)
+        choices.append((choose_engine(cfg, device, has_room), round(vllm_memory, 2)))
+    sampler = "vllm" if importlib.util.find_spec("vllm") else "hf"
+    assert choices == [("policy", 0.9), (sampler, pytest.approx(0.54, abs=0.01)), (sampler, 0.25)]
+    assert "no memory for a copy; sampling is slow" in capsys.readouterr().err
 
 
 def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_path, capsys):

@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -528,19 +527,6 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
         assert "Traceback" not in err
     else:
         assert process.returncode != 0
-
-
-@pytest.fixture(scope="module")
-def transformers_5_base(tiny_model, tmp_path_factory) -> pathlib.Path:
-    """Return a base whose image processor's settings are only in processor_config.json, as transformers 5 saves it."""
-    base = tmp_path_factory.mktemp("v5") / "model"
-    shutil.copytree(tiny_model, base)
-    names = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
-    settings = {key: json.loads((base / name).read_text()) for key, name in names.items()}
-    for name in names.values():
-        (base / name).unlink()
-    (base / "processor_config.json").write_text(json.dumps(settings | {"processor_class": "Qwen2_5_VLProcessor"}))
-    return base
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
