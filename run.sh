@@ -113,7 +113,7 @@ train() {  # run grpo.py on every GPU of every machine
 run_recipe() {
   local adapter=()
   mapfile -t train_flags < <(sed 's/#.*//' "recipes/$recipe.flags" | xargs -n 1)
-  model=${MODEL:-} data=${DATA:-$data} test_data=${TEST_DATA-$test_data} output=${OUTPUT:-runs/$name}
+  model=${MODEL:-} data=${DATA:-$data} output=${OUTPUT:-runs/$name}
   if [ -n "$smoke" ]; then
     output=runs/smoke/$name
     heading "A tiny model and a few rows"
@@ -123,6 +123,7 @@ run_recipe() {
       --max_completion_length 32 --overwrite)
     smoke_data "$output/made"
   fi
+  test_data=${TEST_DATA-$test_data}
   [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER" --lora_rank 0 --lora_alpha 0)  # it keeps its own rank
   train "${train_flags[@]}" ${model:+--model "$model"} ${data:+--data "$data"} --output "$output" "${adapter[@]}" \
     "${smoke_flags[@]}" "${given_flags[@]}"

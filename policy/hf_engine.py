@@ -54,13 +54,16 @@ class HFEngine:
                 try:
                     rollouts += self._generate(prompts[some], seeds[some], how)
                 except torch.OutOfMemoryError:
-                    self._halve_batch(how.n)
+                    self._halve_batch(len(prompts[some]) * how.n, how.n)
                 bar.update(len(rollouts) - bar.n)
         return rollouts
 
-    def _halve_batch(self, n: int) -> None:
-        """Sample half as many sequences at once from now on. Raises RunStopped if that is less than one prompt's."""
-        self.max_sequences //= 2
+    def _halve_batch(self, sequences: int, n: int) -> None:
+        """From now on, sample half as many sequences at once as `sequences`, for which the memory was too small.
+
+        Raises RunStopped if this is less than the `n` completions of one prompt.
+        """
+        self.max_sequences = sequences // 2
         if self.max_sequences < n:
             raise RunStopped(
                 "out of GPU memory in sampling. What helps: a smaller --num_generations, "

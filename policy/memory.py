@@ -16,7 +16,7 @@ from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
 from policy.forward import LOGIT_ROWS, language_model
 from policy.lora import has_adapter
-from policy.model import Policy, compute_dtype, vision_parameters
+from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
 from policy.sharding import reshard
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger mi
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
+CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
 SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
@@ -105,7 +106,8 @@ def check_gpu_memory(
     if device.type != "cuda":
         return
     if limit:
-        torch.cuda.set_per_process_memory_fraction(distributed.memory_fraction(limit), device)
+        fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # the limit holds for the allocator only
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
     total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
     resting, gradients = (size / shards for size in state_bytes(policy, flags, with_reference))
     training, sampling = resting + gradients, resting + sampler_fraction * total
@@ -184,7 +186,7 @@ class MemoryBudget:
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
     optimizer: float  # gradients and moments, which the first update allocates
     logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
-    layers: float  # two gathered layers
+    layers: float  # two gathered layers or, beside 4-bit weights, the whole gathered adapter
 
     @property
     def activations(self) -> float:
@@ -204,6 +206,9 @@ def measure_memory(
     free, gpu_size = torch.cuda.mem_get_info(device)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
     decoder = language_model(policy.model)
+    layers = 12 * sum(p.numel() for p in decoder.layers[0].parameters())
+    if is_quantised(policy):
+        layers = sum(2 * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     vocab_size = decoder.embed_tokens.weight.shape[0]
     total = limit * 2**30 or gpu_size
     return MemoryBudget(
@@ -212,7 +217,7 @@ def measure_memory(
         in_use=gpu_size - free,
         optimizer=(4 if flags.offload_optimizer else 12) * trained,
         logits=(12 if flags.compile else 28) * LOGIT_ROWS * vocab_size,
-        layers=12 * sum(p.numel() for p in decoder.layers[0].parameters()),
+        layers=layers,
     )
 
 
@@ -284,7 +289,8 @@ def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags,
         size = compute_dtype(flags.dtype, parameters[0].device).itemsize
         full_bytes = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
         never = flags.gather == "layer" or (model is reference and flags.offload_reference)
-        too_large = flags.gather == "auto" and available < full_bytes
+        counted = is_quantised(model)  # `measure_memory` has counted the gathered adapter
+        too_large = flags.gather == "auto" and available < full_bytes and not counted
         model.keep_unsharded = not distributed.all_max(torch.tensor(int(never or too_large)))
 
 

@@ -212,6 +212,11 @@ def four_bit_config(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
     )
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether `model` holds weights in 4 bits."""
+    return any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+
+
 def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: bool = False) -> Policy:
     """Load the model at `name` as a policy with float32 master weights.
 

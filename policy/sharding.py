@@ -21,7 +21,7 @@ from common import console, distributed
 from config import PolicyFlags
 from policy.forward import enable_packed_forward, language_model
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
-from policy.model import Policy, compute_dtype, load_model, vision_parameters
+from policy.model import Policy, compute_dtype, is_quantised, load_model, vision_parameters
 
 
 def load_reference(
@@ -76,8 +76,7 @@ def _cast_frozen(policy: Policy, device: torch.device, dtype: torch.dtype) -> se
     A frozen vision tower stays whole on every process, so that a batch without images needs no collective for the
     tower. A 4-bit model also stays whole.
     """
-    quantised = any(hasattr(parameter, "quant_state") for parameter in policy.parameters())
-    whole = policy.parameters() if quantised else vision_parameters(policy.model)
+    whole = policy.parameters() if is_quantised(policy) else vision_parameters(policy.model)
     frozen = {parameter for parameter in whole if not parameter.requires_grad}
     # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
     # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the

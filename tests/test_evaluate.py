@@ -10,8 +10,8 @@ from data import load_processor, load_samples
 from evaluate import Config
 from evaluation import held_out
 from evaluation.metrics import interval, mean_score, pass_at_k, summarise
+from policy.hf_engine import HFEngine
 from policy.model import load_model
-from rollout import HFEngine
 from tests.helpers.scripts import VECTORS
 
 
@@ -80,7 +80,7 @@ def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monk
     """This process is the second of two. It has no row in the last chunk, but it must join that chunk, too."""
     processor = load_processor(tiny_model, "count")
     samples = load_samples(shapes, "count", processor=processor)
-    engine = HFEngine(load_model(tiny_model, torch.float32), processor)
+    engine = HFEngine(load_model(tiny_model, torch.float32), processor.tokenizer)
     calls, generate = [], engine.generate
     monkeypatch.setattr(held_out, "CHUNK", 1)
     monkeypatch.setattr(held_out.distributed, "rank", lambda: 1)

@@ -13,15 +13,20 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
 
-from common.errors import UserError
+import evaluate
+import grpo
+from common.errors import RunStopped, UserError
+from common.files import read_jsonl
 from common.records import Completion, Group, Sample, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
+from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_policy, stop_tokens
 from policy.vllm_checks import check_pixels
-from rollout import HFEngine, RequestLimits, VLLMEngine, make_engine, sample
+from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine
+from tests.helpers import runs
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +167,7 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     flags, cpu = EngineFlags(engine="vllm"), torch.device("cpu")
     if importlib.util.find_spec("vllm") is None:
         with pytest.raises(UserError, match=r"vLLM is not installed; run pip install -r requirements-gpu"):
-            make_engine(flags, tiny_model, processor, cpu, torch.float32, RequestLimits(100, 1))
+            choose_engine(flags, cpu)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('undefined symbol: built for another torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -172,11 +177,11 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*or use --engine hf"):
         VLLMEngine(flags, tiny_model, processor, torch.bfloat16, RequestLimits(100, 1))
     with pytest.raises(UserError, match="there is no GPU"):
-        make_engine(flags, tiny_model, processor, cpu, torch.float32, RequestLimits(100, 1))
+        choose_engine(flags, cpu)
 
 
-def test_auto_says_what_it_chose(tiny_model, processor, capsys):
-    make_engine(EngineFlags(), tiny_model, processor, torch.device("cpu"), torch.float32, RequestLimits(100, 1))
+def test_auto_says_what_it_chose(capsys):
+    assert choose_engine(EngineFlags(), torch.device("cpu")) == "hf"
     assert re.search(r"sampler: transformers \d.* \(there is no GPU\)", capsys.readouterr().err)
 
 
@@ -191,3 +196,71 @@ def test_pixels_are_compared_picture_by_picture(processor):
         check_pixels(prompts, received)
     with pytest.raises(UserError, match="row 0"):
         check_pixels(prompts, [])
+
+
+# --- the policy itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        ({}, 0.0),  # without an adapter, the copy has exactly the policy's weights
+        ({"lora_rank": 4, "lora_dropout": 0.1, "activation_checkpointing": "full"}, 1e-5),
+    ],
+)
+def test_the_policy_itself_samples_what_a_copy_samples(tiny_model, shapes, tmp_path, flags, tolerance):
+    """Sampling also leaves the policy as it was: packed, in training mode, with dropout."""
+    rows = {}
+    for engine in ("hf", "policy"):
+        grpo.main(runs.config(tiny_model, shapes, tmp_path / engine, max_steps=2, engine=engine, **flags))
+        rows[engine] = read_jsonl(tmp_path / engine / "metrics.jsonl")
+    for copy, policy in zip(*rows.values()):
+        for name in ("reward", "completions/mean_length", "grad_norm", "loss", "entropy"):
+            assert policy[name] == pytest.approx(copy[name], abs=tolerance, rel=0), name
+        assert policy["sampling/logp_difference_mean"] < 1e-5
+
+
+def test_a_4_bit_policy_agrees_with_its_sampler(tiny_model, shapes, tmp_path):
+    """A sampler with merged weights, as vLLM has, differs by 0.01 nats."""
+    four_bit = dict(lora_rank=4, load_in_4bit=True, dtype="bfloat16", engine="policy", learning_rate=1e-2)
+    grpo.main(runs.config(tiny_model, shapes, tmp_path / "run", max_steps=2, **four_bit))
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.005
+    flags = dict(model=tiny_model, adapter=f"{tmp_path}/run/final", data=shapes, limit=2, max_tokens=8, n=2)
+    evaluate.main(evaluate.Config(**flags, load_in_4bit=True, temperature=1.0, output=f"{tmp_path}/eval"))
+    assert len(read_jsonl(tmp_path / "eval" / "predictions.jsonl")) == 2
+
+
+def test_sampling_that_runs_out_of_memory_continues_with_smaller_batches(engine, prompts, monkeypatch, capsys):
+    want = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
+    generate, sizes, room = HFEngine._generate, [], [1]
+
+    def small_gpu(self, some, *args):
+        sizes.append(len(some))
+        if len(some) > room[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return generate(self, some, *args)
+
+    monkeypatch.setattr(HFEngine, "_generate", small_gpu)
+    monkeypatch.setattr(engine, "max_sequences", 512)
+    got = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
+    assert sizes == [3, 1, 1, 1]
+    assert [r.ids.tolist() for group in got for r in group] == [r.ids.tolist() for group in want for r in group]
+    assert "sampling at most 3 sequences at once" in capsys.readouterr().err
+    room[0] = 0
+    with pytest.raises(RunStopped, match=r"out of GPU memory in sampling\. What helps: a smaller --num_generations"):
+        engine.generate(prompts, [1, 2, 3], Sampling(4, 5))
+
+
+def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):
+    flags, cpu = EngineFlags(engine="policy"), torch.device("cpu")
+    assert choose_engine(flags, cpu) == "policy"
+    monkeypatch.setattr("rollout.distributed.world_size", lambda: 2)
+    with pytest.raises(UserError, match="--engine policy works in one process only"):
+        choose_engine(flags, cpu)
+    with pytest.raises(ValueError, match="engine policy is for training"):
+        evaluate.Config(model=tiny_model, data="rows", engine="policy")
+    with pytest.raises(ValueError, match="load_in_4bit needs an adapter"):
+        evaluate.Config(model=tiny_model, data="rows", load_in_4bit=True)
+    with pytest.raises(ValueError, match="the baseline must be the output folder of an earlier evaluation"):
+        evaluate.Config(model=tiny_model, adapter="a", baseline=tiny_model, data="rows", load_in_4bit=True)

@@ -505,7 +505,7 @@ def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
             grpo.main(config(str(tmp_path / name), shapes, tmp_path / "out", max_steps=1))
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_path, processes):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []

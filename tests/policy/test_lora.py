@@ -26,11 +26,11 @@ from packing import pack
 from policy import lora, optimizer
 from policy.batches import completion_logprobs
 from policy.forward import enable_packed_forward, token_logprobs
+from policy.hf_engine import HFEngine
 from policy.lora import adapted_weights, continue_adapter, has_dropout, new_adapter, reference_weights
 from policy.model import cache_image_features, check_trained, load_model, load_policy
 from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
-from rollout import HFEngine
 from tests.helpers.adapters import copy_adapter, plain_logits, save_random_adapter
 from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
 from tests.helpers.runs import SMALL, config, weights
@@ -137,7 +137,7 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
     if sharded:
         distributed.start()
         policy = apply_fsdp(policy, CPU, torch.bfloat16)
-    engine = HFEngine(load_model(tiny_model, torch.bfloat16), load_processor(tiny_model, "count"))
+    engine = HFEngine(load_model(tiny_model, torch.bfloat16), load_processor(tiny_model, "count").tokenizer)
     before = {name: p.clone() for name, p in policy.model.named_parameters() if ".lora_" not in name}
     for seed in range(50):
         randomise(policy.model, seed)
@@ -283,6 +283,7 @@ def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_beside_4_bit_weights_two_processes_make_the_run_of_one(tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", "--load_in_4bit", "--dtype=float32"]
     flags += [f"--{key}={value}" for key, value in SMALL.items()]

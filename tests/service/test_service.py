@@ -115,7 +115,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory) -> bytes:
     folder = tmp_path_factory.mktemp("shapes")
-    tiny.write_shapes(folder / "data", 24, [0, 7])
+    tiny.write_shapes(folder / "data", 16, [0, 7])
     return zipped(folder / "data")
 
 
@@ -162,13 +162,13 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
     assert "main.csv" in json.dumps(service.call("GET", "/data-format", 200).json())
     file = service.upload(archive)
     assert set(file) == {"file_id", "filename", "upload_time", "csv_rows", "valid_images", "problems"}
-    assert (file["csv_rows"], file["valid_images"], file["problems"]) == (24, 24, [])
+    assert (file["csv_rows"], file["valid_images"], file["problems"]) == (16, 16, [])
     assert service.call("GET", "/files", 200).json() == [file]
     job_id = service.train(file["file_id"])
     second = service.train(file["file_id"], seed=1)
     job = service.wait(job_id, lambda job: job["current_step"] >= 3)
     assert job["status"] == "training"
-    assert job["total_steps"] == 12
+    assert job["total_steps"] == 8
     assert job["waiting"] is False
     waiting = service.job(second)  # one job trains at a time
     assert (waiting["status"], waiting["waiting"], waiting["current_step"]) == ("training", True, 0)
@@ -187,18 +187,18 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
     assert events[0] == "event: job"
     assert '"status":"completed"' in [line for line in events if line.startswith("data: {")][-1]
     steps = [row["step"] for line in events if line.startswith("data: [") for row in json.loads(line[6:])]
-    assert sorted(set(steps)) == list(range(1, 13))
+    assert sorted(set(steps)) == list(range(1, 9))
     assert service.job(job_id)["progress"] == 100.0
     log = service.call("GET", f"/jobs/{job_id}/logs", 200).text
     assert "error:" not in log and "\r" not in log
-    assert re.findall(r"^step (\d+)/12  reward ", log, re.MULTILINE) == [str(step) for step in range(1, 13)]
-    assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 13))
-    assert cancelled_at_step < 12
+    assert re.findall(r"^step (\d+)/8  reward ", log, re.MULTILINE) == [str(step) for step in range(1, 9)]
+    assert [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()] == list(range(1, 9))
+    assert cancelled_at_step < 8
     result = zipfile.ZipFile(io.BytesIO(service.call("GET", f"/jobs/{job_id}/download", 200).content))
     names = {"adapter_config.json", "adapter_model.safetensors", "training_args.json", "tokenizer.json"}
     names |= {"tokenizer_config.json", "preprocessor_config.json", "trainer_state.json"}
     assert names <= set(result.namelist())
-    assert json.loads(result.read("trainer_state.json"))["global_step"] == 12
+    assert json.loads(result.read("trainer_state.json"))["global_step"] == 8
     assert json.loads(result.read("adapter_config.json"))["lora_dropout"] == 0.05
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
     question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
@@ -215,9 +215,9 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
     service.call("GET", "/jobs/none", 404)
     detail = service.call("POST", f"/jobs/{second}/resume", 409).json()["detail"]
     assert "images were deleted" in detail
-    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "10"}) as stream:
+    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True, headers={"Last-Event-ID": "6"}) as stream:
         rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
-    assert [row["step"] for event in rows for row in event] == [11, 12], "only new steps must be sent"
+    assert [row["step"] for event in rows for row in event] == [7, 8], "only new steps must be sent"
     check_clients(service, archive, job_id, tmp_path, monkeypatch)
 
 
@@ -365,7 +365,7 @@ def test_bad_rows_are_listed(shared):
 def test_many_uploads_wait_for_each_other(shared, archive):
     with ThreadPoolExecutor(8) as pool:
         files = list(pool.map(shared.upload, [archive] * 8))
-    assert {file["csv_rows"] for file in files} == {24}
+    assert {file["csv_rows"] for file in files} == {16}
     stored = {path.stem for path in (shared.folder / "files").iterdir()}
     assert {file["file_id"] for file in files} <= stored
     wait_for(lambda: not list(shared.folder.glob("scratch-*")), 10)  # deleted after the answer has been sent
@@ -770,7 +770,7 @@ def test_kills_of_the_service_and_of_the_job(service, archive):
             job = service.wait(job_id, lambda job: job["status"] in TRAINED)
         assert job["status"] == "completed", job
         steps = [row["step"] for row in service.call("GET", f"/jobs/{job_id}/metrics", 200).json()]
-        assert steps == list(range(1, 13))
+        assert steps == list(range(1, 9))
 
 
 def kill_a_job(service: Service, jobs: list[str]) -> None:
@@ -843,7 +843,7 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     page.click("text=Start training")
     assert refusals(page) == ["upload pictures first"]
     drop(page, LONG, archive)
-    page.wait_for_selector("text=24 rows, 24 pictures")
+    page.wait_for_selector("text=16 rows, 16 pictures")
     wait_for(lambda: page.evaluate("document.querySelectorAll('.pictures img[src^=blob]').length == 8"), 30)
     check_layout(page, "uploaded", shots)
     page.fill("[name=job_name]", "  ")
@@ -871,8 +871,8 @@ def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path):
     page.wait_for_selector("#status:has-text('cancelled')")
     page.click("#resume")
     page.wait_for_selector("#status:has-text('completed')", timeout=180_000)
-    wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 12"), 30)
-    assert points_when_cancelled < 12
+    wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 8"), 30)
+    assert points_when_cancelled < 8
     with page.expect_download() as download:
         page.click("#download")
     assert "adapter_model.safetensors" in zipfile.ZipFile(download.value.path()).namelist()

@@ -36,7 +36,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("processes", "kills"), [(1, 5), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
+    ("processes", "kills"), [(1, 3), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
 )
 def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
     """Killing and resuming a run at random moments does not change its parameters, moments or metrics."""
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
 @pytest.mark.parametrize("processes", [0, 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
     """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
-    sizes = dict(prompts_per_step=12 if processes else 6, num_generations=8, micro_batch_tokens=60)
+    sizes = dict(prompts_per_step=12 if processes else 4, num_generations=8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
     flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
     launcher = torchrun("--standalone", f"--nproc_per_node={processes}") if processes else []
@@ -276,6 +276,7 @@ def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model,
     assert re.search(message, stderr), stderr[-3000:]
 
 
+@SLOW  # tests/policy/test_sharding.py replaces a whole machine by the same means
 def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
     """With `--max_restarts`, torchrun restarts the job, which resumes from its checkpoint and finishes."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=9"]
