@@ -164,7 +164,7 @@ def test_every_flag_is_explained():
                 assert explained, f"{script}: {field.target.id} has no docstring"
 
 
-@pytest.mark.parametrize("script", ["-m training.checkpoint", "merge_lora.py"])
+@pytest.mark.parametrize("script", ["merge_lora.py", pytest.param("-m training.checkpoint", marks=pytest.mark.slow)])
 def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
     """Run each script in a new interpreter, because other tests start only some of the scripts."""
     command = [sys.executable, "-X", "importtime", *script.split(), "--help"]

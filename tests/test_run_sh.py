@@ -15,8 +15,8 @@ from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT
 
-RECIPES = ["vqa", "math mixed", "count"]
-HALVES = ["math text", "math image"]  # together they are "math mixed"
+RECIPES = ["math mixed", "count"]
+SLOW_RECIPES = ["vqa", "geo3k", "math text", "math image"]
 
 
 def test_every_recipe_runs_offline_with_smoke(request):
@@ -37,7 +37,7 @@ def test_every_recipe_runs_offline_with_smoke(request):
         )
 
     with ThreadPoolExecutor(2) as pool:
-        recipes = RECIPES + (HALVES if request.config.getoption("--slow") else [])
+        recipes = RECIPES + (SLOW_RECIPES if request.config.getoption("--slow") else [])
         for recipe, done in zip(recipes, pool.map(smoke, recipes)):
             assert done.returncode == 0, done.stderr[-3000:]
             (command,) = re.findall(r"^\+ .*grpo\.py .*", done.stdout, re.MULTILINE)

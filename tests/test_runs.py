@@ -32,6 +32,8 @@ from tests.helpers.scripts import ROOT, run_script
 from training import export
 from training.run_folder import write_manifest
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
@@ -270,6 +272,7 @@ def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@SLOW
 def test_two_processes_decide_alike_on_empty_updates_and_epochs(tiny_model, shapes, tmp_path):
     """Some updates are empty. Which ones, and when the run ends, does not depend on the number of processes."""
     code = "def rare(completion, answer, question):\n    return float(sum(map(ord, completion)) % 11 == 0)\n"
@@ -422,7 +425,9 @@ def split_run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "reference"])
+@pytest.mark.parametrize(
+    "where", ["backward", *(pytest.param(other, marks=SLOW) for other in ("forward", "reference"))]
+)
 def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
     tiny_model, shapes, split_run, tmp_path, where, capsys
 ):
@@ -505,7 +510,7 @@ def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
             grpo.main(config(str(tmp_path / name), shapes, tmp_path / "out", max_steps=1))
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=SLOW)])
 def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_path, processes):
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
@@ -529,7 +534,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_with_130(tiny_model, shapes, tmp_pat
         assert process.returncode != 0
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=SLOW)])
 def test_a_model_trained_from_a_base_of_transformers_5_can_be_loaded(transformers_5_base, shapes, tmp_path, lora_rank):
     grpo.main(config(str(transformers_5_base), shapes, tmp_path, max_steps=1, lora_rank=lora_rank))
     model, adapter = (str(transformers_5_base), f"{tmp_path}/final") if lora_rank else (f"{tmp_path}/final", None)

@@ -49,7 +49,7 @@ def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
     print(killed_in)
     assert sum(killed_in.values()) == kills
     assert len(killed_in) >= min(4, kills // 4), f"killed in too few different phases: {killed_in}"
-    last = "checkpoint-16"
+    last = "checkpoint-16" if kills > 4 else "checkpoint-8"
     assert difference(tmp_path / "plain" / last, tmp_path / "killed" / last, tmp_path) == 0.0
     plain, killed = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "killed"))
     assert all(torch.equal(plain[name], killed[name]) for name in plain)
