@@ -76,7 +76,7 @@ set_up() {
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
-  .venv/bin/pip install --disable-pip-version-check --quiet --upgrade pip || true  # an old pip needs four times as long
+  .venv/bin/pip install --disable-pip-version-check -qU pip || true  # an old pip needs four times as long
   .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true

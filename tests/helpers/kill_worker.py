@@ -25,10 +25,10 @@ import grpo
 from tests.helpers.scripts import PRELOADED
 from training import checkpoint, metrics
 
-SAVE_EVERY = 2
 MODEL, DATA, FOLDER = sys.argv[1:4]
 PROCESSES, KILLS, SEED = map(int, sys.argv[4:])
-STEPS = 16 if KILLS > 4 else 8
+# With few kills, each must have a good chance to come after a checkpoint.
+STEPS, SAVE_EVERY, LATEST_KILL = (16, 2, 0.3) if KILLS > 4 else (6, 1, 0.7)
 shared_phase = mmap.mmap(-1, 32)  # rank 0 writes its current phase here, and this process reads it
 
 
@@ -139,7 +139,7 @@ def main() -> None:
     killed_in: Counter[str] = Counter()
     killed = f"{FOLDER}/killed"
     while sum(killed_in.values()) < KILLS:
-        phase = attempt(killed, PROCESSES, random.uniform(0.1, 0.3 * duration), **resume_flags(killed))
+        phase = attempt(killed, PROCESSES, random.uniform(0.1, LATEST_KILL * duration), **resume_flags(killed))
         if phase is not None:
             killed_in[phase] += 1
         else:  # the run finished: set its newest checkpoint aside, so that there is again a run to kill
