@@ -6,6 +6,7 @@ Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary,
 otherwise 1).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ class HFEngine:
     """Batched sampling with transformers and a KV cache."""
 
     def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer, max_sequences: int = 512):
-        self.model = model
+        self.model, self.device = model, model.device
         self.tokenizer = tokenizer
         self.stop = torch.tensor(stop_tokens(model.generation_config, model.config, tokenizer))
         self.max_sequences = max_sequences
@@ -40,7 +41,6 @@ class HFEngine:
                 parameters[name].copy_(weight)
 
     def sleep(self) -> None:
-        self.device = self.model.device
         self.model.to("cpu")
 
     def wake_up(self) -> None:
@@ -51,11 +51,12 @@ class HFEngine:
         with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
             while len(rollouts) < len(prompts):
                 some = slice(len(rollouts), len(rollouts) + max(1, self.max_sequences // how.n))
-                try:
+                with contextlib.suppress(torch.OutOfMemoryError):
                     rollouts += self._generate(prompts[some], seeds[some], how)
-                except torch.OutOfMemoryError:
-                    self._halve_batch(len(prompts[some]) * how.n, how.n)
-                bar.update(len(rollouts) - bar.n)
+                    bar.update(len(rollouts) - bar.n)
+                    continue
+                # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
+                self._halve_batch(len(prompts[some]) * how.n, how.n)
         return rollouts
 
     def _halve_batch(self, sequences: int, n: int) -> None:
