@@ -396,7 +396,7 @@ def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, q
     flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
     flags |= {"max_megapixels": state.cfg.max_megapixels}
     flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
-    flags |= {"load_in_4bit": job.settings["flags"]["load_in_4bit"]}
+    flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
     command = [sys.executable, "evaluate.py", *arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)
