@@ -186,7 +186,9 @@ class PolicyFlags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type for computation; auto: bfloat16 on a GPU, float32 on a CPU. Master weights are float32."""
     train_vision: bool = False
-    """Train the vision tower, which is frozen by default."""
+    """Train the vision tower and the projector, which are frozen by default."""
+    train_router: bool = False
+    """Train the routers of a mixture of experts, which are frozen by default."""
     micro_batch_tokens: int = 0
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
     most 10240 (16384 without a GPU). Without dropout, the gradient does not depend on this number."""
@@ -239,6 +241,8 @@ class PolicyFlags:
             raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
         if self.offload_reference and self.has_adapter:
             raise ValueError("offload_reference: an adapter needs no reference model; leave out offload_reference")
+        if self.train_router and self.has_adapter:
+            raise ValueError("train_router: an adapter leaves the routers frozen; leave out train_router")
         if self.load_in_4bit and not self.has_adapter:
             raise ValueError("load_in_4bit freezes the model: give lora_rank or adapter, so that an adapter is trained")
 

@@ -27,6 +27,7 @@ import torch
 import transformers
 import tyro
 from torch import Tensor
+from transformers.utils import cached_file
 
 import rewards
 from common import cli, console, distributed, hub
@@ -34,9 +35,9 @@ from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
 from common.templates import parse_template
 from config import Columns, DataFlags, RowFlags
-from inputs.images import allow_megapixels, check_image, fit_image, fitted_size, read_source
+from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
-from policy.model import check_architecture
+from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family
 
 
 @dataclass
@@ -44,23 +45,12 @@ class Processor:
     """Everything that turns a sample into a prompt: tokenizer, image processor, template and image limits."""
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    image_processor: transformers.Qwen2VLImageProcessorPil | None
+    family: Family
+    image_processor: ImageProcessor | None  # None: the model is text-only
+    pictures: Pictures | None  # how images are prepared, within the limits of the flags
     skeleton: transformers.PreTrainedModel  # the model without weights, used to compute token positions
     system: str | None
     template: jinja2.Template
-    min_pixels: int
-    max_pixels: int
-    max_side: int = 0
-
-    @property
-    def limits(self) -> tuple[int, int, int, int]:
-        """The arguments that `fitted_size` takes after the height and width."""
-        return self.min_pixels, self.max_pixels, self.factor, self.max_side
-
-    @property
-    def factor(self) -> int:
-        """Patch size times merge size (28 pixels for Qwen2.5-VL). The sides of a fitted image are multiples of it."""
-        return self.image_processor.patch_size * self.image_processor.merge_size
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -72,9 +62,18 @@ class Processor:
         """Length of the longest token in characters. A text of n tokens has at most n times as many characters."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    @property
+    @functools.cached_property
     def image_token_id(self) -> int:
-        return self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        """The token that stands for an image; −1 if the model is text-only."""
+        return self.tokenizer.convert_tokens_to_ids(self.family.vision.token) if self.family.vision else -1
+
+    def image_ids(self, tokens: int) -> list[int]:
+        """Return what the trainer has in place of the sampler's placeholder, for an image with this many tokens."""
+        before, after = (self.text_ids(text) for text in self.family.vision.expansion.split("{}"))
+        return [*before, *[self.image_token_id] * tokens, *after]
+
+    def text_ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
 def load_processor(
@@ -85,19 +84,20 @@ def load_processor(
     max_pixels: int = DataFlags.max_pixels,
     max_side: int = 0,
 ) -> Processor:
-    """Load the tokenizer and image processor saved with `model`.
+    """Load the tokenizer and image processor saved with `model`, without its weights.
 
     The prompt template is the Jinja file `template`, or the task's own template if `template` is None. Raises UserError
-    if `model` does not exist, is incomplete, has no chat template or has an unsupported architecture; if `template` is
+    if `model` does not exist, is incomplete, has no chat template or is of an unsupported family; if `template` is
     invalid; or if `max_pixels` or `max_side` is too small for one image token.
     """
     offline = not pathlib.Path(model).exists() and hub.is_offline()
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        family = find_family(config, model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         image_processor = None
-        if hasattr(config, "vision_config"):
-            image_processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(model)
+        if family.vision:
+            image_processor = getattr(transformers, family.vision.image_processor).from_pretrained(model)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
         problem = (
@@ -110,19 +110,23 @@ def load_processor(
             reason = str(error).splitlines()[0][:160]
             problem = f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
         raise UserError(problem) from None
+    tokenizer.chat_template = tokenizer.chat_template or _processor_template(model)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, text = rewards.get_task(task).system, rewards.get_task(task).template
     if template is not None:
         system, text = None, read_text(template, "--template")
     user_turn = parse_template(text, f"--template {template}", ["content"])
-    skeleton = _skeleton(config)
-    check_architecture(skeleton, model)
-    processor = Processor(tokenizer, image_processor, skeleton, system, user_turn, min_pixels, max_pixels, max_side)
-    if image_processor is not None and (max_pixels < processor.factor**2 or 0 < max_side < processor.factor):
-        problem = f"--max_pixels {max_pixels} or --max_side {max_side} is too small for one image token"
-        raise UserError(f"{problem}, which is {processor.factor} x {processor.factor} pixels")
-    return processor
+    pictures = None
+    if family.vision:
+        pictures = family.vision.pictures(image_processor, config, ImageLimits(min_pixels, max_pixels, max_side))
+    return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn)
+
+
+def _processor_template(model: str) -> str | None:
+    """Return the chat template that older releases of transformers saved with the processor of `model`, if any."""
+    path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    return json.loads(pathlib.Path(path).read_text()).get("chat_template") if path else None
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
@@ -164,17 +168,17 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
         try:
-            image = fit_image(source, *processor.limits)
+            image = fit_image(source, processor.pictures.fit)
         except (OSError, ValueError) as error:
             problem = f"image {source}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
-    vision = dict(processor.image_processor(images=images, do_resize=False, return_tensors="pt"))
+    prepared = processor.image_processor(images=images, return_tensors="pt", **processor.pictures.options)
+    vision = {name: prepared[name] for name in processor.family.vision.inputs}
     token = processor.image_token_id
-    repeats = torch.ones_like(ids)
-    repeats[ids == token] = vision["image_grid_thw"].prod(-1) // processor.image_processor.merge_size**2
-    ids = ids.repeat_interleave(repeats)
+    expansions = iter(processor.image_ids(processor.pictures.count(image.height, image.width)) for image in images)
+    ids = torch.tensor([i for id in engine_ids for i in (next(expansions) if id == token else [id])])
     positions = prompt_positions(processor.skeleton, ids, vision)
     return Prompt(
         ids, engine_ids, positions, images, vision, sample.source, image_token=token, image_digest=digest.digest()
@@ -205,7 +209,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
         chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
-    ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
+    ids = processor.text_ids(chat)
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
@@ -337,9 +341,9 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     if max_length is not None and characters > max_length * processor.longest_token:  # encoding it could take minutes
         raise ValueError(f"its prompt has {characters:,} characters; --max_prompt_length is {max_length} tokens")
     length = len(_engine_ids(sample, processor))
-    for height, width in sizes:
-        h, w = fitted_size(height, width, *processor.limits)
-        length += h * w // processor.factor**2 - 1
+    for size in sizes:
+        fitted = processor.pictures.fit(*size)
+        length += len(processor.image_ids(processor.pictures.count(*fitted))) - 1
     if max_length is not None and length > max_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_length}")
     return length

@@ -60,8 +60,7 @@ class TokenValues:
 class PackedBatch:
     """One micro-batch: several groups packed into one sequence."""
 
-    input_ids: Tensor
-    """(1, T) token ids; completion tokens are stored as −1 − id, see `policy.forward._restore_completion_ids`."""
+    input_ids: Tensor  # (1, T) token ids
     position_ids: Tensor  # position ids: (3, 1, T) with M-RoPE, otherwise (1, T)
     segments: Segments  # which tokens attend to which
     predict_from: Tensor  # (C,) packed index of the hidden state that predicts each completion token
@@ -72,7 +71,7 @@ class PackedBatch:
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images."""
-    image_tokens: Tensor  # packed indices of the image tokens that `features` belong to
+    image_tokens: Tensor  # packed indices of the prompts' image tokens, which image features take the place of
     flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
     dummy_vision: bool = False
     """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
@@ -118,8 +117,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         prompt = torch.arange(t, t + s)
         ids.append(group.prompt.ids)
         positions.append(group.prompt.positions)
-        if group.prompt.features is not None:
-            image_tokens.append(t + (group.prompt.ids == group.prompt.image_token).nonzero()[:, 0])
+        image_tokens.append(t + group.prompt.image_positions)
         kv_index.append(prompt)
         q_lens.append(s)
         k_lens.append(s)
@@ -130,7 +128,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
             if length == 0:
                 raise ValueError(f"prompt {group.index} has a completion without tokens")
             tokens = torch.arange(t, t + length)
-            ids.append(-1 - completion.ids)
+            ids.append(completion.ids)
             positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
             kv_index += [prompt, tokens]
             q_lens.append(length)
@@ -140,7 +138,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
             t += length
     lengths = [len(completion.ids) for completion in completions]
     position_ids = torch.cat(positions, dim=1)  # (R, T)
-    with_images = [group.prompt for group in groups if group.prompt.vision]
+    with_images = [group.prompt for group in groups if len(group.prompt.image_positions)]
     cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
     inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
     return PackedBatch(
@@ -153,7 +151,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         lengths=lengths,
         values=_token_values(completions, lengths),
         vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
-        image_tokens=torch.cat([*image_tokens, torch.empty(0, dtype=torch.long)]),
+        image_tokens=torch.cat(image_tokens),
     )
 
 

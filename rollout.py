@@ -169,8 +169,7 @@ class VLLMEngine:
         if processor.image_processor is not None:
             options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
             options["enable_mm_embeds"] = True
-            # Images arrive already resized; these limits keep vLLM from resizing them again.
-            options["mm_processor_kwargs"] = {"min_pixels": processor.factor**2, "max_pixels": processor.max_pixels}
+            options["mm_processor_kwargs"] = processor.pictures.vllm_options
         try:
             with restore_compiler_settings():
                 import vllm

@@ -75,8 +75,8 @@ class Prompt:
     positions: Tensor  # (R, S) position ids of the model
     images: list[Image.Image] = field(default_factory=list)  # in order, resized for the model
     vision: dict[str, Tensor] = field(default_factory=dict)
-    """Inputs of the vision tower: `pixel_values` (patches, patch values), `image_grid_thw` (images, 3); empty without
-    images."""
+    """The inputs of the vision tower, as `policy.families` names them; empty without images. The first dimension of
+    each counts patches, tiles or images, so that the inputs of several prompts can be concatenated."""
     source: str = ""  # the file and row that the sample comes from, for messages
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
@@ -86,6 +86,11 @@ class Prompt:
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
+
+    @property
+    def image_positions(self) -> Tensor:
+        """The indices in `ids` of the image tokens."""
+        return (self.ids == self.image_token).nonzero()[:, 0]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pathlib
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -193,11 +193,11 @@ def fitted_size(
     return h, w
 
 
-def fit_image(source: ImageSource, *limits: int) -> Image.Image:
-    """Decode `source` and resize the image to its `fitted_size` within `limits`, with bicubic interpolation.
+def fit_image(source: ImageSource, fit: Callable[[int, int], tuple[int, int]]) -> Image.Image:
+    """Decode `source` and resize the image to the (height, width) that `fit` returns, with bicubic interpolation.
 
-    Raises the same errors as `decode_image` and `fitted_size`.
+    Raises the same errors as `decode_image` and `fit`.
     """
     image = decode_image(source)
-    h, w = fitted_size(image.height, image.width, *limits)
+    h, w = fit(image.height, image.width)
     return image if image.size == (w, h) else image.resize((w, h), Image.Resampling.BICUBIC)

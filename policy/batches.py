@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, pack_groups
-from policy.forward import language_model
+from policy.families import language_model, patches_per_token
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
 from policy.sharding import unsharded
@@ -50,16 +50,17 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     return map(prepare, batches)
 
 
-def vision_cost_per_patch(policy: Policy) -> float:
-    """Return the cost of a patch in the vision tower relative to the cost of a token in the decoder stack.
+def vision_cost_per_token(policy: Policy) -> float:
+    """Return the cost of an image token in the vision tower relative to the cost of a token in the decoder stack.
 
-    The result is the ratio of the parameter counts of the vision tower and the decoder layers. It is 0 if the tower
-    is frozen, because its features are cached.
+    It is the ratio of the parameter counts of the vision tower and the decoder layers, times the number of patches of
+    an image token. It is 0 if the tower is frozen, because its features are cached.
     """
     vision = vision_parameters(policy.model)
     if not any(parameter.requires_grad for parameter in vision):
         return 0.0
-    return sum(p.numel() for p in vision) / sum(p.numel() for p in language_model(policy.model).layers.parameters())
+    ratio = sum(p.numel() for p in vision) / sum(p.numel() for p in language_model(policy.model).layers.parameters())
+    return ratio * patches_per_token(policy.model)
 
 
 def train_flop(policy: Policy, batch: PackedBatch) -> float:

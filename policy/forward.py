@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from packing import PackedBatch, shared_prefix_attention
+from policy.experts import prepare_experts
+from policy.families import language_model, vision_parts
 
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
@@ -29,9 +31,9 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
     """
-    # The Qwen vision towers attend to all windows in one call only if the attention's name contains "flash"; otherwise
-    # they loop over the windows. The language model needs a name without "flash", because transformers' mask code would
-    # look for the flash-attn package.
+    # The vision towers that take pictures of any size attend to all windows in one call only if the attention's name
+    # contains "flash"; otherwise they loop over the windows. The language model needs a name without "flash", because
+    # transformers' mask code would look for the flash-attn package.
     attention = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
     for name in ("shared_prefix", "flash_shared_prefix"):
         transformers.AttentionInterface.register(name, attention)
@@ -39,10 +41,9 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
-    embedding = language_model(model).embed_tokens
-    if _restore_completion_ids not in embedding._forward_pre_hooks.values():
-        embedding.register_forward_pre_hook(_restore_completion_ids)
+    if not hasattr(model, "from_logits"):  # else, the hooks are already there
         keep_residual_in_float32(language_model(model))
+        prepare_experts(model)
     # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 rows of 152k logits (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
@@ -98,29 +99,17 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = "shared_prefix"
 
 
-def vision_features(visual: nn.Module, pixel_values: Tensor, grid: Tensor) -> Tensor:
-    """Return the image features that the language model needs, with shape (image tokens, features).
+def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor]) -> Tensor:
+    """Run the vision tower and the projector, and return the image features, with shape (image tokens, features).
 
-    Each row holds the features of the tower's last layer. For models with deepstack features (Qwen3-VL), the features
-    of inner layers follow in the same row.
+    Each row holds the features of an image token. For models with deepstack features (Qwen3-VL), the features of inner
+    layers follow in the same row. `vision`: the inputs of the vision tower; see `policy.families`.
     """
-    out = visual(pixel_values.to(visual.dtype), grid_thw=grid)
-    return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
-
-
-def _restore_completion_ids(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Turn −1 − id back into id. A hook that runs before the embedding.
-
-    A model may sample the image placeholder token. The sampler treats it like any other token, but the model's forward
-    pass would expect an image for it. The ids of completion tokens are therefore stored as −1 − id until the images
-    have been inserted.
-    """
-    return (torch.where(args[0] < 0, -1 - args[0], args[0]),)
-
-
-def language_model(model: nn.Module) -> nn.Module:
-    """Return the decoder stack, the module with `.layers`, `.embed_tokens` and `.norm`."""
-    return getattr(model.model, "language_model", model.model)
+    dtype = next(iter(vision_parts(model).values())).dtype
+    chosen = {name: getattr(model.config, name) for name in ("vision_feature_layer",) if hasattr(model.config, name)}
+    out = model.model.get_image_features(**vision | {"pixel_values": vision["pixel_values"].to(dtype)}, **chosen)
+    features = torch.cat([image.flatten(0, -2) for image in out.pooler_output])
+    return torch.cat([features, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
 
 
 # --- log-probabilities ---------------------------------------------------------------------------------------------
@@ -132,16 +121,12 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
     lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
-    inputs = {"input_ids": batch.input_ids, **batch.vision}
-    forward = model.model
-    if "features" in batch.vision:
-        inputs, forward = _decoder_inputs(model, batch), language_model(model)
-    hidden = forward(
+    hidden = language_model(model)(
         position_ids=batch.position_ids,
         attention_mask={"full_attention": None} if hasattr(model.model, "get_rope_index") else None,
         segments=batch.segments,
         use_cache=False,
-        **inputs,
+        **_decoder_inputs(model, batch.input_ids, batch.vision, batch.image_tokens),
     ).last_hidden_state[0]  # (T, D)
     hidden = hidden[batch.predict_from]  # (C, D)
     # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
@@ -150,27 +135,39 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
 
 
-def _decoder_inputs(model: nn.Module, batch: PackedBatch) -> dict[str, object]:
-    """Return the decoder's inputs, with the image features inserted among the token embeddings.
+def _decoder_inputs(
+    model: nn.Module, input_ids: Tensor, vision: dict[str, Tensor], image_tokens: Tensor
+) -> dict[str, object]:
+    """Return the decoder's inputs for tokens (B, S), with the image features inserted among the token embeddings.
 
-    The model's own code would search for the image tokens on the device, which would make the host wait.
+    `vision` holds cached `features` or the inputs of the vision tower. `image_tokens` are the image tokens' indices
+    among the B x S tokens. The model's own code would search for the image tokens on the device, which would make the
+    host wait; it would also expect an image for each placeholder that the model has sampled.
     """
-    embedded = language_model(model).embed_tokens(batch.input_ids)  # (1, T, D)
-    last, *deepstack = batch.vision["features"].to(embedded.dtype).split(embedded.shape[-1], dim=-1)
-    inputs: dict[str, object] = {"inputs_embeds": embedded.index_copy(1, batch.image_tokens, last[None])}
+    embedded = language_model(model).embed_tokens(input_ids)  # (B, S, D)
+    if not vision:
+        return {"inputs_embeds": embedded}
+    features = vision["features"] if "features" in vision else image_features(model, vision)
+    last, *deepstack = features.to(embedded.dtype).split(embedded.shape[-1], dim=-1)
+    with_images = embedded.flatten(0, 1).index_copy(0, image_tokens, last).view_as(embedded)
+    inputs: dict[str, object] = {"inputs_embeds": with_images}
     if deepstack:  # Qwen3-VL adds features of the tower's inner layers to the outputs of the first decoder layers
-        is_image = torch.zeros(batch.input_ids.shape, dtype=torch.bool, device=embedded.device)
-        is_image[0, batch.image_tokens] = True
+        is_image = torch.zeros(input_ids.shape, dtype=torch.bool, device=embedded.device)
+        is_image.view(-1)[image_tokens] = True
         inputs |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": deepstack}
     return inputs
 
 
-def next_token_logits(model: nn.Module, **inputs: object) -> tuple[Tensor, transformers.Cache]:
-    """Return the logits (B, V) of the token that follows the last one of each sequence, and the KV cache.
+def next_token_logits(
+    model: nn.Module, input_ids: Tensor, vision: dict[str, Tensor], image_tokens: Tensor | None, **inputs: object
+) -> tuple[Tensor, transformers.Cache]:
+    """Return the logits (B, V) of the token that follows the last one of each sequence (B, S), and the KV cache.
 
-    `inputs` are those of transformers. The logits are in float32.
+    `vision` and `image_tokens`: see `_decoder_inputs`; other `inputs` are those of transformers. The logits are in
+    float32.
     """
-    out = model.model(use_cache=True, **inputs)
+    inputs |= _decoder_inputs(model, input_ids, vision, image_tokens)
+    out = language_model(model)(use_cache=True, **inputs)
     return float32_logits(out.last_hidden_state[:, -1], model.lm_head.weight), out.past_key_values
 
 

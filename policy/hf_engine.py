@@ -17,6 +17,7 @@ from torch import Tensor
 from common import console
 from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
+from policy.experts import prepare_experts
 from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
@@ -29,6 +30,7 @@ class HFEngine:
     """Batched sampling with transformers and a KV cache."""
 
     def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer, max_sequences: int = 512):
+        prepare_experts(model)
         self.model, self.device = model, model.device
         self.tokenizer = tokenizer
         self.stop = torch.tensor(stop_tokens(model.generation_config, model.config, tokenizer))
@@ -93,6 +95,8 @@ class HFEngine:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
+                vision={},
+                image_tokens=None,
                 position_ids=(position + t)[..., None],
                 attention_mask=mask,
                 past_key_values=cache,
@@ -119,14 +123,18 @@ class HFEngine:
         next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prompts)
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
-        keys = sorted({key for p in prompts for key in p.vision})
         device = self.model.device
-        vision = {key: torch.cat([p.vision[key] for p in prompts if p.vision]).to(device) for key in keys}
+        with_images = [p for p in prompts if len(p.image_positions)]
+        cached = all(p.features is not None for p in with_images)
+        inputs = [{"features": p.features} if cached else p.vision for p in with_images]
+        vision = {key: torch.cat([each[key] for each in inputs]).to(device) for key in (inputs or [{}])[0]}
+        image_tokens = [(i + 1) * longest - len(p.ids) + p.image_positions for i, p in enumerate(prompts)]
         logits, cache = self._forward(
             input_ids=input_ids.to(device),
+            vision=vision,
+            image_tokens=torch.cat(image_tokens).to(device),
             attention_mask=mask.to(device),
             position_ids=position_ids.to(device),
-            **vision,
         )
         cache.batch_repeat_interleave(n)
         mask = mask.to(device).repeat_interleave(n, 0)

@@ -24,15 +24,12 @@ from torch import Tensor, nn
 
 from common import console, distributed
 from common.errors import UserError
+from policy.families import find_family, language_model, routers, vision_blocks
 
 if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
     from peft import LoraConfig, LoraModel
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
-LANGUAGE_TARGETS = r"model\.(language_model\.)?layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
-VISION_TARGETS = (
-    r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj|fc1|fc2|linear_fc1|linear_fc2)"
-)
 PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # these also change the base; PEFT can convert them
 UNSUPPORTED = ("trainable_token_indices", "lora_bias", "target_parameters", "layer_replication", "use_qalora")
@@ -42,25 +39,31 @@ MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter
 
 
 def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool, dropout: float = 0.0) -> None:
-    """Add a new adapter to every linear layer of the decoder stack and freeze the rest of `model`.
+    """Add a new adapter to every linear layer of the decoder stack, apart from routers, and freeze the rest of `model`.
 
-    `vision`: also adapt the linear layers of the vision tower. `dropout`: the probability with which an input of the
-    adapter is dropped while `model` is in training mode. The adapter has no effect at first, because `B` is zero;
-    `A` is random but the same on every process. Raises UserError if `model` has no such layers.
+    `vision`: also adapt the linear layers of the vision tower's blocks. `dropout`: the probability with which an input
+    of the adapter is dropped while `model` is in training mode. The adapter has no effect at first, because `B` is
+    zero; `A` is random but the same on every process.
     """
-    targets = f"{LANGUAGE_TARGETS}|{VISION_TARGETS}" if vision else LANGUAGE_TARGETS
-    if not any(re.fullmatch(targets, name) for name, _ in model.named_modules()):
-        raise UserError(
-            f"--lora_rank: {type(model).__name__} has no layers with the names that Qwen and Llama use, so there is "
-            "nothing to adapt: train the whole model, without --lora_rank"
-        )
     from peft import LoraConfig
+
+    stacks = [language_model(model).layers, vision_blocks(model)] if vision else [language_model(model).layers]
+    targets = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
 
     settings = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
     config = LoraConfig(**settings, target_modules=targets, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         _inject(model, config, [POLICY])
+
+
+def _linear_layers(model: nn.Module, stack: nn.ModuleList) -> str:
+    """Return a pattern for the names of the linear layers in `stack`, a list of layers of `model`, without routers."""
+    path = next(name for name, module in model.named_modules() if module is stack)
+    excluded = routers(model).keys()
+    names = [name for name, module in stack.named_modules(prefix=path) if isinstance(module, nn.Linear)]
+    kinds = sorted({name.removeprefix(f"{path}.").partition(".")[2] for name in names if name not in excluded})
+    return rf"{re.escape(path)}\.\d+\.({'|'.join(map(re.escape, kinds))})"
 
 
 def continue_adapter(model: nn.Module, source: str, dropout: float | None = None) -> None:
@@ -80,6 +83,9 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
             raise UserError(
                 f"--adapter {source}: {key}, of {tensor.ndim} dimensions, cannot be continued: {MERGE_FIRST}"
             )
+    router = find_family(model.config).router
+    if any(router and f".{router}." in key for key in tensors):
+        raise UserError(f"--adapter {source}: an adapter of the router {router} cannot be continued: {MERGE_FIRST}")
     config.lora_dropout = config.lora_dropout if dropout is None else dropout
     load_adapter(model, config, tensors, [POLICY, REFERENCE], source)
 

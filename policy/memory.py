@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
-from policy.forward import LOGIT_ROWS, language_model
+from policy.families import language_model, patches_per_token, vision_blocks
+from policy.forward import LOGIT_ROWS
 from policy.lora import has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
 from policy.sharding import reshard
@@ -173,8 +174,8 @@ def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) ->
     config = policy.model.config.vision_config
     block_input = size * config.hidden_size
     full_block = size * (14 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size))
-    blocks = config.depth * (block_input if num_checkpointed else full_block) + full_block
-    return blocks * config.spatial_merge_size**2  # patches per token
+    blocks = len(vision_blocks(policy.model)) * (block_input if num_checkpointed else full_block) + full_block
+    return blocks * patches_per_token(policy.model)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.forward import enable_packed_forward, next_token_logits, token_logprobs, vision_features
-from policy.lora import continue_adapter, has_adapter, new_adapter, without_dropout
+from policy.families import find_family, language_model, routers, vision_blocks, vision_parts
+from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
+from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
+PIXEL_VALUES_AT_ONCE = 32768 * 1176  # 32,768 patches of Qwen2.5-VL
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -57,18 +59,13 @@ class Policy(nn.Module):
         return next_token_logits(self.model, **inputs)
 
     def _run_blank_image(self) -> Tensor:
-        """Return the sum of the vision tower's outputs for the smallest possible blank image.
+        """Return the sum of the features of the smallest possible blank image.
 
         This lets a rank without images take part in the collectives of the ranks that have images.
         """
-        config = self.model.config.vision_config
-        merge = config.spatial_merge_size
+        blank = find_family(self.model.config).vision.blank(self.model.config)
         device = next(self.parameters()).device
-        patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        pixels = torch.zeros(merge * merge, patch_values, device=device)
-        out = self.model.model.visual(pixels, grid_thw=torch.tensor([[1, merge, merge]], device=device))
-        deepstack = getattr(out, "deepstack_features", None) or []  # Qwen3-VL; these features have their own parameters
-        return out.pooler_output.sum() + sum(feature.sum() for feature in deepstack)
+        return image_features(self.model, {name: tensor.to(device) for name, tensor in blank.vision.items()}).sum()
 
 
 def load_model(
@@ -86,7 +83,7 @@ def load_model(
     if to_shard and not console.is_main():
         return empty_model(name, **options)
     if four_bit_device is not None:
-        options |= {"quantization_config": four_bit_config(dtype), "device_map": {"": four_bit_device}}
+        options |= {"quantization_config": four_bit_config(dtype, config), "device_map": {"": four_bit_device}}
     with _explain_load_errors(name):
         model, report = auto_class(config).from_pretrained(
             name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
@@ -113,8 +110,8 @@ def check_saved_model(folder: str) -> None:
             folder, device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True
         )
         transformers.AutoTokenizer.from_pretrained(folder)
-        if hasattr(config, "vision_config"):
-            transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+        if vision := find_family(config).vision:
+            getattr(transformers, vision.image_processor).from_pretrained(folder)
     _check_tensors(folder, model, report)
 
 
@@ -141,8 +138,8 @@ def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError if the configuration cannot be read, or if the weights were saved quantised, because quantised
-    weights can neither be trained nor merged with an adapter.
+    Raises UserError if the configuration cannot be read, if the project does not support the model's family, or if the
+    weights were saved quantised, because quantised weights can neither be trained nor merged with an adapter.
     """
     with _explain_load_errors(name):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -150,6 +147,7 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
             f"{name}/generation_config.json"
         ):  # transformers would ignore a damaged one, with its stop tokens
             transformers.GenerationConfig.from_pretrained(name)
+    find_family(config, name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
@@ -179,36 +177,25 @@ def _explain_load_errors(name: str) -> Iterator[None]:
         ) from None
 
 
-def check_architecture(model: transformers.PreTrainedModel, name: str) -> None:
-    """Raise UserError unless `model`, a base model saved at `name`, has the parts that the packed forward pass uses."""
-    decoder = getattr(model, "language_model", model)
-    parts = {part: hasattr(decoder, part) for part in ("embed_tokens", "layers", "rotary_emb", "norm")}
-    if hasattr(model.config, "vision_config"):
-        parts["visual"] = hasattr(model, "visual")
-    if not all(parts.values()):
-        raise UserError(
-            f"{name!r} is a {model.config.model_type} model, which is not supported: use a Qwen vision-language model "
-            "or a text model that is built like Qwen or Llama"
-        )
-
-
 def auto_class(config: transformers.PreTrainedConfig) -> type:
     """Return the transformers Auto class that builds models from `config`."""
     multimodal = type(config) in transformers.AutoModelForImageTextToText._model_mapping
     return transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
 
 
-def four_bit_config(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+def four_bit_config(dtype: torch.dtype, config: transformers.PreTrainedConfig) -> transformers.BitsAndBytesConfig:
     """Return the settings of QLoRA (arXiv:2305.14314): nf4 with double quantisation, computing in `dtype`.
 
-    The lm_head is not quantised. The vision tower is not quantised either, because the sampler uses its features.
+    The lm_head and the routers are not quantised. The vision tower and the projector are not quantised either, because
+    the sampler uses their features. Routed experts stay in `dtype`, since bitsandbytes quantises linear layers only.
     """
+    family = find_family(config)
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=["visual", "lm_head"],
+        llm_int8_skip_modules=["lm_head", *(family.vision.parts if family.vision else ()), family.router or "router"],
     )
 
 
@@ -229,7 +216,6 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         model = load_model(name, dtype, four_bit_device=device)
     else:
         model = load_model(name, dtype, to_shard=to_shard)
-    check_architecture(getattr(model, "model", model), name)
     if flags.has_adapter:
         if flags.adapter:
             continue_adapter(model, flags.adapter, flags.lora_dropout)
@@ -237,27 +223,45 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
             new_adapter(model, flags.lora_rank, flags.lora_alpha, flags.train_vision, flags.lora_dropout or 0.0)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
+    for router in routers(model).values():
+        router.requires_grad_(flags.train_router and not flags.has_adapter)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
 
 
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:
-    """Raise UserError if `flags` leave no adapter weight to train; print a note if --train_vision has no effect."""
+    """Print what is frozen, and a note if --train_vision has no effect.
+
+    Raises UserError if `flags` leave no adapter weight to train.
+    """
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     if not trained:
         raise UserError(
             f"--adapter {flags.adapter}: it adapts only the vision tower, which is frozen: add --train_vision"
         )
-    text_only = has_adapter(policy.model) and not any(".visual." in name for name in trained)
-    if flags.train_vision and text_only and console.is_main():
+    if not console.is_main():
+        return
+    print(_trained_and_frozen(policy.model), file=sys.stderr)
+    text_only = has_adapter(policy.model) and not any(p.requires_grad for p in vision_parameters(policy.model))
+    if flags.train_vision and text_only:
         print("--train_vision has no effect: the adapter does not adapt a vision tower", file=sys.stderr)
 
 
+def _trained_and_frozen(model: transformers.PreTrainedModel) -> str:
+    """Return one line that says which parts of `model` are trained and which are frozen."""
+    if has_adapter(model):
+        stacks = (language_model(model).layers, vision_blocks(model))
+        layers = {name for stack in stacks for layer in stack for name in adapted_layers(layer)}
+        return f"trained: adapter of {', '.join(sorted(layers))}; frozen: everything else"
+    parts = vision_parts(model) | {find_family(model.config).router: module for module in routers(model).values()}
+    frozen = [name for name, part in parts.items() if not any(p.requires_grad for p in part.parameters())]
+    return f"frozen: {', '.join(frozen) or 'nothing'}"
+
+
 def vision_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters of the vision tower, including its merger; an empty list for a text model."""
-    tower = getattr(model.model, "visual", None)
-    return list(tower.parameters()) if tower is not None else []
+    """Return the parameters of the vision tower and the projector; an empty list for a text model."""
+    return [parameter for part in vision_parts(model).values() for parameter in part.parameters()]
 
 
 @torch.no_grad()
@@ -269,28 +273,27 @@ def cache_image_features(
     The sampler, the reference and all updates of a step share these features. `feature_cache` keeps them in host memory
     for later steps, keyed by image digest, up to `FEATURE_CACHE_BYTES`.
 
-    `at_once`: maximum number of patches per call of the vision tower; 0 means 32,768 patches on a GPU and those of one
-    prompt on a CPU.
+    `at_once`: maximum number of pixel values per call of the vision tower; 0 means `PIXEL_VALUES_AT_ONCE` on a GPU and
+    those of one prompt on a CPU.
     With one prompt per call, a prompt's features do not depend on the other prompts. The features are then
     bit-for-bit identical, even after a resume.
     """
-    visual = getattr(policy.model.model, "visual", None)
-    if visual is None or any(parameter.requires_grad for parameter in visual.parameters()):
+    parameters = vision_parameters(policy.model)
+    if not parameters or any(parameter.requires_grad for parameter in parameters):
         return
-    at_once = at_once or (32768 if next(visual.parameters()).is_cuda else 1)
+    at_once = at_once or (PIXEL_VALUES_AT_ONCE if parameters[0].is_cuda else 1)
     uncached = list({p.image_digest: p for p in prompts if p.vision and p.image_digest not in feature_cache}.values())
     while uncached:
-        batch, patches = [], 0
-        while uncached and (not batch or patches + len(uncached[-1].vision["pixel_values"]) <= at_once):
+        batch, values = [], 0
+        while uncached and (not batch or values + uncached[-1].vision["pixel_values"].numel() <= at_once):
             batch.append(uncached.pop())
-            patches += len(batch[-1].vision["pixel_values"])
-        inputs = [torch.cat([p.vision[name] for p in batch]) for name in ("pixel_values", "image_grid_thw")]
-        device = next(visual.parameters()).device
-        with without_dropout(visual):
-            features = vision_features(visual, *(x.to(device) for x in inputs)).cpu()
-        patches_per_token = visual.config.spatial_merge_size**2
-        sizes = [len(prompt.vision["pixel_values"]) // patches_per_token for prompt in batch]
-        for prompt, prompt_features in zip(batch, features.split(sizes)):
+            values += batch[-1].vision["pixel_values"].numel()
+        vision = {name: torch.cat([p.vision[name] for p in batch]) for name in batch[0].vision}
+        with without_dropout(policy):
+            features = image_features(
+                policy.model, {name: tensor.to(parameters[0].device) for name, tensor in vision.items()}
+            ).cpu()
+        for prompt, prompt_features in zip(batch, features.split([len(p.image_positions) for p in batch])):
             feature_cache[prompt.image_digest] = prompt_features.clone()
     for prompt in prompts:
         prompt.features = feature_cache.get(prompt.image_digest)

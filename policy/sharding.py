@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import console, distributed
 from config import PolicyFlags
-from policy.forward import enable_packed_forward, language_model
+from policy.families import language_model, vision_blocks, vision_parts
+from policy.forward import enable_packed_forward
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, load_model, vision_parameters
 
@@ -37,8 +38,9 @@ def load_reference(
         return policy
     dtype = compute_dtype(flags.dtype, device)
     model = load_model(name, dtype, to_shard=True)
-    if vision_parameters(model) and not flags.train_vision:
-        model.model.visual = policy.model.model.visual
+    if not flags.train_vision:
+        for name, part in vision_parts(policy.model).items():
+            setattr(model.model, name, part)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     reference = Policy(model.eval().requires_grad_(False))
     return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference)
@@ -100,7 +102,7 @@ def _shard(
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
     if _is_trained(vision_parameters(policy.model)):
-        for block in policy.model.model.visual.blocks:
+        for block in vision_blocks(policy.model):
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
     for layer in layers:

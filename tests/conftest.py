@@ -54,19 +54,9 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_vl(tmp_path_factory) -> str:
-    import torch
+    from tests.helpers.models import save_tiny
 
-    from demo import tiny
-    from tests.helpers import models
-
-    folder = tmp_path_factory.mktemp("tiny_qwen3_vl") / "model"
-    tokenizer = tiny.byte_tokenizer()
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    tokens = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
-    torch.manual_seed(0)
-    tiny.save(models.qwen3_vl(len(tokenizer), tokens), tokenizer, folder)
-    return str(folder)
+    return save_tiny("qwen3_vl", tmp_path_factory.mktemp("tiny_qwen3_vl") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_image_sources(tmp_path):
     Image.new("RGB", (30, 30), "blue").save(tmp_path / "x.png")
     data = (tmp_path / "x.png").read_bytes()
     for source in (tmp_path / "x.png", str(tmp_path / "x.png"), data, {"bytes": data, "path": None}):
-        assert fit_image(source, 3136, 10**6).size == (56, 56)
+        assert fit_image(source, lambda h, w: fitted_size(h, w, 3136, 10**6)).size == (56, 56)
     assert decode_image({"bytes": None, "path": str(tmp_path / "x.png")}).size == (30, 30)
     with pytest.raises(ValueError, match="neither bytes nor a path"):
         decode_image({"bytes": None, "path": None})

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
-from policy.lora import LANGUAGE_TARGETS, adapted_layers
+from policy.lora import adapted_layers
 from policy.model import load_model
-from tests.helpers.adapters import copy_adapter, plain_logits, save_random_adapter
+from tests.helpers.adapters import LANGUAGE_TARGETS, copy_adapter, plain_logits, save_random_adapter
 from tests.helpers.scripts import run_script
 
 KINDS = {

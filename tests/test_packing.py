@@ -12,12 +12,12 @@ import torch
 
 from packing import pack, pack_groups
 from policy import forward
-from policy.forward import enable_packed_forward, language_model, token_logprobs
+from policy.families import language_model, vision_blocks
+from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
-from tests.helpers.models import FAMILIES, build, make_group, plain_logprobs
+from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs
 
-VISION = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "aria"}
 # For each group of a pack: number of text tokens, image grids in patches, completion lengths (length 1: just the end
 # token).
 SHAPES = {
@@ -31,7 +31,7 @@ SHAPES = {
         (2, [(2, 2), (2, 4)], [6, 3]),
     ],
 }
-CASES = [(f, s) for f in FAMILIES for s in SHAPES if f in VISION or s == "no image"]
+CASES = [(f, s) for f in FAMILIES for s in SHAPES if f in WITH_IMAGES or s == "no image"]
 
 
 def groups_for(model, family, shape):
@@ -123,7 +123,7 @@ def test_an_empty_completion_is_refused():
         pack([group])
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", WITH_IMAGES)
 def test_kept_image_features_stand_for_their_pixels(family):
     """A frozen tower runs once per image.
 
@@ -142,9 +142,9 @@ def test_kept_image_features_stand_for_their_pixels(family):
     want.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     cache = {}
-    cache_image_features(Policy(model), [group.prompt for group in groups], cache, at_once=20)
+    cache_image_features(Policy(model), [group.prompt for group in groups], cache, at_once=30_000)
     assert len(cache) == 3
-    model.model.visual.blocks = None  # from now on the tower must not run
+    vision_blocks(model)[0].forward = None  # from now on the tower must not run
     cache_image_features(Policy(model), [group.prompt for group in groups], cache)
     model.zero_grad()
     got, _ = token_logprobs(model, pack(groups))

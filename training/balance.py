@@ -74,18 +74,19 @@ def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
         transfers.append(Transfer(group.group_index, source, target, count))
 
 
-def rebalance(groups: list[Group], patch_cost: float = 0.0) -> list[Group]:
+def rebalance(groups: list[Group], vision_cost: float = 0.0) -> list[Group]:
     """Return this process's groups after the planned transfers. Call it on every process.
 
-    `patch_cost` is the cost of an image patch in tokens; it is 0 when the vision tower is not run again in training.
+    `vision_cost` is what the vision tower costs for an image token, in tokens of the decoder stack; it is 0 when the
+    tower is not run again in training.
     """
     if distributed.world_size() == 1:
         return groups
     costs = []
     for group in groups:
-        patches = len(group.prompt.vision["pixel_values"]) if group.prompt.vision else 0
         lengths = tuple(len(completion.ids) for completion in group.completions)
-        costs.append(GroupCost(group.index, len(group.prompt.ids) + patch_cost * patches, lengths))
+        prompt_cost = len(group.prompt.ids) + vision_cost * len(group.prompt.image_positions)
+        costs.append(GroupCost(group.index, prompt_cost, lengths))
     local_groups = {group.index: group for group in groups}
     for transfer in plan_transfers(distributed.all_gather(costs)):
         if distributed.rank() == transfer.source:
@@ -109,5 +110,5 @@ def _without_images(group: Group) -> Group:
     """Return `group` without the data that training does not use: images and, if features are cached, patches."""
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
-        prompt = replace(prompt, vision={"image_grid_thw": prompt.vision["image_grid_thw"]})
+        prompt = replace(prompt, vision={})
     return replace(group, prompt=prompt)

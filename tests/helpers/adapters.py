@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from policy.model import load_model
 
+LANGUAGE_TARGETS = r"model\.language_model\.layers\.\d+\.\w+\.(q|k|v|o|gate|up|down)_proj"
+VISION_TARGETS = r"model\.visual\.blocks\.\d+\.\w+\.(qkv|proj|gate_proj|up_proj|down_proj)"
+
 
 def make_sft_adapter(tiny_model: str, folder: pathlib.Path) -> pathlib.Path:
     """Save an adapter for the tiny model in `folder` with PEFT alone, and return the folder.

@@ -1,30 +1,21 @@
 """Tiny, randomly initialised models of every supported family, and prompts for them."""
 
 import math
-from dataclasses import replace
+import pathlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AriaConfig,
-    AriaForConditionalGeneration,
-    AriaTextConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
 from transformers.models.idefics3 import Idefics3VisionConfig
 
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sample, ScoredGroup
 from data import Processor, encode_prompt, prompt_positions
+from demo import tiny
+from policy.families import Vision, find_family
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
 TEXT = dict(
@@ -35,111 +26,237 @@ TEXT = dict(
     intermediate_size=128,
     vocab_size=256,
     max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=0,
 )
 TOKENS = dict(
     image_token_id=IMAGE, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, video_token_id=VIDEO
 )
+GRID = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64)  # a vision tower
 
 
 def mrope(section: list[int], **more: object) -> dict:
     return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, **more}
 
 
-def qwen2_vl():
+def qwen2_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=64, mlp_ratio=2)
-    text = dict(**TEXT, rope_parameters=mrope([2, 3, 3]))
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **TOKENS))
-
-
-def qwen2_5_vl():
-    vision = dict(
-        depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64, fullatt_block_indexes=[1]
+    return transformers.Qwen2VLConfig(
+        text_config=text | {"rope_parameters": mrope([2, 3, 3])}, vision_config=vision, **tokens
     )
-    text = dict(**TEXT, rope_parameters=mrope([2, 3, 3]))
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **TOKENS))
 
 
-def qwen3_vl(vocab_size: int = TEXT["vocab_size"], tokens: dict[str, int] = TOKENS):
-    vision = dict(
-        depth=3,
-        hidden_size=64,
-        num_heads=4,
-        intermediate_size=128,
-        out_hidden_size=64,
-        patch_size=14,
-        deepstack_visual_indexes=[0, 1],
-        num_position_embeddings=64,
+def qwen2_5_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": mrope([2, 3, 3])},
+        vision_config=GRID | {"fullatt_block_indexes": [1]},
+        **tokens,
     )
-    text = dict(TEXT | {"vocab_size": vocab_size}, head_dim=16)
-    text["rope_parameters"] = mrope([4, 2, 2], mrope_interleaved=True)
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **tokens))
 
 
-def aria():
-    text = AriaTextConfig(**TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0)
+def qwen3_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+
+
+def qwen3_vl_moe(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
+    text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
+
+
+def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    text = transformers.AriaTextConfig(
+        **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=16
+    )
     vision = Idefics3VisionConfig(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
+        image_size=490,
+        patch_size=70,
     )
-    config = AriaConfig(
-        text_config=text, vision_config=vision, image_token_index=IMAGE, projector_patch_to_query_dict={4: 3}
+    return transformers.AriaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=tokens["image_token_id"],
+        projector_patch_to_query_dict={49: 3},
     )
-    return AriaForConditionalGeneration(config)
 
 
-def qwen2_5():
-    return Qwen2ForCausalLM(Qwen2Config(**TEXT))
+def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    vision = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=[56, 56])
+    return transformers.InternVLConfig(
+        text_config=text | {"model_type": "qwen3", "head_dim": 16},
+        vision_config=vision,
+        image_token_id=tokens["image_token_id"],
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
 
 
-def qwen3():
-    return Qwen3ForCausalLM(Qwen3Config(**TEXT, head_dim=16))
+def glm46v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    text = text | {"rope_parameters": mrope([4, 2, 2]), "pad_token_id": 0}
+    names = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
+    tokens = {name: tokens[names.get(name, name)] for name in ("image_token_id", "video_token_id", *names)}
+    return transformers.Glm46VConfig(
+        text_config=text, vision_config=GRID | {"image_size": 56, "patch_size": 14}, **tokens
+    )
 
 
-FAMILIES = {f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, aria, qwen2_5, qwen3)}
+def qwen2_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    return transformers.Qwen2Config(**text)
+
+
+def qwen3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    return transformers.Qwen3Config(**text, head_dim=16)
+
+
+def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    return transformers.LlamaConfig(**text)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What makes a tiny model of a family complete."""
+
+    config: Callable[[dict, dict[str, int]], transformers.PreTrainedConfig]
+    chat_image: str = ""  # what the chat template writes for an image
+    roles: dict[str, str] | None = None  # tokens that the processor of transformers finds by their role
+    image_settings: dict | None = None  # settings of the image processor
+
+
+QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", None, dict(min_pixels=56 * 56, max_pixels=1280 * 28 * 28))
+FAMILIES = {
+    "qwen2_vl": Tiny(qwen2_vl, *QWEN),
+    "qwen2_5_vl": Tiny(qwen2_5_vl, *QWEN),
+    "qwen3_vl": Tiny(qwen3_vl, *QWEN),
+    "qwen3_vl_moe": Tiny(qwen3_vl_moe, *QWEN),
+    "aria": Tiny(
+        aria,
+        "<fim_prefix><|img|><fim_suffix>",
+        {"image_token": "<|img|>"},
+        dict(max_image_size=490, min_image_size=336),
+    ),
+    "internvl": Tiny(
+        internvl,
+        "<IMG_CONTEXT>\n",
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        dict(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=4),
+    ),
+    "glm46v": Tiny(
+        glm46v,
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        dict(size={"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}),
+    ),
+    "qwen2_5": Tiny(qwen2_5),
+    "qwen3": Tiny(qwen3),
+    "llama": Tiny(llama),
+}
+WITH_IMAGES = [name for name, family in FAMILIES.items() if family.chat_image]
+
+
+def make_model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    multimodal = hasattr(config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+    return auto.from_config(config)
 
 
 def build(family: str, seed: int = 0) -> torch.nn.Module:
     """Return a tiny float32 model of `family` with random values for every parameter."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().float()
+    model = make_model(FAMILIES[family].config(TEXT, TOKENS)).float()
     for parameter in model.parameters():  # norms and biases too: a weight of 1 or a bias of 0 could hide a mistake
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and parameter.mean() == 1), std=0.1)
     return model
+
+
+def save_tiny(family: str, folder: pathlib.Path) -> str:
+    """Save a tiny model of `family` with tokenizer, chat template and image processor. Return the folder."""
+    row = FAMILIES[family]
+    vision = find_family(row.config(TEXT, TOKENS)).vision
+    tokenizer = _tokenizer(row, vision)
+    names = {"image_token_id": vision.token if vision else "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    torch.manual_seed(0)
+    text = TEXT | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model = make_model(row.config(text, tokens))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if vision:
+        getattr(transformers, vision.image_processor)(**row.image_settings).save_pretrained(folder)
+    return str(folder)
+
+
+def _tokenizer(row: Tiny, vision: Vision | None) -> transformers.PreTrainedTokenizerFast:
+    """Return the demo's byte tokenizer with the special tokens and the chat template of a family."""
+    base = tiny.byte_tokenizer()
+    special = re.findall(r"<[^>]+>", row.chat_image + (vision.expansion if vision else ""))
+    base.backend_tokenizer.add_special_tokens([*special, *(row.roles or {}).values()])
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=base.backend_tokenizer,
+        eos_token=base.eos_token,
+        pad_token=base.pad_token,
+        chat_template=base.chat_template.replace(image, row.chat_image.replace("\n", "\\n") or image),
+        extra_special_tokens=row.roles or {},
+    )
 
 
 def make_group(model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], g) -> Group:
     """Return a group with one random completion for each length in `lengths`.
 
     The prompt has `text` random tokens and one random image for each entry of `grids`, which gives its (height, width)
-    in patches.
+    in patches. A family that pads images to a square gets a square with a border of height - 2 rows of patches instead,
+    and one that cuts them into tiles gets height / 2 tiles.
     """
 
     def random_tokens(n: int) -> Tensor:
         return torch.randint(0, 200, (n,), generator=g)
 
-    ids, vision = [random_tokens(text)], {}
-    if family == "aria" and grids:
-        for _ in grids:
-            ids += [torch.full((3,), IMAGE), random_tokens(2)]
-        pixel_mask = torch.ones(len(grids), 28, 28, dtype=torch.bool)
-        vision = {"pixel_values": torch.randn(len(grids), 3, 28, 28, generator=g), "pixel_mask": pixel_mask}
-    elif grids:
-        config = model.config.vision_config
-        patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        for h, w in grids:
-            image = torch.full((h * w // 4,), IMAGE)
-            ids += [torch.tensor([VISION_START]), image, torch.tensor([VISION_END]), random_tokens(2)]
-        pixels = torch.randn(sum(h * w for h, w in grids), patch, generator=g)
-        vision = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids])}
+    ids, images = [random_tokens(text)], []
+    for h, w in grids:
+        tokens, vision = random_image(model.config, h, w, g)
+        images.append(vision)
+        ids += [
+            torch.tensor([VISION_START]),
+            torch.full((tokens,), IMAGE),
+            torch.tensor([VISION_END]),
+            random_tokens(2),
+        ]
+    vision = {name: torch.cat([image[name] for image in images]) for name in (images or [{}])[0]}
     prompt_ids = torch.cat(ids)
     positions = prompt_positions(model.model, prompt_ids, vision)
     digest = vision["pixel_values"].numpy().tobytes() if vision else b""
     prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=digest)
     return Group(prompt, [Completion(random_tokens(n), torch.zeros(n)) for n in lengths])
+
+
+def random_image(config: transformers.PreTrainedConfig, h: int, w: int, g) -> tuple[int, dict[str, Tensor]]:
+    """Return the number of image tokens of a random image, and the inputs of the vision tower for it."""
+    family = find_family(config).vision
+    blank = family.blank(config)
+    pixels = blank.vision["pixel_values"]
+    if "image_grid_thw" in family.inputs:
+        grid = torch.tensor([[1, h, w]])
+        return h * w // 4, {"pixel_values": torch.randn(h * w, pixels.shape[1], generator=g), "image_grid_thw": grid}
+    if "pixel_mask" in family.inputs:
+        mask = torch.ones(1, *pixels.shape[2:], dtype=torch.bool)
+        mask[:, len(mask[0]) - config.vision_config.patch_size * (h - 2) :] = False  # images lie at the top left
+        return blank.tokens, {"pixel_values": torch.randn(pixels.shape, generator=g), "pixel_mask": mask}
+    tiles = torch.randn(h // 2, *pixels.shape[1:], generator=g)
+    return len(tiles) * blank.tokens, {"pixel_values": tiles}
 
 
 def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
@@ -149,7 +266,7 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
     """
     ids = torch.cat([group.prompt.ids, completion])[None]
     inputs = dict(group.prompt.vision)
-    if "image_grid_thw" in inputs:
+    if "image_grid_thw" in inputs:  # M-RoPE
         inputs["mm_token_type_ids"] = (ids == IMAGE).int()
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
     logp = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)

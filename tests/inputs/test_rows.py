@@ -27,7 +27,7 @@ from common.errors import UserError
 from common.records import Sample
 from config import Columns
 from data import encode_prompt, load_processor, load_samples
-from inputs.images import check_image, decode_image
+from inputs.images import check_image, decode_image, fitted_size
 from inputs.rows import Cell, raw_rows
 from tests.helpers.scripts import ROOT, run_script
 from training.prompt_stream import row_at, source_sizes
@@ -543,10 +543,10 @@ def test_sizes_are_those_of_the_upright_picture(folder, tiny_model):
 
 def test_max_side_bounds_the_longest_side():
     for size in ((512, 2000), (3000, 40), (513, 513), (100, 100), (28, 5000)):
-        h, w = data.fitted_size(*size, 3136, 10**7, 28, 512)
+        h, w = fitted_size(*size, 3136, 10**7, 28, 512)
         assert max(h, w) <= 512
         assert h % 28 == w % 28 == 0
-    assert data.fitted_size(100, 100, 3136, 10**7, 28, 512) == data.fitted_size(100, 100, 3136, 10**7)
+    assert fitted_size(100, 100, 3136, 10**7, 28, 512) == fitted_size(100, 100, 3136, 10**7)
 
 
 def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, tiny_model, tmp_path):

@@ -10,7 +10,7 @@ from common.errors import UserError
 from config import PolicyFlags
 from policy import memory
 from policy import sharding as sharding_module
-from policy.forward import language_model
+from policy.families import language_model
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
 

@@ -1,0 +1,49 @@
+"""Mixtures of experts: choose experts in float32, and multiply by all experts of a layer in one grouped product.
+
+Shapes: N tokens, D hidden size, E experts, k experts per token.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
+
+from policy.families import routers
+
+
+def prepare_experts(model: transformers.PreTrainedModel) -> None:
+    """Change how `model` runs its experts, in place; nothing changes in a model without experts.
+
+    The routers compute in float32. In bfloat16, two experts often have the same logit, and whichever is chosen then
+    depends on rounding, which differs between the sampler and the trainer. torch.compile leaves the experts out, since
+    the number of tokens of an expert is known only when it runs.
+    """
+    for name, router in routers(model).items():
+        choose = _logits if isinstance(router, nn.Linear) else _choose_experts
+        router.forward = functools.partial(choose, router)
+        experts = model.get_submodule(name.rpartition(".")[0]).experts
+        experts.forward = torch.compiler.disable(experts.forward)
+        for module in experts.modules():
+            if isinstance(module, AriaGroupedExpertsGemm):  # transformers multiplies by one expert after the other
+                module.forward = functools.partial(_grouped_product, module)
+
+
+def _logits(router: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return the router's logits (N, E) of the tokens `hidden` (N, D), in float32."""
+    return F.linear(hidden.float(), router.weight.float())
+
+
+def _choose_experts(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits (N, E), and the weights and the indices of the chosen experts, (N, k) each."""
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+    weights, chosen = logits.softmax(-1).topk(router.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def _grouped_product(experts: AriaGroupedExpertsGemm, tokens: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Multiply `tokens`, sorted by expert, by the matrices (E, in, out) of their experts."""
+    ends = tokens_per_expert.cumsum(0).to(torch.int32)
+    return F.grouped_mm(tokens.to(experts.weight.dtype), experts.weight, offs=ends)

@@ -1,0 +1,246 @@
+"""The model families: where the parts of a model are, and how its pictures become tokens.
+
+A family is one record in `FAMILIES`; docs/models.md shows how to add one. Everything else in this project works with
+any family: the decoder stack gets embedded tokens, with the features of the pictures in the places of image tokens.
+
+Sizes of pictures are (height, width) in pixels.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from common.errors import UserError
+from inputs.images import fitted_size
+
+ImageProcessor = Any  # one of the image processors of transformers that work with PIL; they share no useful base class
+Config = transformers.PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """The flags that limit the size of pictures; see `config.DataFlags`."""
+
+    min_pixels: int
+    max_pixels: int
+    max_side: int = 0  # 0: no limit
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How the pictures of a run are prepared."""
+
+    fit: Callable[[int, int], tuple[int, int]]  # the size to which a picture is resized before anything else
+    count: Callable[[int, int], int]  # the number of image tokens of a picture that has this size
+    options: dict[str, Any]  # arguments of the image processor
+    vllm_options: dict[str, Any]  # arguments of vLLM's own image processor, with which it does the same
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A blank picture, as small as the vision tower accepts it."""
+
+    vision: dict[str, Tensor]  # the inputs of the vision tower
+    patches: int  # number of patches in the vision tower
+    tokens: int  # number of image tokens
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a family sees."""
+
+    image_processor: str  # the class in transformers; the ones that `AutoImageProcessor` chooses ask for torchvision
+    pictures: Callable[[ImageProcessor, Config, ImageLimits], Pictures]
+    blank: Callable[[Config], Blank]
+    inputs: tuple[str, ...]  # outputs of the image processor that the model takes
+    parts: tuple[str, ...]  # the vision tower, then the projector if it is separate; attributes of `model.model`
+    blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
+    token: str  # the image token; the chat template writes one for each picture
+    expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
+
+
+@dataclass(frozen=True)
+class Family:
+    """What this project knows about a family of models."""
+
+    title: str  # its name in messages and documents
+    model_types: tuple[str, ...]  # `model_type` in config.json
+    vision: Vision | None = None  # None: text only
+    router: str = ""  # mixtures of experts: the module in a decoder layer that chooses the experts
+
+
+def find_family(config: Config, name: str = "") -> Family:
+    """Return the family of the model with this `config`, which was saved at `name`.
+
+    Raises UserError if the project does not support its architecture.
+    """
+    for family in FAMILIES:
+        if config.model_type in family.model_types:
+            return family
+    titles = ", ".join(family.title for family in FAMILIES)
+    raise UserError(f"{name!r} is a {config.model_type} model, which is not supported: use one of {titles}")
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """Return the decoder stack, the module with `.layers`, `.embed_tokens` and `.norm`."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def vision_parts(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the vision tower and the projector of `model`, by name; nothing for a text model."""
+    vision = find_family(model.config).vision
+    return {name: model.model.get_submodule(name) for name in vision.parts} if vision else {}
+
+
+def vision_blocks(model: transformers.PreTrainedModel) -> nn.ModuleList | list[nn.Module]:
+    """Return the layers of the vision tower of `model`; nothing for a text model."""
+    vision = find_family(model.config).vision
+    return model.model.get_submodule(vision.blocks) if vision else []
+
+
+def patches_per_token(model: transformers.PreTrainedModel) -> float:
+    """Return how many patches of the vision tower of `model` an image token stands for."""
+    blank = find_family(model.config).vision.blank(model.config)
+    return blank.patches / blank.tokens
+
+
+def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules of `model` that choose experts, by name; nothing for a model without experts."""
+    router = find_family(model.config).router
+    return {name: module for name, module in model.named_modules() if router and name.endswith(f".{router}")}
+
+
+# --- pictures as grids of patches ---------------------------------------------------------------------------------
+
+
+def _grid_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
+    """Pictures of any size: merge_size x merge_size neighbouring patches become one token."""
+    factor = images.patch_size * images.merge_size  # 28 pixels for Qwen2.5-VL
+    if limits.max_pixels < factor**2 or 0 < limits.max_side < factor:
+        problem = f"--max_pixels {limits.max_pixels} or --max_side {limits.max_side} is too small for one image token"
+        raise UserError(f"{problem}, which is {factor} x {factor} pixels")
+    return Pictures(
+        fit=lambda h, w: fitted_size(h, w, limits.min_pixels, limits.max_pixels, factor, limits.max_side),
+        count=lambda h, w: h * w // factor**2,
+        options={"do_resize": False},
+        vllm_options={"min_pixels": factor**2, "max_pixels": limits.max_pixels},  # so that it does not resize again
+    )
+
+
+def _blank_grid(config: Config) -> Blank:
+    vision = config.vision_config
+    merge = vision.spatial_merge_size
+    pixels = torch.zeros(merge**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    return Blank({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]])}, merge**2, 1)
+
+
+def _grid_vision(image_processor: str, token: str) -> Vision:
+    return Vision(
+        image_processor=image_processor,
+        pictures=_grid_pictures,
+        blank=_blank_grid,
+        inputs=("pixel_values", "image_grid_thw"),
+        parts=("visual",),
+        blocks="visual.blocks",
+        token=token,
+    )
+
+
+# --- pictures padded to a square ----------------------------------------------------------------------------------
+
+
+def _square_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
+    """Pictures scaled and padded to one square, with the number of tokens that the projector has for it (Aria)."""
+    tokens = {
+        side: config.projector_patch_to_query_dict.get((side // config.vision_config.patch_size) ** 2)
+        for side in (490, 980)  # the sides that the image processor accepts
+    }
+    sides = [side for side, count in tokens.items() if count and side <= images.max_image_size]
+    if not sides:
+        raise UserError(f"the model has no number of image tokens for pictures of {images.max_image_size} pixels")
+    longest = min(math.isqrt(limits.max_pixels), limits.max_side or math.inf)
+    side = max((side for side in sides if side <= longest), default=sides[0])
+
+    def fit(height: int, width: int) -> tuple[int, int]:
+        scale = side / max(height, width)
+        h, w = (max(int(length * scale), images.min_image_size) for length in (height, width))
+        return (h, side) if width >= height else (side, w)
+
+    options = {"max_image_size": side}
+    return Pictures(fit, lambda h, w: tokens[side], options, options)
+
+
+def _blank_square(config: Config) -> Blank:
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    patches = (side // patch) ** 2
+    tokens = config.projector_patch_to_query_dict[patches]
+    return Blank({"pixel_values": torch.zeros(1, 3, side, side)}, patches, tokens)
+
+
+# --- pictures cut into tiles --------------------------------------------------------------------------------------
+
+
+def _tile_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
+    """Pictures cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
+    tile = images.size["height"]
+    most = min(images.max_patches, limits.max_pixels // tile**2, limits.max_side // tile or images.max_patches)
+    options = {"crop_to_patches": True, "min_patches": images.min_patches, "max_patches": max(1, most)}
+
+    def count(height: int, width: int) -> int:
+        return images.get_number_of_image_patches(height, width, options) * config.image_seq_length
+
+    return Pictures(lambda h, w: (h, w), count, options, options)  # the tiles are cut from the original
+
+
+def _blank_tile(config: Config) -> Blank:
+    (height, width), (h, w) = config.vision_config.image_size, config.vision_config.patch_size
+    pixels = torch.zeros(1, config.vision_config.num_channels, height, width)
+    return Blank({"pixel_values": pixels}, (height // h) * (width // w), config.image_seq_length)
+
+
+# --- the families -------------------------------------------------------------------------------------------------
+
+QWEN_VISION = _grid_vision("Qwen2VLImageProcessorPil", "<|image_pad|>")
+FAMILIES = (
+    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION),
+    Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION),
+    Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate"),
+    Family(
+        "Aria",
+        ("aria",),
+        Vision(
+            image_processor="AriaImageProcessorPil",
+            pictures=_square_pictures,
+            blank=_blank_square,
+            inputs=("pixel_values", "pixel_mask"),
+            parts=("vision_tower", "multi_modal_projector"),
+            blocks="vision_tower.encoder.layers",
+            token="<|img|>",
+        ),
+        router="mlp.router",
+    ),
+    Family(
+        "InternVL3.5",
+        ("internvl",),
+        Vision(
+            image_processor="GotOcr2ImageProcessorPil",
+            pictures=_tile_pictures,
+            blank=_blank_tile,
+            inputs=("pixel_values",),
+            parts=("vision_tower", "multi_modal_projector"),
+            blocks="vision_tower.encoder.layer",
+            token="<IMG_CONTEXT>",
+            expansion="<img>{}</img>",
+        ),
+    ),
+    Family("GLM-4.6V", ("glm46v", "glm4v"), _grid_vision("Glm46VImageProcessorPil", "<|image|>")),
+    Family("Qwen2.5", ("qwen2",)),
+    Family("Qwen3", ("qwen3",)),
+    Family("Llama", ("llama",)),
+)
