@@ -35,7 +35,7 @@ from policy.forward import float32_logits
 from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
-from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs, unfused_weights
+from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ class VLLMEngine:
         with_weights: bool = True,
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
+        self.vision = processor.family.vision
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if importlib.util.find_spec("flashinfer") is None:
@@ -167,7 +168,7 @@ class VLLMEngine:
             os.environ.setdefault(name, "0")
         options: dict[str, Any] = {}
         if processor.image_processor is not None:
-            options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
+            options["limit_mm_per_prompt"] = {"image": limits.images} | ({"video": 0} if self.vision.video else {})
             options["enable_mm_embeds"] = True
             options["mm_processor_kwargs"] = processor.pictures.vllm_options
         try:
@@ -221,8 +222,8 @@ class VLLMEngine:
         stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
         self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
         if self.flags.check_sync:
-            (vllm_weights,) = self.llm.apply_model(lambda model: dict(unfused_weights(model)))
-            check_weights(sampler_weights(policy), vllm_weights)
+            unused = self.vision.unused if self.vision else ""
+            self.llm.apply_model(lambda model: check_weights(sampler_weights(policy), model, unused))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -267,7 +268,7 @@ class VLLMEngine:
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
         sent_as_images = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
         if sent_as_images and not self.pixels_checked:
-            with record_tower_inputs(self.llm) as tower_inputs:
+            with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
                 outputs = self.llm.generate(requests, params, use_tqdm=bar)
             check_pixels(sent_as_images, tower_inputs)
             self.pixels_checked = True
@@ -308,10 +309,11 @@ class VLLMEngine:
     def _takes_features(self, prompt: Prompt) -> bool:
         """Return whether the prompt has features that vLLM accepts.
 
-        vLLM rejects features that include inner layers of the vision tower (Qwen3-VL), because such features are wider
-        than the hidden size.
+        They must come with a grid. vLLM rejects features that include inner layers of the vision tower (Qwen3-VL),
+        because such features are wider than the hidden size.
         """
-        return prompt.features is not None and prompt.features.shape[-1] == self.hidden_size
+        has_features = prompt.features is not None and "image_grid_thw" in prompt.vision
+        return has_features and prompt.features.shape[-1] == self.hidden_size
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:

@@ -4,6 +4,7 @@ Shapes: N tokens, D hidden size, E experts, k experts per token.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,15 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
         choose = _logits if isinstance(router, nn.Linear) else _choose_experts
         router.forward = functools.partial(choose, router)
         experts = model.get_submodule(name.rpartition(".")[0]).experts
-        experts.forward = torch.compiler.disable(experts.forward)
+        experts.forward = torch.compiler.disable(functools.partial(_in_input_dtype, experts.forward))
         for module in experts.modules():
             if isinstance(module, AriaGroupedExpertsGemm):  # transformers multiplies by one expert after the other
                 module.forward = functools.partial(_grouped_product, module)
+
+
+def _in_input_dtype(forward: Callable[..., Tensor], hidden: Tensor, *routing: Tensor) -> Tensor:
+    """Call the `forward` method of experts and round its output, a sum weighted in float32, like its input."""
+    return forward(hidden, *routing).to(hidden.dtype)
 
 
 def _logits(router: nn.Linear, hidden: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class Vision:
     blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
     token: str  # the image token; the chat template writes one for each picture
     expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
+    unused: str = ""  # a module of the vision tower whose output nothing depends on
+    video: bool = True  # whether the models take videos, too
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,8 @@ FAMILIES = (
             parts=("vision_tower", "multi_modal_projector"),
             blocks="vision_tower.encoder.layers",
             token="<|img|>",
+            unused="post_layernorm",
+            video=False,
         ),
         router="mlp.router",
     ),
@@ -239,7 +243,7 @@ FAMILIES = (
             expansion="<img>{}</img>",
         ),
     ),
-    Family("GLM-4.6V", ("glm46v", "glm4v"), _grid_vision("Glm46VImageProcessorPil", "<|image|>")),
+    Family("GLM-4.6V", ("glm4v", "glm46v"), _grid_vision("Glm46VImageProcessorPil", "<|image|>")),
     Family("Qwen2.5", ("qwen2",)),
     Family("Qwen3", ("qwen3",)),
     Family("Llama", ("llama",)),

@@ -11,23 +11,33 @@ from common.errors import RunStopped, UserError
 from common.records import Prompt
 
 
-def check_weights(sent: Iterable[tuple[str, Tensor]], vllm_weights: dict[str, Tensor]) -> None:
-    """Raise RunStopped if a `sent` weight is missing from vLLM or differs after rounding to vLLM's dtype."""
+def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, unused: str = "") -> None:
+    """Raise RunStopped if a `sent` weight is missing from vLLM's `model` or differs after rounding to vLLM's dtype.
+
+    Weights of the module `unused` may be missing; see `policy.families.Vision.unused`.
+    """
+    vllm_weights = dict(unfused_weights(model))
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name, weight in sent:
-        synced = vllm_weights.pop(name, None)
+        vllm_name = mapper.get_unstacked_mapper()._map_name(name) if mapper else name
+        synced = vllm_weights.pop(vllm_name, None)
+        if synced is None and unused and f".{unused}." in name:
+            continue
         if synced is None or not torch.equal(synced[: len(weight)], weight.to(synced.dtype)):
             problem = "is missing in vLLM" if synced is None else "differs between vLLM and the trainer"
             raise RunStopped(f"--check_sync: {name} {problem} after the sync; --engine hf samples without vLLM", 1)
 
 
 def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in transformers, tensor) for every weight of vLLM's `model`, with fused weights split."""
+    """Yield (name, tensor) for every weight of vLLM's `model`, with fused weights also split as transformers has them.
+
+    The names are vLLM's, apart from their last part.
+    """
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
+        yield name, weight
         owner = name.rpartition(".")[0]
-        name = name.replace("language_model.lm_head.", "lm_head.")
-        name = name.replace("language_model.model.", "model.language_model.")
-        name = f"model.{name}" if name.startswith("visual.") else name
+        experts = owner.removesuffix(".routed_experts")
         if ".qkv_proj." in name:
             layer = modules[owner]
             heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
@@ -36,41 +46,50 @@ def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         elif ".gate_up_proj." in name:
             splits = zip(("gate_proj", "up_proj"), weight.chunk(2))
             yield from ((name.replace("gate_up_proj", projection), split) for projection, split in splits)
-        else:
-            yield name, weight
+        elif name.endswith("w13_weight"):  # (experts, 2 x intermediate size, hidden size); Aria has it transposed
+            yield from ((f"{experts}.gate_up_proj", weight), (f"{experts}.fc1.weight", weight.transpose(1, 2)))
+        elif name.endswith("w2_weight"):
+            yield from ((f"{experts}.down_proj", weight), (f"{experts}.fc2.weight", weight.transpose(1, 2)))
 
 
 @contextlib.contextmanager
-def record_tower_inputs(llm: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Record the (pixels, grids) of every call to the vision tower of the engine `llm`."""
-    tower_inputs: list[tuple[Tensor, Tensor]] = []
+def record_tower_inputs(llm: Any, tower: str) -> Iterator[list[Tensor]]:
+    """Record the pixels of every image or tile that the vision tower `tower` of the engine `llm` gets."""
+    tower_inputs: list[Tensor] = []
 
     def hook(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        pixels = args[0] if args else kwargs["pixel_values"]
         grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
-        tower_inputs.append((args[0].detach().float().cpu(), torch.as_tensor(grid).cpu()))
+        tower_inputs.extend(split_pixels(pixels.detach().float().cpu(), grid))
 
-    (handle,) = llm.apply_model(lambda model: model.visual.register_forward_pre_hook(hook, with_kwargs=True))
+    (handle,) = llm.apply_model(lambda model: getattr(model, tower).register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield tower_inputs
     finally:
         handle.remove()
 
 
-def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[tuple[Tensor, Tensor]]) -> None:
+def split_pixels(pixels: Tensor, grid: Any = None) -> list[Tensor]:
+    """Split the pixels that a vision tower gets into those of each image, or of each tile.
+
+    `grid`: the (images, 3) grids of patches, for towers that get the patches of all images in one row.
+    """
+    return list(pixels.split(torch.as_tensor(grid).prod(-1).tolist()) if grid is not None else pixels)
+
+
+def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[Tensor]) -> None:
     """Check that vLLM's vision tower received the trainer's pixels, up to bfloat16 rounding.
 
-    `tower_inputs` holds the (pixels, grids) of each call to the tower. The order of the images is not compared, because
+    `tower_inputs` holds the pixels of each image or tile that the tower received. Their order is not compared, because
     vLLM batches images in its own order and encodes a repeated image only once. Raises UserError, naming the first
     prompt whose pixels are missing.
     """
-    received: dict[tuple[int, ...], list[Tensor]] = {}
-    for pixels, grids in tower_inputs:
-        for grid, image in zip(grids.tolist(), pixels.split(grids.prod(-1).tolist())):
-            received.setdefault(tuple(grid), []).append(image)
+    received: dict[torch.Size, list[Tensor]] = {}
+    for pixels in tower_inputs:
+        received.setdefault(pixels.shape, []).append(pixels)
     for prompt in prompts:
-        grids = prompt.vision["image_grid_thw"]
-        for grid, image in zip(grids.tolist(), prompt.vision["pixel_values"].split(grids.prod(-1).tolist())):
-            if not any((image - other).abs().max() < 0.02 for other in received.get(tuple(grid), [])):
+        for image in split_pixels(prompt.vision["pixel_values"], prompt.vision.get("image_grid_thw")):
+            if not any((image - other).abs().max() < 0.02 for other in received.get(image.shape, [])):
                 raise UserError(
                     f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
                     "differs (rescaling, mean or resizing); use --engine hf, which uses the trainer's"

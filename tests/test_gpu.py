@@ -32,7 +32,7 @@ from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
 from policy.model import Policy
 from rollout import choose_engine
-from tests.helpers.models import build, make_group
+from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, record, save_tiny, write_rows
 from tests.helpers.scripts import ROOT
 from tests.helpers.versions import loaded_packages
 
@@ -225,6 +225,26 @@ def test_record_the_versions_that_were_loaded(engine):
         "packages": dict(sorted((engine["packages"] | loaded_packages()).items())),
     }
     pathlib.Path(os.environ["RECORD_VERSIONS"]).write_text(json.dumps(record, indent=1) + "\n")
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+@no_vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_through_vllm(family, tmp_path):
+    """Three steps, with every weight compared after each sync. One engine after the other: together, they would take
+    each other's memory."""
+    folder, data = save_tiny(family, tmp_path / "model"), write_rows(tmp_path, with_images=family in WITH_IMAGES)
+    flags = [f"--model={folder}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
+    flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
+    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
+    process = run("grpo.py", *flags)
+    mismatch = [row["sampling/logp_difference_mean"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    message = next((line for line in process.stderr.splitlines() if "error:" in line), process.stderr[-1500:])
+    record(family, "vllm", f"{max(mismatch):.4f}" if process.returncode == 0 else f"no: {message}")
+    assert process.returncode == 0, f"{message}\n{process.stderr[-6000:]}"
+    assert max(mismatch) < 0.005
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

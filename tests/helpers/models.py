@@ -1,6 +1,8 @@
 """Tiny, randomly initialised models of every supported family, and prompts for them."""
 
+import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers.models.idefics3 import Idefics3VisionConfig
 
@@ -98,11 +100,11 @@ def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfi
     )
 
 
-def glm46v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+def glm4v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = text | {"rope_parameters": mrope([4, 2, 2]), "pad_token_id": 0}
     names = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
     tokens = {name: tokens[names.get(name, name)] for name in ("image_token_id", "video_token_id", *names)}
-    return transformers.Glm46VConfig(
+    return transformers.Glm4vConfig(
         text_config=text, vision_config=GRID | {"image_size": 56, "patch_size": 14}, **tokens
     )
 
@@ -127,9 +129,12 @@ class Tiny:
     chat_image: str = ""  # what the chat template writes for an image
     roles: dict[str, str] | None = None  # tokens that the processor of transformers finds by their role
     image_settings: dict | None = None  # settings of the image processor
+    processor: dict | None = None  # settings of the processor of transformers, for vLLM
+    video_processor: str = ""  # its video processor, which vLLM always builds
 
 
 QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", None, dict(min_pixels=56 * 56, max_pixels=1280 * 28 * 28))
+QWEN += (None, "Qwen2VLVideoProcessor")
 FAMILIES = {
     "qwen2_vl": Tiny(qwen2_vl, *QWEN),
     "qwen2_5_vl": Tiny(qwen2_5_vl, *QWEN),
@@ -140,6 +145,7 @@ FAMILIES = {
         "<fim_prefix><|img|><fim_suffix>",
         {"image_token": "<|img|>"},
         dict(max_image_size=490, min_image_size=336),
+        {"processor_class": "AriaProcessor", "size_conversion": {"490": 3}},
     ),
     "internvl": Tiny(
         internvl,
@@ -151,12 +157,16 @@ FAMILIES = {
             "video_token": "<video>",
         },
         dict(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=4),
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        "InternVLVideoProcessor",
     ),
-    "glm46v": Tiny(
-        glm46v,
+    "glm4v": Tiny(
+        glm4v,
         "<|begin_of_image|><|image|><|end_of_image|>",
         {"image_token": "<|image|>", "video_token": "<|video|>"},
         dict(size={"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}),
+        {"processor_class": "Glm46VProcessor"},
+        "Glm46VVideoProcessor",
     ),
     "qwen2_5": Tiny(qwen2_5),
     "qwen3": Tiny(qwen3),
@@ -175,9 +185,14 @@ def build(family: str, seed: int = 0) -> torch.nn.Module:
     """Return a tiny float32 model of `family` with random values for every parameter."""
     torch.manual_seed(seed)
     model = make_model(FAMILIES[family].config(TEXT, TOKENS)).float()
+    randomise(model)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Fill every parameter with random values."""
     for parameter in model.parameters():  # norms and biases too: a weight of 1 or a bias of 0 could hide a mistake
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and parameter.mean() == 1), std=0.1)
-    return model
 
 
 def save_tiny(family: str, folder: pathlib.Path) -> str:
@@ -196,7 +211,22 @@ def save_tiny(family: str, folder: pathlib.Path) -> str:
     tokenizer.save_pretrained(folder)
     if vision:
         getattr(transformers, vision.image_processor)(**row.image_settings).save_pretrained(folder)
+        _write_settings_for_vllm(row, folder)
     return str(folder)
+
+
+def _write_settings_for_vllm(row: Tiny, folder: pathlib.Path) -> None:
+    """Write the settings with which vLLM builds the processor of transformers, with a video processor.
+
+    Building these processors here would need torchvision.
+    """
+    if row.processor:
+        (folder / "processor_config.json").write_text(json.dumps(row.processor))
+    if row.video_processor:
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+        del settings["image_processor_type"]
+        settings["video_processor_type"] = row.video_processor
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def _tokenizer(row: Tiny, vision: Vision | None) -> transformers.PreTrainedTokenizerFast:
@@ -267,7 +297,7 @@ def plain_logprobs(model, group: Group, completion: Tensor, temperature: float =
     ids = torch.cat([group.prompt.ids, completion])[None]
     inputs = dict(group.prompt.vision)
     if "image_grid_thw" in inputs:  # M-RoPE
-        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+        inputs["mm_token_type_ids"] = (ids == group.prompt.image_token).int()
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
     logp = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)
     return logp.gather(-1, completion[:, None])[:, 0]
@@ -295,3 +325,31 @@ def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Sco
             rewards.append(Rewards(reward, reward))
         groups.append(ScoredGroup(sample, prompt, rollouts, rewards, i))
     return groups
+
+
+def write_rows(folder: pathlib.Path, with_images: bool) -> str:
+    """Write eight rows, of text or with no, one or two images of different sizes each, and return their file."""
+    path = folder / ("mixed.jsonl" if with_images else "text.jsonl")
+    rows = []
+    for i in range(8):
+        images = [str(folder / f"{(i + j) % 8}.png") for j in range(i % 3 if with_images else 0)]
+        rows.append({"prompt": "<image>" * len(images) + f"How many, {i}?", "answer": str(i), "images": images})
+        image = Image.new("RGB", (84 + 28 * (i % 3), 84 + 56 * (i % 2)), (250, 20 * i, 90))
+        ImageDraw.Draw(image).ellipse((5 + i, 10, 40 + i, 40), fill="navy")
+        image.save(folder / f"{i}.png")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# --- the table of families --------------------------------------------------------------------------------------------
+
+RECORD = os.environ.get("RECORD_FAMILIES")
+
+
+def record(family: str, column: str, value: str) -> None:
+    """Write a cell of the table to the file RECORD_FAMILIES, if it is set."""
+    if RECORD:
+        path = pathlib.Path(RECORD)
+        table = json.loads(path.read_text()) if path.is_file() else {}
+        table.setdefault(family, {})[column] = value
+        path.write_text(json.dumps(table, indent=1) + "\n")
