@@ -191,9 +191,9 @@ class VLLMEngine:
                     **options,
                 )
         except Exception as error:
-            lines = str(error).strip().splitlines() or ["no message"]
+            reason = " ".join(str(error).split()) or "no message"  # pydantic gives the reason in its second line
             raise UserError(
-                f"vLLM did not start ({type(error).__name__}: {lines[0][:300]}): install the versions in "
+                f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
                 "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
             ) from error
         self.sampling_params = vllm.SamplingParams

@@ -27,7 +27,7 @@ TEXT = dict(
     num_key_value_heads=2,
     intermediate_size=128,
     vocab_size=256,
-    max_position_embeddings=512,
+    max_position_embeddings=4096,
     bos_token_id=0,
     eos_token_id=0,
 )
