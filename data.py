@@ -69,10 +69,7 @@ class Processor:
 
     def image_ids(self, tokens: int) -> list[int]:
         """Return what the trainer has in place of the sampler's placeholder, for an image with this many tokens."""
-        before, after = (self.text_ids(text) for text in self.family.vision.expansion.split("{}"))
-        return [*before, *[self.image_token_id] * tokens, *after]
-
-    def text_ids(self, text: str) -> list[int]:
+        text = self.family.vision.expansion.replace("{}", self.family.vision.token * tokens)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -209,7 +206,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
         chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
-    ids = processor.text_ids(chat)
+    ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
@@ -343,7 +340,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     length = len(_engine_ids(sample, processor))
     for size in sizes:
         fitted = processor.pictures.fit(*size)
-        length += len(processor.image_ids(processor.pictures.count(*fitted))) - 1
+        length += processor.pictures.count(*fitted) + len(processor.image_ids(0)) - 1
     if max_length is not None and length > max_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_length}")
     return length

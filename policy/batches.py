@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, pack_groups
+from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
@@ -78,12 +79,15 @@ def train_flop(policy: Policy, batch: PackedBatch) -> float:
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     """Return the number of floating-point operations in a forward pass of the language model.
 
-    Each weight takes two operations per token. In each layer, attention takes four operations per hidden unit for each
-    pair of a query and a key that the query attends to.
+    Each weight takes two operations per token; of a layer's experts, those count that a token goes through. In each
+    layer, attention takes four operations per hidden unit for each pair of a query and a key that the query attends to.
     """
     model = language_model(policy.model)
     config = model.config
-    weights = sum(math.prod(getattr(p, "quant_state", p).shape) for p in model.layers.parameters())
+    shapes = [getattr(p, "quant_state", p).shape for p in model.layers.parameters()]
+    of_experts = [shape for shape in shapes if len(shape) == 3]  # (experts, in, out)
+    weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
+    weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
     pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
     head = config.hidden_size * config.vocab_size
     attention = config.num_hidden_layers * config.hidden_size * pairs

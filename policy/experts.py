@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
 
 from policy.families import routers
 
@@ -22,6 +21,10 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     depends on rounding, which differs between the sampler and the trainer. torch.compile leaves the experts out, since
     the number of tokens of an expert is known only when it runs.
     """
+    if not routers(model):
+        return
+    from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
+
     for name, router in routers(model).items():
         choose = _logits if isinstance(router, nn.Linear) else _choose_experts
         router.forward = functools.partial(choose, router)
@@ -30,6 +33,11 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
         for module in experts.modules():
             if isinstance(module, AriaGroupedExpertsGemm):  # transformers multiplies by one expert after the other
                 module.forward = functools.partial(_grouped_product, module)
+
+
+def experts_per_token(config: transformers.PreTrainedConfig) -> int:
+    """Return how many routed experts a token goes through, given the `config` of the decoder; 0 without experts."""
+    return getattr(config, "num_experts_per_tok", 0) or getattr(config, "moe_topk", 0)
 
 
 def _in_input_dtype(forward: Callable[..., Tensor], hidden: Tensor, *routing: Tensor) -> Tensor:
@@ -49,7 +57,7 @@ def _choose_experts(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, 
     return logits, weights / weights.sum(-1, keepdim=True), chosen
 
 
-def _grouped_product(experts: AriaGroupedExpertsGemm, tokens: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def _grouped_product(experts: nn.Module, tokens: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Multiply `tokens`, sorted by expert, by the matrices (E, in, out) of their experts."""
     ends = tokens_per_expert.cumsum(0).to(torch.int32)
     return F.grouped_mm(tokens.to(experts.weight.dtype), experts.weight, offs=ends)

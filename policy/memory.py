@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
+from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, vision_blocks
 from policy.forward import LOGIT_ROWS
 from policy.lora import has_adapter
@@ -162,7 +163,11 @@ def bytes_per_token(
     config, size = language_model(policy.model).config, dtype.itemsize
     layer_input = 4 * config.hidden_size  # the residual stream is float32
     logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept only without checkpointing
-    full_layer = size * (9 * config.hidden_size + 3 * config.intermediate_size) * (1.0 if compiled else 1.5)
+    width, copies = config.intermediate_size, experts_per_token(config)
+    if copies:  # each expert gets its own copy of a token; Aria's shared experts are as wide as its routed ones
+        width = copies * getattr(config, "moe_intermediate_size", width)
+        width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
+    full_layer = size * ((9 + 3 * copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     return layers + logits + _vision_bytes_per_token(policy, num_checkpointed, size)
 
