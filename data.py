@@ -33,11 +33,11 @@ import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
-from common.templates import parse_template
+from common.templates import parse_template, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
-from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family
+from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family, load_image_processor
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Processor:
     @functools.cached_property
     def control_tokens(self) -> list[str]:
         """The tokenizer's special tokens. In a question, such a token would end the turn or stand for an image."""
-        return [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return [token for token in tokens if token != TAG]  # a tag is always replaced by an image
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -94,7 +95,7 @@ def load_processor(
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         image_processor = None
         if family.vision:
-            image_processor = getattr(transformers, family.vision.image_processor).from_pretrained(model)
+            image_processor = load_image_processor(family.vision, model)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
         problem = (
@@ -172,7 +173,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
     prepared = processor.image_processor(images=images, return_tensors="pt", **processor.pictures.options)
-    vision = {name: prepared[name] for name in processor.family.vision.inputs}
+    vision = processor.family.vision.inputs(prepared)
     token = processor.image_token_id
     expansions = iter(processor.image_ids(processor.pictures.count(image.height, image.width)) for image in images)
     ids = torch.tensor([i for id in engine_ids for i in (next(expansions) if id == token else [id])])
@@ -202,11 +203,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     messages = [{"role": "user", "content": content}]
     if system := sample.system or processor.system:
         messages.insert(0, {"role": "system", "content": system})
-    try:
-        chat = processor.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
-    ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
+    ids = processor.tokenizer(write_chat(messages, processor.tokenizer), add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"

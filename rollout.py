@@ -168,7 +168,7 @@ class VLLMEngine:
             os.environ.setdefault(name, "0")
         options: dict[str, Any] = {}
         if processor.image_processor is not None:
-            options["limit_mm_per_prompt"] = {"image": limits.images} | ({"video": 0} if self.vision.video else {})
+            options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
             options["enable_mm_embeds"] = True
             options["mm_processor_kwargs"] = processor.pictures.vllm_options
         try:

@@ -1,7 +1,8 @@
-"""Jinja templates that users give: a prompt template (`--template`), or a verifier's prompt (`--verifier_template`)."""
+"""Jinja templates: those that users give (`--template`, `--verifier_template`), and the chat template of a model."""
 
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 
@@ -31,3 +32,25 @@ def read_template(path: str, flag: str, names: Sequence[str]) -> jinja2.Template
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path!r} ({error}): check {flag}") from None
     return parse_template(text, f"{flag} {path}", names)
+
+
+def write_chat(messages: list[dict], tokenizer: Any) -> str:
+    """Write `messages` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
+
+    Some templates ignore text that is not in a list of parts. Raises ValueError if the template refuses the messages or
+    leaves out a text.
+    """
+    as_parts = [message | {"content": _parts(message["content"])} for message in messages]
+    texts = [part["text"] for message in as_parts for part in message["content"] if part["type"] == "text"]
+    for version in (messages, as_parts):
+        try:
+            chat = tokenizer.apply_chat_template(version, add_generation_prompt=True, tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
+        if all(text.strip() in chat for text in texts):
+            return chat
+    raise ValueError("the model's chat template leaves out a part of the question or of the system prompt")
+
+
+def _parts(content: str | list[dict]) -> list[dict]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -6,6 +6,7 @@ any family: the decoder stack gets embedded tokens, with the features of the pic
 Sizes of pictures are (height, width) in pixels.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,16 +55,19 @@ class Blank:
 class Vision:
     """How a family sees."""
 
-    image_processor: str  # the class in transformers; the ones that `AutoImageProcessor` chooses ask for torchvision
+    image_processor: str
+    """The module and the class in `transformers.models`; those that `AutoImageProcessor` chooses need torchvision."""
     pictures: Callable[[ImageProcessor, Config, ImageLimits], Pictures]
     blank: Callable[[Config], Blank]
-    inputs: tuple[str, ...]  # outputs of the image processor that the model takes
-    parts: tuple[str, ...]  # the vision tower, then the projector if it is separate; attributes of `model.model`
+    inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    """Turns the image processor's output into the model's inputs. Their first dimensions count patches, tiles or
+    images, in order, so that the inputs of several prompts can be concatenated."""
+    parts: tuple[str, ...]
+    """The vision tower, then the projector if it is separate, as attributes of `model.model`."""
     blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
     token: str  # the image token; the chat template writes one for each picture
     expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
     unused: str = ""  # a module of the vision tower whose output nothing depends on
-    video: bool = True  # whether the models take videos, too
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,16 @@ def find_family(config: Config, name: str = "") -> Family:
     raise UserError(f"{name!r} is a {config.model_type} model, which is not supported: use one of {titles}")
 
 
+def load_image_processor(vision: Vision, model: str) -> ImageProcessor:
+    """Load the image processor that was saved with `model`."""
+    module, _, name = vision.image_processor.rpartition(".")
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name).from_pretrained(model)
+
+
 def language_model(model: nn.Module) -> nn.Module:
     """Return the decoder stack, the module with `.layers`, `.embed_tokens` and `.norm`."""
-    return getattr(model.model, "language_model", model.model)
+    names = ("language_model", "text_model")
+    return next((getattr(model.model, name) for name in names if hasattr(model.model, name)), model.model)
 
 
 def vision_parts(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
@@ -115,6 +126,11 @@ def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules of `model` that choose experts, by name; nothing for a model without experts."""
     router = find_family(model.config).router
     return {name: module for name, module in model.named_modules() if router and name.endswith(f".{router}")}
+
+
+def _outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return a function that selects these outputs of an image processor."""
+    return lambda outputs: {name: outputs[name] for name in names}
 
 
 # --- pictures as grids of patches ---------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ def _grid_vision(image_processor: str, token: str) -> Vision:
         image_processor=image_processor,
         pictures=_grid_pictures,
         blank=_blank_grid,
-        inputs=("pixel_values", "image_grid_thw"),
+        inputs=_outputs("pixel_values", "image_grid_thw"),
         parts=("visual",),
         blocks="visual.blocks",
         token=token,
@@ -181,7 +197,8 @@ def _blank_square(config: Config) -> Blank:
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     patches = (side // patch) ** 2
     tokens = config.projector_patch_to_query_dict[patches]
-    return Blank({"pixel_values": torch.zeros(1, 3, side, side)}, patches, tokens)
+    mask = torch.ones(1, side, side, dtype=torch.bool)
+    return Blank({"pixel_values": torch.zeros(1, 3, side, side), "pixel_mask": mask}, patches, tokens)
 
 
 # --- pictures cut into tiles --------------------------------------------------------------------------------------
@@ -207,7 +224,8 @@ def _blank_tile(config: Config) -> Blank:
 
 # --- the families -------------------------------------------------------------------------------------------------
 
-QWEN_VISION = _grid_vision("Qwen2VLImageProcessorPil", "<|image_pad|>")
+QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>")
+GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>")
 FAMILIES = (
     Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION),
@@ -217,15 +235,14 @@ FAMILIES = (
         "Aria",
         ("aria",),
         Vision(
-            image_processor="AriaImageProcessorPil",
+            image_processor="aria.image_processing_pil_aria.AriaImageProcessorPil",
             pictures=_square_pictures,
             blank=_blank_square,
-            inputs=("pixel_values", "pixel_mask"),
+            inputs=_outputs("pixel_values", "pixel_mask"),
             parts=("vision_tower", "multi_modal_projector"),
             blocks="vision_tower.encoder.layers",
             token="<|img|>",
             unused="post_layernorm",
-            video=False,
         ),
         router="mlp.router",
     ),
@@ -233,17 +250,17 @@ FAMILIES = (
         "InternVL3.5",
         ("internvl",),
         Vision(
-            image_processor="GotOcr2ImageProcessorPil",
+            image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
             pictures=_tile_pictures,
             blank=_blank_tile,
-            inputs=("pixel_values",),
+            inputs=_outputs("pixel_values"),
             parts=("vision_tower", "multi_modal_projector"),
             blocks="vision_tower.encoder.layer",
             token="<IMG_CONTEXT>",
             expansion="<img>{}</img>",
         ),
     ),
-    Family("GLM-4.6V", ("glm4v", "glm46v"), _grid_vision("Glm46VImageProcessorPil", "<|image|>")),
+    Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION),
     Family("Qwen2.5", ("qwen2",)),
     Family("Qwen3", ("qwen3",)),
     Family("Llama", ("llama",)),

@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.families import find_family, language_model, routers, vision_blocks, vision_parts
+from policy.families import find_family, language_model, load_image_processor, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
 
@@ -111,7 +111,7 @@ def check_saved_model(folder: str) -> None:
         )
         transformers.AutoTokenizer.from_pretrained(folder)
         if vision := find_family(config).vision:
-            getattr(transformers, vision.image_processor).from_pretrained(folder)
+            load_image_processor(vision, folder)
     _check_tensors(folder, model, report)
 
 

@@ -1,5 +1,6 @@
 """Tiny, randomly initialised models of every supported family, and prompts for them."""
 
+import importlib
 import json
 import math
 import os
@@ -210,7 +211,9 @@ def save_tiny(family: str, folder: pathlib.Path) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if vision:
-        getattr(transformers, vision.image_processor)(**row.image_settings).save_pretrained(folder)
+        module, _, name = vision.image_processor.rpartition(".")
+        image_processor = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+        image_processor(**row.image_settings).save_pretrained(folder)
         _write_settings_for_vllm(row, folder)
     return str(folder)
 
@@ -278,10 +281,10 @@ def random_image(config: transformers.PreTrainedConfig, h: int, w: int, g) -> tu
     family = find_family(config).vision
     blank = family.blank(config)
     pixels = blank.vision["pixel_values"]
-    if "image_grid_thw" in family.inputs:
+    if "image_grid_thw" in blank.vision:
         grid = torch.tensor([[1, h, w]])
         return h * w // 4, {"pixel_values": torch.randn(h * w, pixels.shape[1], generator=g), "image_grid_thw": grid}
-    if "pixel_mask" in family.inputs:
+    if "pixel_mask" in blank.vision:
         mask = torch.ones(1, *pixels.shape[2:], dtype=torch.bool)
         mask[:, len(mask[0]) - config.vision_config.patch_size * (h - 2) :] = False  # images lie at the top left
         return blank.tokens, {"pixel_values": torch.randn(pixels.shape, generator=g), "pixel_mask": mask}
