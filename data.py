@@ -108,7 +108,7 @@ def load_processor(
             reason = str(error).splitlines()[0][:160]
             problem = f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
         raise UserError(problem) from None
-    tokenizer.chat_template = tokenizer.chat_template or _processor_template(model)
+    tokenizer.chat_template = tokenizer.chat_template or processor_template(model)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, text = rewards.get_task(task).system, rewards.get_task(task).template
@@ -121,7 +121,7 @@ def load_processor(
     return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn)
 
 
-def _processor_template(model: str) -> str | None:
+def processor_template(model: str) -> str | None:
     """Return the chat template that older releases of transformers saved with the processor of `model`, if any."""
     path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)
     return json.loads(pathlib.Path(path).read_text()).get("chat_template") if path else None

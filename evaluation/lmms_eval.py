@@ -11,6 +11,7 @@ import pathlib
 import sys
 
 from common.templates import parse_template
+from data import processor_template
 from inputs.rows import read_text
 from rewards import get_task
 
@@ -48,7 +49,7 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None) ->
     before, _, after = prompt.render(content="\0").partition("\0")
     texts = {"before": before, "after": after, "system": system or ""}
     quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-    return WRAPPER.format(**quoted) + AutoTokenizer.from_pretrained(model).chat_template
+    return WRAPPER.format(**quoted) + (AutoTokenizer.from_pretrained(model).chat_template or processor_template(model))
 
 
 def main(folder: str) -> None:

@@ -12,6 +12,7 @@ import copy
 import json
 import pathlib
 import re
+import shutil
 
 import peft
 import pytest
@@ -22,9 +23,9 @@ import evaluate
 import grpo
 from common.errors import UserError
 from common.files import read_jsonl
-from common.records import Completion, Group
+from common.records import Completion, Group, Sample
 from config import PolicyFlags
-from data import encode_prompts, load_processor, load_samples
+from data import encode_prompts, load_processor, load_samples, processor_template
 from packing import pack
 from policy.families import FAMILIES, find_family, language_model, routers, vision_parts
 from policy.forward import enable_packed_forward, token_logprobs
@@ -33,6 +34,7 @@ from policy.model import Policy, auto_class, load_config, load_policy
 from tests.helpers import models
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
 from tests.helpers.runs import config
+from training.export import copy_processor
 
 ROOT = pathlib.Path(__file__).parent.parent
 COLUMNS = {
@@ -177,6 +179,31 @@ def test_family_trains_tower_and_router_when_asked(family, tiny_family, rows, tm
         if torch.equal(parameter, old[part][name])
     }
     assert all(UNUSED.get(family, "-") in name for name in same), same
+
+
+def test_a_chat_template_saved_with_the_processor_is_found_and_exported(tiny_family, tmp_path):
+    """Checkpoints of older releases, such as Aria's, have chat_template.json and a tokenizer without a template."""
+    folder = tmp_path / "aria"
+    shutil.copytree(tiny_family("aria"), folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_processor(str(folder), "count").tokenizer.chat_template == template
+    (tmp_path / "final").mkdir()
+    copy_processor(str(folder), tmp_path / "final")
+    assert processor_template(str(tmp_path / "final")) == template
+
+
+def test_a_chat_template_that_drops_text_is_refused_or_gets_parts(tiny_family):
+    """Some templates ignore text that is not in a list of parts."""
+    processor = load_processor(tiny_family("qwen2_5"), "count")
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    processor.tokenizer.chat_template = parts
+    ids = encode_prompts([Sample("How many?", "1", [], "row 1", system="Count.")], processor)[0].ids
+    assert processor.tokenizer.decode(ids).startswith("Count.How many?")
+    processor.tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="leaves out a part of the question or of the system prompt"):
+        encode_prompts([Sample("How many?", "1", [], "row 1", system="Count.")], processor)
 
 
 def test_an_unknown_family_is_refused_by_name(tiny_family, tmp_path):

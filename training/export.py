@@ -84,7 +84,13 @@ def _check(source: str, folder: pathlib.Path) -> None:
 def copy_processor(source: str, folder: pathlib.Path) -> None:
     """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
     transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+    files = (
+        "processor_config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "chat_template.json",
+    )
+    for name in files:
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             shutil.copy(path, folder)
