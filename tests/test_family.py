@@ -113,7 +113,12 @@ def train(family: str, folder: str, data: str, output: pathlib.Path, **flags) ->
     return before, f"{mismatch:.0e}"
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+# What other tests train with every setting is trained here only with --slow.
+TRAINED_ELSEWHERE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"}
+MODELS = [pytest.param(f, marks=[pytest.mark.slow] * (f in TRAINED_ELSEWHERE)) for f in models.FAMILIES]
+
+
+@pytest.mark.parametrize("family", MODELS)
 def test_family_trains_whole(family, tiny_family, rows, tmp_path, capsys):
     """What is frozen does not move, the rest does; transformers loads the export, and evaluate.py samples from it."""
     folder, final = tiny_family(family), tmp_path / "run" / "final"
@@ -133,13 +138,8 @@ def test_family_trains_whole(family, tiny_family, rows, tmp_path, capsys):
     record(family, "sampler", mismatch)
 
 
-ALSO_ELSEWHERE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5", "qwen3"}  # tests/policy/test_lora.py adapts some
-
-
-@pytest.mark.parametrize("four_bit", [False, True])
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f in ALSO_ELSEWHERE)) for f in models.FAMILIES]
-)
+@pytest.mark.parametrize("four_bit", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("family", MODELS)
 def test_family_trains_an_adapter(family, four_bit, tiny_family, rows, tmp_path):
     """The adapter reaches every linear layer of the decoder but the router; the base stays; PEFT loads the adapter."""
     folder, final = tiny_family(family), tmp_path / "run" / "final"
@@ -162,7 +162,7 @@ def test_family_trains_an_adapter(family, four_bit, tiny_family, rows, tmp_path)
 UNUSED = {"aria": "vision_tower.post_layernorm", "qwen3_vl_moe": "deepstack_merger_list.1"}
 
 
-@pytest.mark.parametrize("family", [family for family in WITH_IMAGES if family not in ALSO_ELSEWHERE])
+@pytest.mark.parametrize("family", [family for family in WITH_IMAGES if family not in TRAINED_ELSEWHERE])
 def test_family_trains_tower_and_router_when_asked(family, tiny_family, rows, tmp_path):
     folder = tiny_family(family)
     before, _ = train(family, folder, rows(family), tmp_path / "run", train_vision=True, train_router=True)

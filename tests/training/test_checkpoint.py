@@ -218,7 +218,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
     """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
     sizes = dict(prompts_per_step=12 if processes else 4, num_generations=8, micro_batch_tokens=60)
