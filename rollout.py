@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,7 +192,8 @@ class VLLMEngine:
                     **options,
                 )
         except Exception as error:
-            reason = " ".join(str(error).split()) or "no message"  # pydantic gives the reason in its second line
+            place = traceback.extract_tb(error.__traceback__)[-1]  # all that an assertion without a message tells
+            reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
             raise UserError(
                 f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
                 "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
@@ -318,7 +320,7 @@ class VLLMEngine:
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:
     """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
-    head = getattr(model, "language_model", model).lm_head
+    head = model.lm_head if hasattr(model, "lm_head") else model.language_model.lm_head
     original_apply = head.quant_method.apply
 
     def apply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
