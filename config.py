@@ -206,6 +206,8 @@ class PolicyFlags:
     lora_dropout: float | None = None
     """Probability with which an input of the LoRA adapter is dropped in training updates; sampling and the reference
     have no dropout. Unset: 0 for a new adapter, and the saved probability for `adapter`."""
+    lora_experts: bool = False
+    """Also adapt the routed experts of a mixture of experts, which takes more time and memory; see docs/models.md."""
     adapter: str | None = None
     """Folder of an adapter in PEFT layout. Training continues this adapter, with its own rank and α. The KL reference
     uses the adapter as it was at the start of the run."""
@@ -233,18 +235,23 @@ class PolicyFlags:
             raise ValueError("max_grad_norm must be above 0")
         if min(self.micro_batch_tokens, self.lora_rank, self.lora_alpha) < 0:
             raise ValueError("micro_batch_tokens, lora_rank and lora_alpha must not be negative")
-        if self.adapter and (self.lora_rank or self.lora_alpha):
-            raise ValueError("adapter has its own rank and α: leave lora_rank and lora_alpha out")
-        if self.lora_alpha and not self.lora_rank:
-            raise ValueError("lora_alpha applies to a new adapter: give lora_rank too, or leave out lora_alpha")
-        if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
-            raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
+        self._check_adapter()
         if self.offload_reference and self.has_adapter:
             raise ValueError("offload_reference: an adapter needs no reference model; leave out offload_reference")
         if self.train_router and self.has_adapter:
             raise ValueError("train_router: an adapter leaves the routers frozen; leave out train_router")
         if self.load_in_4bit and not self.has_adapter:
             raise ValueError("load_in_4bit freezes the model: give lora_rank or adapter, so that an adapter is trained")
+
+    def _check_adapter(self) -> None:
+        if self.adapter and (self.lora_rank or self.lora_alpha):
+            raise ValueError("adapter has its own rank and α: leave lora_rank and lora_alpha out")
+        if self.lora_alpha and not self.lora_rank:
+            raise ValueError("lora_alpha applies to a new adapter: give lora_rank too, or leave out lora_alpha")
+        if self.lora_experts and (not self.lora_rank or self.lora_dropout):
+            raise ValueError("lora_experts applies to a new adapter without dropout: give lora_rank, not lora_dropout")
+        if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
+            raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
 
     @property
     def has_adapter(self) -> bool:

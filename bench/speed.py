@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLMoeConfig
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -43,11 +43,12 @@ from training.prompt_stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
-Shape = Literal["3b", "7b", "32b", "tiny"]
+Shape = Literal["3b", "7b", "32b", "moe", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
     "32b": dict(hidden=5120, layers=64, heads=40, kv=8, ffn=27648, vocab=152064, tied=False),
+    "moe": dict(hidden=2048, layers=6, heads=32, kv=4, ffn=768, vocab=151936, tied=False, experts=128, chosen=8),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
 WORKLOADS = {
@@ -64,7 +65,8 @@ class Config:
     """Measure the speed of training steps on this machine."""
 
     shape: Shape = "3b"
-    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one."""
+    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; moe: 6 of the 48 decoder layers of
+    Qwen3-VL-30B-A3B."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """Workloads to measure."""
     steps: int = 2
@@ -96,9 +98,11 @@ class Config:
             raise ValueError("steps, prompts and generations must be at least 1")
 
 
-def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
-    """Return the configuration of a Qwen2.5-VL model of size `shape`, with the special tokens of the byte tokenizer."""
+def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
+    """Return the configuration of a model of size `shape`, with the special tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.build_model(tokenizer, seed=0).config.to_dict()
+    if "experts" in d:
+        return moe_shape(d, small)
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
     height = (half_head - temporal) // 2
@@ -125,15 +129,41 @@ def model_shape(shape: str, tokenizer) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
+def moe_shape(d: dict[str, int], small: dict) -> Qwen3VLMoeConfig:
+    """Return the configuration of a Qwen3-VL-MoE model of the size `d`, with the special tokens of the model `small`.
+
+    Its vision tower has two layers only.
+    """
+    rotation = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = dict(
+        hidden_size=d["hidden"],
+        num_hidden_layers=d["layers"],
+        num_attention_heads=d["heads"],
+        num_key_value_heads=d["kv"],
+        head_dim=128,
+        moe_intermediate_size=d["ffn"],
+        num_experts=d["experts"],
+        num_experts_per_tok=d["chosen"],
+        vocab_size=d["vocab"],
+        rope_parameters=rotation,
+        max_position_embeddings=4096,
+        bos_token_id=small["text_config"]["bos_token_id"],
+        eos_token_id=small["text_config"]["eos_token_id"],
+    )
+    vision = dict(depth=2, patch_size=14, deepstack_visual_indexes=[0, 1], out_hidden_size=d["hidden"])
+    tokens = {name: small[name] for name in small if name.endswith("token_id")}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
+
+
 def make_model(folder: pathlib.Path, shape: str) -> None:
-    """Write a random bfloat16 Qwen2.5-VL model and the byte tokenizer to `folder`, unless it already has a model."""
+    """Write a random bfloat16 model and the byte tokenizer to `folder`, unless it already has a model."""
     if (folder / "config.json").is_file():
         return
     tokenizer = tiny.byte_tokenizer()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2_5_VLForConditionalGeneration(model_shape(shape, tokenizer))
+        model = AutoModelForImageTextToText.from_config(model_shape(shape, tokenizer))
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     tiny.save(model, tokenizer, folder)
@@ -156,31 +186,34 @@ def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
     return str(path)
 
 
-def limits(config: Qwen2_5_VLConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
+def limits(config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
     """Return the seconds that each phase would take at the hardware limits, calculated from the shapes alone.
 
     With several GPUs, each GPU has an equal fraction of the prompts.
     """
     t = config.text_config
-    head = t.hidden_size // t.num_attention_heads
+    head = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
     attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
-    layers = t.num_hidden_layers * (attention + 3 * t.hidden_size * t.intermediate_size)
+    experts, chosen = getattr(t, "num_experts", 1), getattr(t, "num_experts_per_tok", 1)
+    expert = 3 * t.hidden_size * (t.moe_intermediate_size if experts > 1 else t.intermediate_size)
+    layers = t.num_hidden_layers * (attention + chosen * expert)  # weights that a token is multiplied by
+    held = t.num_hidden_layers * (attention + experts * expert)
     lm_head = t.hidden_size * t.vocab_size
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
     # A completion token attends to its prompt and, on average, to half of its completion. `scores` is the number of
-    # query-key pairs times the hidden size; each unit costs four operations.
-    scores = t.num_hidden_layers * t.hidden_size * completions * (prompt + tokens / 2)
-    scores += t.num_hidden_layers * t.hidden_size * prompts * prompt * prompt / 2
+    # query-key pairs times the width of the queries; each unit costs four operations.
+    width = t.num_hidden_layers * head * t.num_attention_heads
+    scores = width * (completions * (prompt + tokens / 2) + prompts * prompt * prompt / 2)
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
     cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes per token
-    read = tokens * (2 * (layers + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
+    read = tokens * (2 * (held + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
         "reference": forward / MATMUL if beta else 0.0,
         "train": 3 * forward / MATMUL,
-        "optimizer": 28 * (layers + lm_head) / BANDWIDTH,
+        "optimizer": 28 * (held + lm_head) / BANDWIDTH,
     }
 
 

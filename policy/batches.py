@@ -79,12 +79,14 @@ def train_flop(policy: Policy, batch: PackedBatch) -> float:
 def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     """Return the number of floating-point operations in a forward pass of the language model.
 
-    Each weight takes two operations per token; of a layer's experts, those count that a token goes through. In each
-    layer, attention takes four operations per hidden unit for each pair of a query and a key that the query attends to.
+    Each weight takes two operations per token; of a layer's experts, those count that a token goes through. The
+    adapters of experts are not counted. In each layer, attention takes four operations per hidden unit for each pair of
+    a query and a key that the query attends to.
     """
     model = language_model(policy.model)
     config = model.config
-    shapes = [getattr(p, "quant_state", p).shape for p in model.layers.parameters()]
+    counted = [p for name, p in model.layers.named_parameters() if not (".experts." in name and ".lora_" in name)]
+    shapes = [getattr(p, "quant_state", p).shape for p in counted]
     of_experts = [shape for shape in shapes if len(shape) == 3]  # (experts, in, out)
     weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
     weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)

@@ -3,6 +3,9 @@
     adapted weight = W + scaling B A        W (O, D) frozen, A (r, D) and B (O, r) trained
     scaling        = α / r, with rslora (arXiv:2312.03732) α / √r
 
+Routed experts lie in one tensor (experts, in, out). If they are adapted, each has its own A and B, which PEFT keeps one
+after another in two matrices and adds to the tensor before it is used.
+
 The sampler receives adapted weights, which are recomputed from the base for every sync. Nothing is ever merged into the
 base, so rounding errors do not accumulate. The reference of the KL term is the same model with a different adapter: the
 adapter that training started from, or none if training started with a new adapter. There is no second copy of the base.
@@ -32,26 +35,34 @@ if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where i
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
 PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # these also change the base; PEFT can convert them
-UNSUPPORTED = ("trainable_token_indices", "lora_bias", "target_parameters", "layer_replication", "use_qalora")
+UNSUPPORTED = ("trainable_token_indices", "lora_bias", "layer_replication", "use_qalora")
 UNSUPPORTED += ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config")
 UNSUPPORTED += ("monteclora_config",)
 MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter with --lora_rank"
 
 
-def new_adapter(model: nn.Module, rank: int, alpha: float, vision: bool, dropout: float = 0.0) -> None:
+def new_adapter(
+    model: nn.Module, rank: int, alpha: float, vision: bool, dropout: float = 0.0, experts: bool = False
+) -> None:
     """Add a new adapter to every linear layer of the decoder stack, apart from routers, and freeze the rest of `model`.
 
     `vision`: also adapt the linear layers of the vision tower's blocks. `dropout`: the probability with which an input
-    of the adapter is dropped while `model` is in training mode. The adapter has no effect at first, because `B` is
-    zero; `A` is random but the same on every process.
+    of the adapter is dropped while `model` is in training mode. `experts`: also adapt the routed experts, without
+    dropout. The adapter has no effect at first, because `B` is zero; `A` is random but the same on every process.
+    Raises UserError if there are no `experts`.
     """
     from peft import LoraConfig
 
-    stacks = [language_model(model).layers, vision_blocks(model)] if vision else [language_model(model).layers]
-    targets = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
-
+    layers = language_model(model).layers
+    stacks = [layers, vision_blocks(model)] if vision else [layers]
     settings = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
-    config = LoraConfig(**settings, target_modules=targets, task_type="CAUSAL_LM")
+    settings["target_modules"] = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
+    if experts:
+        parameters = {name.partition(".")[2] for name, weight in layers.named_parameters() if weight.ndim == 3}
+        if not parameters:
+            raise UserError("--lora_experts: the model has no routed experts; leave out --lora_experts")
+        settings["target_parameters"] = sorted(parameters)
+    config = LoraConfig(**settings, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         _inject(model, config, [POLICY])
@@ -86,6 +97,8 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     router = find_family(model.config).router
     if any(router and f".{router}." in key for key in tensors):
         raise UserError(f"--adapter {source}: an adapter of the router {router} cannot be continued: {MERGE_FIRST}")
+    if dropout and config.target_parameters:
+        raise UserError(f"--adapter {source}: adapted experts work without dropout only; leave out --lora_dropout")
     config.lora_dropout = config.lora_dropout if dropout is None else dropout
     load_adapter(model, config, tensors, [POLICY, REFERENCE], source)
 
@@ -133,10 +146,11 @@ def _with_current_names(
         if module is None:
             raise UserError(f"{source} was made for another base: this base has no module for {path}")
         renamed[f"{module}{match['wrapped'] or ''}.{match['param']}"] = tensor
-        if match["param"] in ("lora_A.weight", "lora_embedding_A"):
+        of_experts = any(weight.ndim == 3 for weight in modules[module].parameters(recurse=False))
+        if match["param"] in ("lora_A.weight", "lora_embedding_A") and not of_experts:
             pattern = get_pattern_key(config.alpha_pattern, saved)
             ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)
-    if not ranks:
+    if not renamed:
         raise UserError(f"{source} holds no LoRA weights: there is nothing to load with PEFT")
     config = copy.copy(config)
     config.target_modules = sorted(ranks)
@@ -166,8 +180,18 @@ def _inject(model: nn.Module, config: "LoraConfig", names: list[str]) -> "LoraMo
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's adapted layers, keyed by their names in `model`."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    """Return PEFT's adapted layers, keyed by their names in the base; for experts, by those of their parameters."""
+    layers = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            experts = f".{module.parameter_name}" if hasattr(module, "parameter_name") else ""
+            layers[_name_in_base(name) + experts] = module
+    return layers
+
+
+def _name_in_base(name: str) -> str:
+    """Return `name` without the parts that PEFT's layers add."""
+    return name.replace(".base_layer", "")
 
 
 def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig", dict[str, Tensor]]:
@@ -255,15 +279,28 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
         if ".lora_" in name:
             continue
+        name = _name_in_base(name)
         weight = dequantised(parameter) if hasattr(parameter, "quant_state") else distributed.full_tensor(parameter)
-        layer = layers.get(owner.removesuffix(".base_layer"))
-        if layer is not None and leaf == "weight":
-            a, b = (distributed.full_tensor(factor[POLICY].weight) for factor in (layer.lora_A, layer.lora_B))
-            weight = torch.addmm(weight.float(), b.float(), a.float(), alpha=layer.scaling[POLICY]).to(weight.dtype)
-        yield name.replace(".base_layer.", "."), weight
+        layer = layers.get(name) or layers.get(name.removesuffix(".weight"))
+        if layer is not None:
+            factors = (distributed.full_tensor(factor[POLICY].weight) for factor in (layer.lora_A, layer.lora_B))
+            weight = _adapted(weight, *factors, layer.scaling[POLICY]).to(weight.dtype)
+        yield name, weight
+
+
+def _adapted(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return W + scaling B A in float32.
+
+    For a `weight` (E, O, D) of E experts, PEFT stores `a` as (E r, D), one expert after the other, but `b` as (O, r E),
+    with the experts of a column side by side.
+    """
+    if weight.ndim == 2:
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    experts = len(weight)
+    a, b = a.float().unflatten(0, (experts, -1)), b.float().unflatten(1, (-1, experts))
+    return torch.baddbmm(weight.float(), b.permute(2, 0, 1), a, alpha=scaling)
 
 
 def dequantised(parameter: Tensor) -> Tensor:

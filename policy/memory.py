@@ -17,7 +17,7 @@ from config import Config, PolicyFlags
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, vision_blocks
 from policy.forward import LOGIT_ROWS
-from policy.lora import has_adapter
+from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
 from policy.sharding import reshard
 
@@ -183,6 +183,19 @@ def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) ->
     return blocks * patches_per_token(policy.model)
 
 
+def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dtype) -> int:
+    """Return the bytes that adapted experts take until the backward pass: a copy of each tensor that PEFT adds to.
+
+    Layers that are not checkpointed keep their copies; of the others, one has them at a time.
+    """
+    layers = language_model(policy.model).layers
+    adapted = [name for name, layer in adapted_layers(layers).items() if hasattr(layer, "parameter_name")]
+    if not adapted:
+        return 0
+    experts = sum(p.numel() for p in layers.parameters() if p.ndim == 3) * dtype.itemsize
+    return experts * (len(layers) - num_checkpointed + 1) // len(layers)
+
+
 @dataclass(frozen=True)
 class MemoryBudget:
     """What a process's GPU memory is spent on when micro-batches are sized, in bytes."""
@@ -253,7 +266,8 @@ def choose_micro_batch_size(
     memory = measure_memory(policy, flags, device, limit, sharding)
     dtype = compute_dtype(flags.dtype, device)
     token_bytes = {n: bytes_per_token(policy, n, flags.compile, dtype) for n in choice}
-    max_tokens = {n: int(memory.activations / token_bytes[n]) for n in choice}
+    left = {n: memory.activations - adapted_expert_bytes(policy, n, dtype) for n in choice}
+    max_tokens = {n: int(left[n] / token_bytes[n]) for n in choice}
     target = max(longest, requested or TARGET_MICRO_BATCH_TOKENS)
     num_checkpointed = next((n for n, tokens in max_tokens.items() if tokens >= target), choice[-1])
     num_checkpointed = int(distributed.all_max(torch.tensor(num_checkpointed)))
@@ -267,7 +281,7 @@ def choose_micro_batch_size(
     size = requested or min(tokens, MAX_MICRO_BATCH_TOKENS)
     # Without gradients, a token takes at most as much memory as with all layers checkpointed.
     forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, dtype)
-    free = memory.activations - size * token_bytes[num_checkpointed]
+    free = left[num_checkpointed] - size * token_bytes[num_checkpointed]
     keep_unsharded(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
     set_checkpointing(policy, num_checkpointed)
     if console.is_main():

@@ -21,6 +21,7 @@ import transformers
 
 import evaluate
 import grpo
+import merge_lora
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, Sample
@@ -29,7 +30,7 @@ from data import encode_prompts, load_processor, load_samples, processor_templat
 from packing import pack
 from policy.families import FAMILIES, find_family, language_model, routers, vision_parts
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.lora import adapted_layers
+from policy.lora import adapted_layers, adapted_weights
 from policy.model import Policy, auto_class, load_config, load_policy
 from tests.helpers import models
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
@@ -155,6 +156,45 @@ def test_family_trains_an_adapter(family, four_bit, tiny_family, rows, tmp_path)
     assert len(factors) == len(adapted)
     assert all(factor.abs().max() > 0 for factor in factors)
     record(family, "4-bit" if four_bit else "lora", "yes")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "aria"])
+def test_family_adapts_its_routed_experts_by_a_flag(family, tiny_family, rows, tmp_path, capsys):
+    """The sampler's weights, PEFT, merge_lora.py and a continued run give the adapted experts of the trainer."""
+    folder, final, merged = tiny_family(family), tmp_path / "run" / "final", tmp_path / "merged"
+    before, _ = train(family, folder, rows(family), tmp_path / "run", lora_rank=4, lora_experts=True)
+    layers = language_model(before.model).layers
+    experts = {name.replace(".base_layer", "") for name, weight in layers.named_parameters() if weight.ndim == 3}
+    assert len(experts) == 2 * len(layers)
+    assert experts < adapted_layers(layers).keys()
+    trained = capsys.readouterr().err.partition("trained: adapter of ")[2].partition(";")[0].split(", ")
+    assert {name.partition(".")[2] for name in experts} < set(trained)
+
+    base = auto_class(load_config(folder)).from_pretrained(folder, dtype=torch.float32)
+    peft_model = peft.PeftModel.from_pretrained(copy.deepcopy(base), final).merge_and_unload()
+    merge_lora.merge_lora(folder, str(final), str(merged))
+    merged_model = auto_class(load_config(str(merged))).from_pretrained(merged, dtype=torch.float32)
+    continued = load_policy(folder, PolicyFlags(adapter=str(final)), CPU)
+    weights = dict(adapted_weights(continued.model))
+    for name, weight in peft_model.named_parameters():
+        torch.testing.assert_close(weights[name], weight, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(merged_model.get_parameter(name), weight, atol=1e-6, rtol=1e-5)
+    moved = [not torch.equal(weight, base.get_parameter(name)) for name, weight in weights.items() if weight.ndim == 3]
+    assert moved and all(moved)
+    flags = dict(task="count", max_steps=1, adapter=str(final), beta=0.01)
+    grpo.main(config(folder, rows(family), tmp_path / "continued", **flags))
+    row = read_jsonl(tmp_path / "continued" / "metrics.jsonl")[0]
+    assert row["kl"] == pytest.approx(0, abs=1e-6), "the reference starts with the same adapter"
+    with pytest.raises(UserError, match="leave out --lora_dropout"):
+        load_policy(folder, PolicyFlags(adapter=str(final), lora_dropout=0.1), CPU)
+
+
+def test_adapted_experts_are_refused_where_there_are_none(tiny_family):
+    with pytest.raises(UserError, match="the model has no routed experts"):
+        load_policy(tiny_family("qwen3"), PolicyFlags(lora_rank=4, lora_experts=True), CPU)
+    for flags in ({"lora_rank": 4, "lora_dropout": 0.1}, {}):
+        with pytest.raises(ValueError, match="lora_experts applies to a new adapter without dropout"):
+            PolicyFlags(lora_experts=True, **flags).check_policy()
 
 
 # Parts of the tiny towers on which no completion depends: Aria takes the last layer's output before the norm, and the

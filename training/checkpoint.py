@@ -43,7 +43,8 @@ from training.run_folder import RunFolder, checkpoints_by_step, verify_checkpoin
 # parameters, the objective and the number of updates. Other settings, such as the learning rate or β, may change.
 ROW_SETTINGS = ("task", "data", "data_weights", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
-POLICY_SETTINGS = ("model", "lora_rank", "lora_alpha", "adapter", "load_in_4bit", "train_vision")
+ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
+POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attributes of `grpo.Run` that are saved

@@ -103,6 +103,7 @@ def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfi
 
 def glm4v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = text | {"rope_parameters": mrope([2, 1, 1], partial_rotary_factor=0.5), "pad_token_id": 0}
+    text["attention_bias"] = True  # transformers has the biases in any case, vLLM only if told
     names = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
     tokens = {name: tokens[names.get(name, name)] for name in ("image_token_id", "video_token_id", *names)}
     return transformers.Glm4vConfig(
