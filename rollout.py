@@ -311,10 +311,10 @@ class VLLMEngine:
     def _takes_features(self, prompt: Prompt) -> bool:
         """Return whether the prompt has features that vLLM accepts.
 
-        They must come with a grid. vLLM rejects features that include inner layers of the vision tower (Qwen3-VL),
-        because such features are wider than the hidden size.
+        vLLM rejects features that include inner layers of the vision tower (Qwen3-VL), because such features are wider
+        than the hidden size.
         """
-        has_features = prompt.features is not None and "image_grid_thw" in prompt.vision
+        has_features = prompt.features is not None and self.vision.vllm_features
         return has_features and prompt.features.shape[-1] == self.hidden_size
 
 

@@ -144,6 +144,7 @@ def moe_shape(d: dict[str, int], small: dict) -> Qwen3VLMoeConfig:
         moe_intermediate_size=d["ffn"],
         num_experts=d["experts"],
         num_experts_per_tok=d["chosen"],
+        norm_topk_prob=True,  # transformers normalises in any case, vLLM only if told
         vocab_size=d["vocab"],
         rope_parameters=rotation,
         max_position_embeddings=4096,

@@ -68,6 +68,7 @@ class Vision:
     token: str  # the image token; the chat template writes one for each picture
     expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
     unused: str = ""  # a module of the vision tower whose output nothing depends on
+    vllm_features: bool = False  # whether vLLM accepts the trainer's features, with their grids, instead of pictures
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _blank_grid(config: Config) -> Blank:
     return Blank({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]])}, merge**2, 1)
 
 
-def _grid_vision(image_processor: str, token: str) -> Vision:
+def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
     return Vision(
         image_processor=image_processor,
         pictures=_grid_pictures,
@@ -166,6 +167,7 @@ def _grid_vision(image_processor: str, token: str) -> Vision:
         parts=("visual",),
         blocks="visual.blocks",
         token=token,
+        vllm_features=vllm_features,
     )
 
 
@@ -224,8 +226,8 @@ def _blank_tile(config: Config) -> Blank:
 
 # --- the families -------------------------------------------------------------------------------------------------
 
-QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>")
-GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>")
+QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>", True)
+GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>", False)
 FAMILIES = (
     Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION),
