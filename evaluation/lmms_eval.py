@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 from common.templates import parse_template
-from data import processor_template
+from data import load_processor, processor_template
 from inputs.rows import read_text
 from rewards import get_task
 
@@ -65,11 +65,14 @@ def main(folder: str) -> None:
         model = run / "merged"
         merge = f"--base_model {config['model']} --lora_model {run}/final --output_path {model}"
         print(f"  .venv/bin/python merge_lora.py {merge}")
-    pixels = json.dumps({name: config[name] for name in ("min_pixels", "max_pixels")}, separators=(",", ":"))
+    limits = {name: config[name] for name in ("min_pixels", "max_pixels", "max_side")}
+    pictures = load_processor(str(trained), config["task"], config["template"], **limits).pictures
+    options = {name: config.get(name, value) for name, value in pictures.vllm_options.items()} if pictures else {}
     arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"
     print(
         f"  lmms-eval --model vllm --tasks {TASKS} --batch_size 64 --process-docs-parallel 1 --log_samples "
-        f"--output_path {run}/lmms-eval \\\n    --model_args '{arguments},mm_processor_kwargs={pixels}'"
+        f"--output_path {run}/lmms-eval \\\n    --model_args "
+        f"'{arguments},mm_processor_kwargs={json.dumps(options, separators=(',', ':'))}'"
     )
 
 
