@@ -3,14 +3,15 @@
 GRPO samples G completions of every prompt. A plain trainer therefore runs every prompt, including its image tokens, G
 times. Here, a single forward pass runs over one packed sequence:
 
-    segments, in packed order:   prompt, c1, ..., cG, prompt', c1', ...            T tokens in total
-    keys of the prompt:          prompt                                            causal
-    keys of completion cj:       prompt ++ cj                                      causal, aligned bottom-right
+    segments, in packed order:   prompt, prompt', ..., c1, ..., cG, c1', ...       T tokens in total
+    keys of a prompt:            prompt                                            causal
+    keys of its completion cj:   prompt ++ cj                                      causal, aligned bottom-right
     positions of cj:             continue after the prompt's largest position      (M-RoPE: all three rows)
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
-gathered, and one variable-length attention call follows. The result matches plain forward passes over one sequence at a
+gathered, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
+prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result matches plain forward passes over one sequence at a
 time; tests/test_packing.py checks that log-probabilities and gradients agree to 1e-5 in float32.
 
 Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
@@ -42,6 +43,7 @@ class Segments:
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
     k_lens: list[int]  # key lengths of the segments, on the host
+    prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
 
 
 @dataclass
@@ -108,50 +110,39 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     Raises ValueError if a completion has no tokens. Such a completion has nothing to train on, so the caller must
     decide how to handle it.
     """
-    ids, positions, image_tokens = [], [], []
-    kv_index, q_lens, k_lens = [], [], []
-    predict_from, completions = [], []
-    t = 0  # packed tokens so far
-    for group in groups:
-        s = len(group.prompt.ids)
-        prompt = torch.arange(t, t + s)
-        ids.append(group.prompt.ids)
-        positions.append(group.prompt.positions)
-        image_tokens.append(t + group.prompt.image_positions)
-        kv_index.append(prompt)
-        q_lens.append(s)
-        k_lens.append(s)
-        t += s
-        next_position = int(group.prompt.positions.max()) + 1
-        for completion in group.completions:
-            length = len(completion.ids)
-            if length == 0:
-                raise ValueError(f"prompt {group.index} has a completion without tokens")
-            tokens = torch.arange(t, t + length)
-            ids.append(completion.ids)
-            positions.append((next_position + torch.arange(length)).expand(len(positions[-1]), -1))
-            kv_index += [prompt, tokens]
-            q_lens.append(length)
-            k_lens.append(s + length)
-            predict_from += [prompt[-1:], tokens[:-1]]
-            completions.append(completion)
-            t += length
-    lengths = [len(completion.ids) for completion in completions]
+    prompts = [group.prompt for group in groups]
+    completions = [completion for group in groups for completion in group.completions]
+    prompt_of = [i for i, group in enumerate(groups) for _ in group.completions]
+    prompt_lengths, lengths = ([len(each.ids) for each in parts] for parts in (prompts, completions))
+    if 0 in lengths:
+        raise ValueError(f"prompt {groups[prompt_of[lengths.index(0)]].index} has a completion without tokens")
+    indices = torch.arange(sum(prompt_lengths) + sum(lengths)).split(prompt_lengths + lengths)  # of each segment
+    positions, kv_index = [prompt.positions for prompt in prompts], [*indices[: len(prompts)]]
+    next_position = [int(prompt.positions.max()) + 1 for prompt in prompts]
+    predict_from = []
+    for i, own in zip(prompt_of, indices[len(prompts) :]):
+        kv_index += [indices[i], own]
+        predict_from += [indices[i][-1:], own[:-1]]
+        positions.append((next_position[i] + torch.arange(len(own))).expand(len(positions[i]), -1))
+    q_lens = prompt_lengths + lengths
+    k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
     position_ids = torch.cat(positions, dim=1)  # (R, T)
-    with_images = [group.prompt for group in groups if len(group.prompt.image_positions)]
+    with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
     cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
     inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
     return PackedBatch(
-        input_ids=torch.cat(ids)[None],
+        input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
-        segments=Segments(torch.cat(kv_index), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens),
+        segments=Segments(
+            torch.cat(kv_index), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens, torch.tensor(prompt_of)
+        ),
         predict_from=torch.cat(predict_from),
         targets=torch.cat([completion.ids for completion in completions]),
         row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         values=_token_values(completions, lengths),
         vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
-        image_tokens=torch.cat(image_tokens),
+        image_tokens=torch.cat([tokens[0] + prompt.image_positions for tokens, prompt in zip(indices, prompts)]),
     )
 
 
@@ -230,7 +221,8 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     if cu_seq_lens_q is not None:
         max_suffices = _has_kernel(q) and max_length_q is not None  # the kernels need only the longest window
         lengths = [int(max_length_q)] if max_suffices else cu_seq_lens_q.diff().tolist()
-        windows = Segments(torch.empty(0), cu_seq_lens_q, cu_seq_lens_q, lengths, lengths)
+        nothing = torch.empty(0)
+        windows = Segments(nothing, cu_seq_lens_q, cu_seq_lens_q, lengths, lengths, nothing)
         return attend(q, k, v, windows, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
