@@ -232,6 +232,7 @@ FAMILIES = (
     Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION),
     Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION),
+    Family("Qwen3.5", ("qwen3_5",), QWEN_VISION),
     Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate"),
     Family(
         "Aria",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from packing import PackedBatch, shared_prefix_attention
+from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
 from policy.families import language_model, vision_parts
 
@@ -44,6 +45,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     if not hasattr(model, "from_logits"):  # else, the hooks are already there
         keep_residual_in_float32(language_model(model))
         prepare_experts(model)
+        prepare_delta_nets(model)
     # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 rows of 152k logits (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
@@ -121,9 +123,10 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
     lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
+    no_masks = {"full_attention": None, "linear_attention": None}
     hidden = language_model(model)(
         position_ids=batch.position_ids,
-        attention_mask={"full_attention": None} if hasattr(model.model, "get_rope_index") else None,
+        attention_mask=no_masks if hasattr(model.model, "get_rope_index") else None,
         segments=batch.segments,
         use_cache=False,
         **_decoder_inputs(model, batch.input_ids, batch.vision, batch.image_tokens),

@@ -136,7 +136,7 @@ class HFEngine:
             attention_mask=mask.to(device),
             position_ids=position_ids.to(device),
         )
-        cache.batch_repeat_interleave(n)
+        cache.reorder_cache(torch.arange(len(mask), device=device).repeat_interleave(n))
         mask = mask.to(device).repeat_interleave(n, 0)
         return logits.repeat_interleave(n, 0), cache, mask, next_position.to(device).repeat_interleave(n, -1)
 

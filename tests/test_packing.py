@@ -55,7 +55,8 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
     want = torch.cat([plain_logprobs(plain, g, r.ids, temperature=0.7) for g in groups for r in g.completions])
     got, entropy = token_logprobs(packed, batch, temperature=0.7)
     assert want.std() > 0.05, "the log-probabilities vary too little for a meaningful comparison"
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    bounds = FAMILIES[family].bounds
+    torch.testing.assert_close(got, want, atol=bounds[0], rtol=0)
     assert (entropy >= 0).all()
 
     (want * weights).sum().backward()
@@ -67,7 +68,7 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
             compared += 1
             scale = max(1.0, p.grad.abs().max().item())
             torch.testing.assert_close(
-                q.grad / scale, p.grad / scale, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+                q.grad / scale, p.grad / scale, atol=bounds[1], rtol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
     assert compared > 20
 
@@ -163,7 +164,8 @@ def test_in_half_precision_the_residual_stream_is_float32(family):
     input_dtypes = set()
     for layer in language_model(model).layers:
         layer.register_forward_pre_hook(lambda _, args: input_dtypes.add(("residual", args[0].dtype)))
-        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args: input_dtypes.add(("attention", args[0].dtype)))
+        projection = layer.self_attn.q_proj if hasattr(layer, "self_attn") else layer.linear_attn.in_proj_qkv
+        projection.register_forward_pre_hook(lambda _, args: input_dtypes.add(("attention", args[0].dtype)))
     token_logprobs(model, pack(groups))
     assert input_dtypes == {("residual", torch.float32), ("attention", torch.bfloat16)}
 

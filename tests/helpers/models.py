@@ -70,6 +70,21 @@ def qwen3_vl_moe(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedC
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
 
 
+def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    text = text | {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": mrope([1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
+    }
+    vision = GRID | {"patch_size": 14, "num_position_embeddings": 64}
+    return transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
+
+
 def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = transformers.AriaTextConfig(
         **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=16
@@ -133,6 +148,10 @@ class Tiny:
     image_settings: dict | None = None  # settings of the image processor
     processor: dict | None = None  # settings of the processor of transformers, for vLLM
     video_processor: str = ""  # its video processor, which vLLM always builds
+    bounds: tuple[float, float] = (
+        1e-5,
+        1e-5,
+    )  # packed and plain: largest difference of log-probabilities, of gradients
 
 
 QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", None, dict(min_pixels=56 * 56, max_pixels=1280 * 28 * 28))
@@ -141,6 +160,7 @@ FAMILIES = {
     "qwen2_vl": Tiny(qwen2_vl, *QWEN),
     "qwen2_5_vl": Tiny(qwen2_5_vl, *QWEN),
     "qwen3_vl": Tiny(qwen3_vl, *QWEN),
+    "qwen3_5": Tiny(qwen3_5, *QWEN, bounds=(5e-5, 2e-4)),  # the states are rounded in a different order
     "qwen3_vl_moe": Tiny(qwen3_vl_moe, *QWEN),
     "aria": Tiny(
         aria,
