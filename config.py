@@ -107,6 +107,9 @@ class DataFlags(RowFlags):
     splits. Separate several data sets with commas; their rows are mixed."""
     template: str | None = None
     """Jinja file that replaces the task's prompt template. The file must contain {{ content }}."""
+    chat_template_kwargs: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """NAME=VALUE: set a variable of the model's chat template, such as enable_thinking=false for Qwen3 and Qwen3.5.
+    Repeat the flag to set several."""
     min_pixels: int = 56 * 56
     """Minimum image size in pixels, height times width; smaller images are enlarged."""
     max_pixels: int = 1280 * 28 * 28

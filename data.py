@@ -33,7 +33,7 @@ import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
-from common.templates import parse_template, write_chat
+from common.templates import parse_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
@@ -51,6 +51,7 @@ class Processor:
     skeleton: transformers.PreTrainedModel  # the model without weights, used to compute token positions
     system: str | None
     template: jinja2.Template
+    chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -81,12 +82,14 @@ def load_processor(
     min_pixels: int = DataFlags.min_pixels,
     max_pixels: int = DataFlags.max_pixels,
     max_side: int = 0,
+    chat_template_kwargs: Sequence[str] = (),
 ) -> Processor:
     """Load the tokenizer and image processor saved with `model`, without its weights.
 
     The prompt template is the Jinja file `template`, or the task's own template if `template` is None. Raises UserError
     if `model` does not exist, is incomplete, has no chat template or is of an unsupported family; if `template` is
-    invalid; or if `max_pixels` or `max_side` is too small for one image token.
+    invalid; if `max_pixels` or `max_side` is too small for one image token; or if the chat template lacks a variable of
+    `chat_template_kwargs`.
     """
     offline = not pathlib.Path(model).exists() and hub.is_offline()
     try:
@@ -118,7 +121,8 @@ def load_processor(
     pictures = None
     if family.vision:
         pictures = family.vision.pictures(image_processor, config, ImageLimits(min_pixels, max_pixels, max_side))
-    return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn)
+    variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
+    return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn, variables)
 
 
 def processor_template(model: str) -> str | None:
@@ -203,7 +207,8 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     messages = [{"role": "user", "content": content}]
     if system := sample.system or processor.system:
         messages.insert(0, {"role": "system", "content": system})
-    ids = processor.tokenizer(write_chat(messages, processor.tokenizer), add_special_tokens=False).input_ids
+    chat = write_chat(messages, processor.tokenizer, processor.chat_variables)
+    ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"

@@ -172,7 +172,9 @@ def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sam
     Returns the rows with the model's outputs and, if the baseline is a model, the rows with the baseline's outputs.
     """
     task = "math" if cfg.benchmark else cfg.task
-    processor = load_processor(cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side)
+    processor = load_processor(
+        cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:

@@ -634,7 +634,9 @@ def resolve_loss(cfg: Config) -> None:
 def check_inputs(cfg: Config) -> Inputs:
     """Read and check every row and reward."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    processor = load_processor(cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side)
+    processor = load_processor(
+        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
     samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
     eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []

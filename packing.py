@@ -11,8 +11,9 @@ times. Here, a single forward pass runs over one packed sequence:
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
 gathered, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
-prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result matches plain forward passes over one sequence at a
-time; tests/test_packing.py checks that log-probabilities and gradients agree to 1e-5 in float32.
+prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result
+matches plain forward passes over one sequence at a time; tests/test_packing.py checks that log-probabilities and
+gradients agree to 1e-5 in float32.
 
 Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
 heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE,
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from common.records import Completion, Group
 
 T = TypeVar("T")
+CHUNK = 64  # tokens that kernels of linear attention work on together
 
 
 @dataclass
@@ -44,6 +46,22 @@ class Segments:
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
     k_lens: list[int]  # key lengths of the segments, on the host
     prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
+
+    @functools.cached_property
+    def sequences(self) -> tuple["Sequences", "Sequences"]:
+        """The prompts and the completions, for layers that go through each of them from its start to its end."""
+        prompts = len(self.q_lens) - len(self.prompt_of)
+        return tuple(Sequences(lengths, self.cu_q.device) for lengths in (self.q_lens[:prompts], self.q_lens[prompts:]))
+
+
+class Sequences:
+    """Sequences that lie one after the other, as arguments of the variable-length kernels of linear attention."""
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        self.lengths = lengths
+        chunks = [(i, chunk) for i, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
+        self.cu = to_device(_cumulative(lengths).long(), torch.device(device))  # (N + 1,) cumulative lengths
+        self.chunks = to_device(torch.tensor(chunks), torch.device(device))  # (chunks, 2) sequence, chunk in it
 
 
 @dataclass

@@ -24,6 +24,7 @@
 #   NNODES=2, NODE_RANK=0             number of machines; index of this machine, starting at 0
 #   MASTER_ADDR=10.0.0.1, MASTER_PORT address and port of the first machine
 #   SEED=1                            a different seed for the demos
+#   MODEL_FAMILY=qwen3_5              a tiny Qwen3.5 for the demos, not a Qwen2.5-VL
 #   PYTHON=python3.12                 the Python to create .venv with (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -1,10 +1,14 @@
 """Jinja templates: those that users give (`--template`, `--verifier_template`), and the chat template of a model."""
 
+import json
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from common.errors import UserError
 
@@ -34,17 +38,40 @@ def read_template(path: str, flag: str, names: Sequence[str]) -> jinja2.Template
     return parse_template(text, f"{flag} {path}", names)
 
 
-def write_chat(messages: list[dict], tokenizer: Any) -> str:
+def template_variables(settings: Sequence[str], chat_template: str) -> dict[str, Any]:
+    """Return the variables that the flag --chat_template_kwargs sets, given as NAME=VALUE; values are JSON or text.
+
+    Raises UserError for another form, and for a name that the `chat_template` does not use.
+    """
+    if not settings:
+        return {}
+    standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja
+    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(standard)
+    names, variables = jinja2.meta.find_undeclared_variables(parsed), {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (name.isidentifier() and equals):
+            raise UserError(f"--chat_template_kwargs {setting}: must be NAME=VALUE, such as enable_thinking=false")
+        if name not in names:
+            raise UserError(f"--chat_template_kwargs {setting}: the model's chat template has no variable {name}")
+        try:
+            variables[name] = json.loads(value)
+        except ValueError:
+            variables[name] = value
+    return variables
+
+
+def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Write `messages` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
 
-    Some templates ignore text that is not in a list of parts. Raises ValueError if the template refuses the messages or
-    leaves out a text.
+    `variables`: further variables of the template. Some templates ignore text that is not in a list of parts. Raises
+    ValueError if the template refuses the messages or leaves out a text.
     """
     as_parts = [message | {"content": _parts(message["content"])} for message in messages]
     texts = [part["text"] for message in as_parts for part in message["content"] if part["type"] == "text"]
     for version in (messages, as_parts):
         try:
-            chat = tokenizer.apply_chat_template(version, add_generation_prompt=True, tokenize=False)
+            chat = tokenizer.apply_chat_template(version, add_generation_prompt=True, tokenize=False, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
         if all(text.strip() in chat for text in texts):

@@ -39,12 +39,14 @@ VERSION = 1  # increase this when the model or the data changes, so that existin
 
 @dataclass
 class Config:
-    """Build and warm-start a tiny Qwen2.5-VL, and write its data."""
+    """Build and warm-start a tiny vision-language model, and write its data."""
 
     task: Literal["count", "digits"] = "count"
     """"count": drawings of shapes. "digits": scanned handwritten digits."""
+    family: Literal["qwen2_5_vl", "qwen3_5"] = "qwen2_5_vl"
+    """Family of the model."""
     output: str | None = None
-    """Folder to write. Default: runs/tiny/TASK-SEED."""
+    """Folder to write. Default: runs/tiny/TASK-SEED, with the family's name at its end unless that is qwen2_5_vl."""
     seed: int = 0
     """Seed for the images, the weights and the batches."""
     steps: int = 160
@@ -74,8 +76,13 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> transformers.PreTrainedModel:
-    """Build a Qwen2.5-VL model with 4 decoder layers of width 128, 2 vision blocks of width 64, and random weights."""
+def build_model(
+    tokenizer: transformers.PreTrainedTokenizerFast, seed: int, family: str = "qwen2_5_vl"
+) -> transformers.PreTrainedModel:
+    """Build a model with 4 decoder layers of width 128, 2 vision blocks of width 64, and random weights.
+
+    `family`: qwen2_5_vl or qwen3_5, in which three of the four decoder layers are linear attention.
+    """
     token = tokenizer.convert_tokens_to_ids
     text = dict(
         hidden_size=128,
@@ -85,30 +92,34 @@ def build_model(tokenizer: transformers.PreTrainedTokenizerFast, seed: int) -> t
         num_key_value_heads=2,
         vocab_size=len(tokenizer),
         initializer_range=0.08,  # about 1/sqrt(width); with the usual 0.02, learning to count takes three times as long
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         bos_token_id=token("<|endoftext|>"),
         eos_token_id=token("<|im_end|>"),
         tie_word_embeddings=True,
     )
     vision = dict(
-        depth=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=4,
-        out_hidden_size=128,
-        fullatt_block_indexes=[1],
-        initializer_range=0.08,
+        depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=128, initializer_range=0.08
     )
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text,
+    rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    if family == "qwen3_5":
+        rotation |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+        text |= dict(head_dim=32, layer_types=["linear_attention"] * 3 + ["full_attention"])
+        text |= dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
+        vision |= dict(patch_size=14, num_position_embeddings=36)
+        config_class = transformers.Qwen3_5Config
+    else:
+        vision |= dict(fullatt_block_indexes=[1])
+        config_class = transformers.Qwen2_5_VLConfig
+    config = config_class(
+        text_config=text | {"rope_parameters": rotation},
         vision_config=vision,
+        tie_word_embeddings=True,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
         vision_end_token_id=token("<|vision_end|>"),
     )
     torch.manual_seed(seed)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     model.generation_config.eos_token_id = token("<|im_end|>")
     model.generation_config.pad_token_id = token("<|endoftext|>")
     return model
@@ -241,8 +252,9 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
 
 def main(cfg: Config) -> None:
     """Build the model and data in OUTPUT.partial. The folder is renamed at the end, so OUTPUT is never incomplete."""
-    folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}")
-    made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps}
+    suffix = "" if cfg.family == "qwen2_5_vl" else f"-{cfg.family}"
+    folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}{suffix}")
+    made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps, "family": cfg.family}
     stamp = folder / "tiny.json"
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
         print(f"{folder}: already exists")
@@ -257,7 +269,7 @@ def main(cfg: Config) -> None:
         write_digits(partial / "train", order[:1397])
         write_digits(partial / "test", order[1397:])
     tokenizer = byte_tokenizer()
-    model = build_model(tokenizer, cfg.seed)
+    model = build_model(tokenizer, cfg.seed, cfg.family)
     save(model, tokenizer, partial / "model")
     warm_start(model, cfg, partial)
     model.save_pretrained(partial / "model")

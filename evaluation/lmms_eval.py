@@ -9,8 +9,9 @@ lmms-eval knows nothing of the prompt that the model was trained with. The promp
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 
-from common.templates import parse_template
+from common.templates import parse_template, template_variables
 from data import load_processor, processor_template
 from inputs.rows import read_text
 from rewards import get_task
@@ -35,10 +36,11 @@ WRAPPER = """{{%- set wrapped = namespace(messages=[]) -%}}
 """
 
 
-def chat_template(model: pathlib.Path | str, task: str, template: str | None) -> str:
+def chat_template(model: pathlib.Path | str, task: str, template: str | None, settings: Sequence[str] = ()) -> str:
     """Return the chat template of `model`, changed so that it adds the training prompt of `task` to each question.
 
-    `template` is the Jinja file that replaced the task's own prompt template in training, or None.
+    `template` is the Jinja file that replaced the task's own prompt template in training, or None. `settings`: the
+    training's `--chat_template_kwargs`.
     """
     from transformers import AutoTokenizer  # takes seconds to import
 
@@ -49,7 +51,10 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None) ->
     before, _, after = prompt.render(content="\0").partition("\0")
     texts = {"before": before, "after": after, "system": system or ""}
     quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-    return WRAPPER.format(**quoted) + (AutoTokenizer.from_pretrained(model).chat_template or processor_template(model))
+    original = AutoTokenizer.from_pretrained(model).chat_template or processor_template(model)
+    variables = template_variables(settings, original)
+    set_variables = "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in variables.items())
+    return set_variables + WRAPPER.format(**quoted) + original
 
 
 def main(folder: str) -> None:
@@ -58,7 +63,8 @@ def main(folder: str) -> None:
     is_adapter = (run / "final" / "adapter_config.json").is_file()
     trained = config["model"] if is_adapter else run / "final"
     template = run / "chat_template.jinja"
-    template.write_text(chat_template(trained, config["task"], config["template"]))
+    settings = config.get("chat_template_kwargs", [])
+    template.write_text(chat_template(trained, config["task"], config["template"], settings))
     print("The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):")
     model = run / "final"
     if is_adapter:

@@ -13,7 +13,7 @@ from typing import Any
 TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
 COMMON_FLAGS = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
 COMMON_FLAGS += ("max_megapixels", "verifier_url", "verifier_model", "verifier_template")
-COMMON_FLAGS += ("skip_bad_rows",)
+COMMON_FLAGS += ("skip_bad_rows", "chat_template_kwargs")
 
 
 def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, pack_groups
 from policy.experts import experts_per_token
-from policy.families import language_model, patches_per_token
+from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
 from policy.sharding import unsharded
@@ -80,19 +80,25 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     """Return the number of floating-point operations in a forward pass of the language model.
 
     Each weight takes two operations per token; of a layer's experts, those count that a token goes through. The
-    adapters of experts are not counted. In each layer, attention takes four operations per hidden unit for each pair of
-    a query and a key that the query attends to.
+    adapters of experts are not counted. In each attention layer, a pair of a query and a key that the query attends to
+    takes four operations per dimension of the heads. In each Gated DeltaNet layer, a token takes six operations per
+    element of the heads' states.
     """
     model = language_model(policy.model)
     config = model.config
-    counted = [p for name, p in model.layers.named_parameters() if not (".experts." in name and ".lora_" in name)]
-    shapes = [getattr(p, "quant_state", p).shape for p in counted]
-    of_experts = [shape for shape in shapes if len(shape) == 3]  # (experts, in, out)
+    named = model.layers.named_parameters()
+    shapes = [getattr(p, "quant_state", p).shape for name, p in named if not (".experts." in name and ".lora_" in name)]
+    of_experts = [parameter.shape for parameter in routed_experts(policy.model).values()]
     weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
     weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
     pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
     head = config.hidden_size * config.vocab_size
-    attention = config.num_hidden_layers * config.hidden_size * pairs
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = kinds.count("full_attention") * config.num_attention_heads * head_dim * pairs
+    if "linear_attention" in kinds:
+        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        weights += 3 * kinds.count("linear_attention") * state
     return 2.0 * (weights * batch.input_ids.shape[1] + head * len(batch.targets)) + 4.0 * attention
 
 

@@ -4,8 +4,8 @@ Three of four layers of Qwen3.5 have no keys to attend to. Each of their heads r
 
     S_t = exp(g_t) S_{t-1} + k_t u_tᵀ        u_t = β_t (v_t - exp(g_t) S_{t-1}ᵀ k_t)        o_t = S_tᵀ q_t
 
-The state first decays (g_t ≤ 0). What it then holds for the key k_t is replaced by the value v_t, as far as β_t says: the
-delta rule. Before that, a causal convolution mixes q, k and v with those of the three tokens before.
+The state first decays (g_t ≤ 0). What it then holds for the key k_t is replaced by the value v_t, as far as β_t says:
+the delta rule. Before that, a causal convolution mixes q, k and v with those of the three tokens before.
 
 Such a layer is a function of tokens and states. On a packed sequence, it runs over all prompts, and then over all
 completions, each of which starts with the states that its prompt ended with:
@@ -13,24 +13,31 @@ completions, each of which starts with the states that its prompt ended with:
     states after a prompt:       the last inputs of the convolution, and S
     states before c1, ..., cG:   copies of them, so that autograd adds up the G gradients
 
-Everything else, such as projections, gates and norms, works token by token on the packed sequence.
+Everything else, such as projections, gates and norms, works token by token on the packed sequence. On a GPU, the
+convolution and the delta rule are variable-length kernels of flash-linear-attention; on a CPU, they are the functions
+below, which pad the sequences to the longest.
 
 Shapes: T packed tokens, N sequences (all prompts or all completions), L tokens of the longest, C channels of q, k and v
 together, W width of the convolution, H value heads, H_k key heads, E key dimension, V value dimension.
 """
 
 import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from packing import Segments
+from common.errors import UserError
+from packing import CHUNK, Segments, Sequences
 from policy.families import language_model
 
-CHUNK = 64  # tokens whose updates of the state are computed together
+States = tuple[Tensor, Tensor]  # of the convolution and of the delta rule
 
 
 def prepare_delta_nets(model: transformers.PreTrainedModel) -> None:
@@ -40,8 +47,28 @@ def prepare_delta_nets(model: transformers.PreTrainedModel) -> None:
             net.forward = functools.partial(_forward, net, net.forward)
 
 
+def check_kernels(config: transformers.PreTrainedConfig, device: torch.device) -> None:
+    """Raise UserError if the model with this `config` has Gated DeltaNet layers that cannot be trained on `device`."""
+    if device.type != "cuda" or "linear_attention" not in (
+        getattr(config.get_text_config(), "layer_types", None) or ()
+    ):
+        return
+    if importlib.util.find_spec("fla") is None:
+        raise UserError(f"{config.model_type} on a GPU needs flash-linear-attention: install requirements-gpu.txt")
+    triton, hopper = Version(importlib.metadata.version("triton")), torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and Version("3.4.0") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None:
+        raise UserError(
+            f"Triton {triton} computes wrong gradients for {config.model_type} on this GPU: install tilelang "
+            "(requirements-gpu.txt names its version) or Triton 3.7.1"
+        )
+
+
 def _forward(
-    net: nn.Module, plain_forward, hidden_states: Tensor, segments: Segments | None = None, **inputs
+    net: nn.Module,
+    plain_forward: Callable[..., Tensor],
+    hidden_states: Tensor,
+    segments: Segments | None = None,
+    **inputs: object,
 ) -> Tensor:
     """Run `net` on a packed sequence (1, T, D), or as transformers does if there are no `segments`."""
     if segments is None:
@@ -50,89 +77,142 @@ def _forward(
     mixed = net.in_proj_qkv(hidden)  # (T, C)
     beta = net.in_proj_b(hidden).sigmoid()  # (T, H)
     decay = -net.A_log.float().exp() * F.softplus(net.in_proj_a(hidden).float() + net.dt_bias)  # (T, H)
-
-    num_prompts = len(segments.q_lens) - len(segments.prompt_of)
-    lengths = segments.q_lens[:num_prompts], segments.q_lens[num_prompts:]
-    of_prompts, of_completions = zip(*(x.split([sum(each) for each in lengths]) for x in (mixed, decay, beta)))
-    from_prompts, states = _look_back(net, *of_prompts, lengths[0], None)
-    states = tuple(state[segments.prompt_of] for state in states)
-    from_completions, _ = _look_back(net, *of_completions, lengths[1], states)
-
-    out = torch.cat([from_prompts, from_completions])  # (T, H, V)
+    out = _look_back(net, mixed, decay, beta, segments)  # (T, H, V)
     gate = net.in_proj_z(hidden).view_as(out)
     out = net.norm(out.flatten(0, 1), gate.flatten(0, 1)).view(len(hidden), -1)
     return net.out_proj(out)[None]
 
 
-def _look_back(
-    net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, lengths: list[int], states: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Run the two operations of `net` that depend on earlier tokens.
+@torch.compiler.disable
+def _look_back(net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, segments: Segments) -> Tensor:
+    """Run the operations of `net` that depend on earlier tokens: over all prompts, then over all completions.
 
-    `mixed`, `decay` and `beta` hold the tokens of the sequences, one sequence after the other. Returns their outputs
-    (tokens, H, V), and the states after each sequence: (N, C, W - 1) of the convolution and (N, H, E, V) of the delta
-    rule. `states` are those before each sequence; None: all zero.
+    `mixed` is (T, C), `decay` and `beta` are (T, H); the result is (T, H, V).
+    """
+    prompts, completions = segments.sequences
+    sizes = [sum(prompts.lengths), sum(completions.lengths)]
+    of_prompts, of_completions = zip(*(x.split(sizes) for x in (mixed, decay, beta)))
+    from_prompts, states = _with_states(net, *of_prompts, prompts, None)
+    conv_state, rule_state = (state[segments.prompt_of] for state in states)
+    from_completions, _ = _with_states(net, *of_completions, completions, (conv_state, rule_state))
+    return torch.cat([from_prompts, from_completions])
+
+
+def _with_states(
+    net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, sequences: Sequences, states: States | None
+) -> tuple[Tensor, States]:
+    """Run convolution and delta rule over `sequences`, whose tokens lie one sequence after the other.
+
+    `states` are those before each sequence; None: all zero. Returns the outputs (tokens, H, V), and the states after
+    each sequence: the last inputs of the convolution (N, C, at least W - 1), and those of the delta rule (N, H, E, V).
     """
     before_conv, before_rule = states or (None, None)
-    mixed, after_conv = causal_conv(mixed, net.conv1d.weight[:, 0], before_conv, lengths)
+    conv, rule = (_conv_kernel, _rule_kernel) if mixed.is_cuda else (causal_conv, gated_delta_rule)
+    mixed, after_conv = conv(mixed, net.conv1d.weight[:, 0], before_conv, sequences)
     q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
     q, k = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (-1, net.head_v_dim))
-    out, after_rule = gated_delta_rule(q, k, v, decay, beta, before_rule, lengths)
+    out, after_rule = rule(q, k, v, decay, beta, before_rule, sequences)
     return out, (after_conv, after_rule)
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor | None, lengths: list[int]) -> tuple[Tensor, Tensor]:
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+
+
+def _conv_kernel(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """`causal_conv` by flash-linear-attention; its states hold W tokens, not W - 1."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    out, last = causal_conv1d(
+        x[None],
+        weight,
+        initial_state=state,
+        output_final_state=True,
+        activation="silu",
+        cu_seqlens=sequences.cu,
+        chunk_indices=sequences.chunks,
+    )
+    return out[0], last
+
+
+def _rule_kernel(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` by flash-linear-attention."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    tokens = (x[None] for x in (q, k, v, decay, beta))
+    out, last = chunk_gated_delta_rule(
+        *tokens,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=sequences.cu,
+        chunk_indices=sequences.chunks,
+    )
+    return out[0], last
+
+
+# --- on a CPU -----------------------------------------------------------------------------------------------------
+
+
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Mix each channel of `x` (tokens, C) with the W - 1 tokens before, by `weight` (C, W), and apply SiLU.
 
-    `state` (N, C, W - 1) holds the tokens before each sequence, None: zeros. Returns the result and the last W - 1
-    tokens of each sequence, in which tokens from before a short sequence may be included.
+    `state` (N, C, W - 1) holds the tokens before each sequence; None: zeros. Returns the result and the last W - 1
+    tokens of each sequence, among which tokens from before a short sequence may be.
     """
     channels, width = weight.shape
-    padded = pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)  # (N, C, L)
+    padded = _pad(x, sequences).transpose(1, 2)  # (N, C, L)
     if state is None:
-        state = padded.new_zeros(len(lengths), channels, width - 1)
+        state = padded.new_zeros(len(padded), channels, width - 1)
     padded = torch.cat([state, padded], dim=-1)
     mixed = F.silu(F.conv1d(padded, weight[:, None], groups=channels)).transpose(1, 2)  # (N, L, C)
-    last = torch.tensor(lengths, device=x.device)[:, None, None] + torch.arange(width - 1, device=x.device)
-    return _unpad(mixed, lengths), padded.gather(-1, last.expand(-1, channels, -1))
+    last = torch.tensor(sequences.lengths)[:, None, None] + torch.arange(width - 1)
+    return _unpad(mixed, sequences), padded.gather(-1, last.expand(-1, channels, -1))
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, lengths: list[int]
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (tokens, H, V) of the delta rule and the states (N, H, E, V) after each sequence.
 
-    `q` and `k` are (tokens, H_k, E), `v` is (tokens, H, V), `decay` (the g above) and `beta` are (tokens, H). `q` and `k`
-    are normalised first. `state` holds the states before each sequence; None: zeros.
-
-    The tokens of a chunk are computed together (arXiv:2406.06484, section 3, with decay). Let G_t be the sum of the
-    decays from the start of the chunk to its token t, S the state before the chunk, and A_ts = β_t (k_tᵀ k_s) e^{G_t -
-    G_s} for s < t, else 0. The updates u_t solve (I + A) u = β v - β e^G (kᵀ S). Then
-
-        o_t = e^{G_t} Sᵀ q_t + Σ_{s ≤ t} e^{G_t - G_s} (q_tᵀ k_s) u_s        S' = e^{G_C} S + Σ_s e^{G_C - G_s} k_s u_sᵀ
+    `q` and `k` are (tokens, H_k, E), `v` is (tokens, H, V), `decay` (the g above) and `beta` are (tokens, H). `q` and
+    `k` are normalised first. `state` holds the states before each sequence; None: zeros. States are at least float32.
     """
-    dtype, out_dtype = torch.promote_types(q.dtype, torch.float32), v.dtype
+    dtype = torch.promote_types(q.dtype, torch.float32)
     heads = v.shape[1] // q.shape[1]  # value heads that share a key head
     q, k = (_normalised(x.to(dtype)).repeat_interleave(heads, dim=1) for x in (q, k))
-    longest = -(-max(lengths) // CHUNK) * CHUNK if max(lengths) > CHUNK else max(lengths)
     tokens = (q * q.shape[-1] ** -0.5, k, v, decay, beta)
-    q, k, v, decay, beta = (_pad(x.to(dtype), lengths, longest) for x in tokens)
+    chunks = (_pad(x.to(dtype), sequences).transpose(1, 2).split(CHUNK, dim=2) for x in tokens)  # (N, H, ≤ CHUNK, ...)
     if state is None:
-        state = q.new_zeros(len(lengths), v.shape[1], q.shape[-1], v.shape[-1])
+        state = q.new_zeros(len(sequences.lengths), v.shape[1], q.shape[-1], v.shape[-1])
     state, outputs = state.to(dtype), []
-    for q, k, v, decay, beta in zip(*(x.split(CHUNK, dim=2) for x in (q, k, v, decay, beta))):
-        total = decay.cumsum(-1)[..., None]  # G: (N, H, chunk, 1)
-        past = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-        weights = (total - total.mT).masked_fill(~past, -torch.inf).exp()  # e^{G_t - G_s} for s ≤ t
-        beta = beta[..., None]
-        system = (beta * (k @ k.mT) * weights).tril(-1)
-        wanted = beta * (v - total.exp() * (k @ state))
-        updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        outputs.append(total.exp() * (q @ state) + (q @ k.mT * weights) @ updates)
-        last = total[..., -1:, :]
-        state = last.exp() * state + (k * (last - total).exp()).mT @ updates
-    return _unpad(torch.cat(outputs, dim=2).transpose(1, 2), lengths).to(out_dtype), state
+    for chunk in zip(*chunks):
+        out, state = _rule_in_chunk(*chunk, state)
+        outputs.append(out)
+    return _unpad(torch.cat(outputs, dim=2).transpose(1, 2), sequences).to(v.dtype), state
+
+
+def _rule_in_chunk(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the tokens of one chunk together (arXiv:2406.06484, section 3, with decay).
+
+    Let G_t be the sum of the decays from the start of the chunk to its token t, S the state before the chunk, and
+    A_ts = β_t (k_tᵀ k_s) e^{G_t - G_s} for s < t, else 0. The updates u_t solve (I + A) u = β (v - e^G (kᵀ S)). Then
+
+        o_t = e^{G_t} Sᵀ q_t + Σ_{s ≤ t} e^{G_t - G_s} (q_tᵀ k_s) u_s        S' = e^{G_L} S + Σ_s e^{G_L - G_s} k_s u_sᵀ
+    """
+    total, beta = decay.cumsum(-1)[..., None], beta[..., None]  # G and β: (N, H, L, 1)
+    past = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    weights = (total - total.mT).masked_fill(~past, -torch.inf).exp()  # e^{G_t - G_s} for s ≤ t, else 0
+    system = (beta * (k @ k.mT) * weights).tril(-1)
+    wanted = beta * (v - total.exp() * (k @ state))
+    updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = total.exp() * (q @ state) + (q @ k.mT * weights) @ updates
+    last = total[..., -1:, :]
+    return out, last.exp() * state + (k * (last - total).exp()).mT @ updates
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -140,16 +220,14 @@ def _normalised(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _pad(x: Tensor, lengths: list[int], longest: int) -> Tensor:
-    """Return the sequences of `x` (tokens, H, ...) as (N, H, longest, ...), with zeros after each.
+def _pad(x: Tensor, sequences: Sequences) -> Tensor:
+    """Return `x` (tokens, ...) as (N, L, ...), with zeros after each sequence.
 
-    A token of zeros does not change the state.
+    Tokens of zeros do not change the state of the delta rule.
     """
-    padded = pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2)
-    extra = longest - padded.shape[2]
-    return F.pad(padded, (0, 0) * (x.ndim - 2) + (0, extra))
+    return pad_sequence(x.split(sequences.lengths), batch_first=True)
 
 
-def _unpad(x: Tensor, lengths: list[int]) -> Tensor:
-    """Return the tokens of the sequences in `x` (N, L, ...), one sequence after the other."""
-    return torch.cat([sequence[:length] for sequence, length in zip(x, lengths)])
+def _unpad(x: Tensor, sequences: Sequences) -> Tensor:
+    """Return the tokens of `x` (N, L, ...), one sequence after the other."""
+    return torch.cat([tokens[:length] for tokens, length in zip(x, sequences.lengths)])

@@ -129,6 +129,12 @@ def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if router and name.endswith(f".{router}")}
 
 
+def routed_experts(model: transformers.PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the tensors (experts, in, out) of the routed experts of `model`, by name; nothing for other models."""
+    parameters = language_model(model).layers.named_parameters() if find_family(model.config).router else ()
+    return {name: parameter for name, parameter in parameters if ".experts." in name and parameter.ndim == 3}
+
+
 def _outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return a function that selects these outputs of an image processor."""
     return lambda outputs: {name: outputs[name] for name in names}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from common import console, distributed
 from common.errors import UserError
-from policy.families import find_family, language_model, routers, vision_blocks
+from policy.families import find_family, language_model, routed_experts, routers, vision_blocks
 
 if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
     from peft import LoraConfig, LoraModel
@@ -58,7 +58,7 @@ def new_adapter(
     settings = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
     settings["target_modules"] = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
     if experts:
-        parameters = {name.partition(".")[2] for name, weight in layers.named_parameters() if weight.ndim == 3}
+        parameters = {name.partition(".")[2] for name in routed_experts(model)}
         if not parameters:
             raise UserError("--lora_experts: the model has no routed experts; leave out --lora_experts")
         settings["target_parameters"] = sorted(parameters)
@@ -135,7 +135,7 @@ def _with_current_names(
     """
     from peft.utils.other import get_pattern_key
 
-    modules = dict(model.named_modules())
+    modules, experts = dict(model.named_modules()), {id(weight) for weight in routed_experts(model).values()}
     renamed, ranks, alphas = {}, {}, {}
     for key, tensor in tensors.items():
         path = key.removeprefix("base_model.model.")
@@ -146,7 +146,7 @@ def _with_current_names(
         if module is None:
             raise UserError(f"{source} was made for another base: this base has no module for {path}")
         renamed[f"{module}{match['wrapped'] or ''}.{match['param']}"] = tensor
-        of_experts = any(weight.ndim == 3 for weight in modules[module].parameters(recurse=False))
+        of_experts = any(id(weight) in experts for weight in modules[module].parameters(recurse=False))
         if match["param"] in ("lora_A.weight", "lora_embedding_A") and not of_experts:
             pattern = get_pattern_key(config.alpha_pattern, saved)
             ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)

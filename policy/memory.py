@@ -15,7 +15,7 @@ from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
 from policy.experts import experts_per_token
-from policy.families import language_model, patches_per_token, vision_blocks
+from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
@@ -192,7 +192,7 @@ def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dty
     adapted = [name for name, layer in adapted_layers(layers).items() if hasattr(layer, "parameter_name")]
     if not adapted:
         return 0
-    experts = sum(p.numel() for p in layers.parameters() if p.ndim == 3) * dtype.itemsize
+    experts = sum(p.numel() for p in routed_experts(policy.model).values()) * dtype.itemsize
     return experts * (len(layers) - num_checkpointed + 1) // len(layers)
 
 

@@ -18,6 +18,7 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
+from policy.delta_net import check_kernels
 from policy.families import find_family, language_model, load_image_processor, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
@@ -211,6 +212,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     in float32; the base model is in the compute dtype or in 4 bits. `to_shard`: see `load_model`; a 4-bit model is
     always loaded in full by every process.
     """
+    check_kernels(load_config(name), device)
     dtype = compute_dtype(flags.dtype, device) if flags.has_adapter else torch.float32
     if flags.load_in_4bit:
         model = load_model(name, dtype, four_bit_device=device)

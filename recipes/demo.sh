@@ -8,10 +8,12 @@ case $recipe in
     kind=digits task=vqa suffix=/data.jsonl
     train_flags=(--max_steps 50 --eval_every 10 --learning_rate 1e-4 --beta 0.02) ;;
 esac
-run=runs/$recipe tiny=runs/tiny/$kind-$seed
+family=${MODEL_FAMILY:-qwen2_5_vl}
+suffix_of_family=${MODEL_FAMILY:+-$family}
+run=runs/$recipe$suffix_of_family tiny=runs/tiny/$kind-$seed$suffix_of_family
 
-heading "1/3  A tiny Qwen2.5-VL and its data"
-show .venv/bin/python -m demo.tiny --task "$kind" --seed "$seed" --output "$tiny"
+heading "1/3  A tiny model ($family) and its data"
+show .venv/bin/python -m demo.tiny --task "$kind" --seed "$seed" --family "$family" --output "$tiny"
 
 heading "2/3  GRPO, scored on held-out images before, during and after training"
 show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny/train$suffix" \

@@ -27,6 +27,7 @@ from common.files import read_jsonl
 from common.records import Completion, Group, Sample
 from config import PolicyFlags
 from data import encode_prompts, load_processor, load_samples, processor_template
+from evaluation import lmms_eval
 from packing import pack
 from policy.families import FAMILIES, find_family, language_model, routers, vision_parts
 from policy.forward import enable_packed_forward, token_logprobs
@@ -245,6 +246,33 @@ def test_a_chat_template_that_drops_text_is_refused_or_gets_parts(tiny_family):
     processor.tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="leaves out a part of the question or of the system prompt"):
         encode_prompts([Sample("How many?", "1", [], "row 1", system="Count.")], processor)
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking | default(true) %}<think>{% endif %}"
+)
+
+
+def test_variables_of_the_chat_template_are_set_by_a_flag(tiny_family, tmp_path):
+    """Qwen3.5 thinks unless its chat template is told not to. The prompt, and lmms-eval's template, are told so."""
+    folder = tmp_path / "qwen3"
+    shutil.copytree(tiny_family("qwen3"), folder)
+    (folder / "chat_template.jinja").write_text(THINKING)
+
+    def ends(*settings: str) -> str:
+        processor = load_processor(str(folder), "count", chat_template_kwargs=settings)
+        prompt = encode_prompts([Sample("How many?", "1", [], "row 1")], processor)[0]
+        wrapped = lmms_eval.chat_template(folder, "count", None, settings)
+        message = [{"role": "user", "content": "How many?"}]
+        as_evaluated = processor.tokenizer.apply_chat_template(message, chat_template=wrapped, tokenize=False)
+        assert as_evaluated == processor.tokenizer.decode(prompt.ids)
+        return as_evaluated[-len("<think>") :]
+
+    assert ends() == ends("enable_thinking=true") == "<think>"
+    assert ends("enable_thinking=false") != "<think>"
+    for setting, problem in (("enable_thinking", "must be NAME=VALUE"), ("think=false", "has no variable think")):
+        with pytest.raises(UserError, match=problem):
+            load_processor(str(folder), "count", chat_template_kwargs=[setting])
 
 
 def test_an_unknown_family_is_refused_by_name(tiny_family, tmp_path):

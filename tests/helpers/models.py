@@ -151,7 +151,7 @@ class Tiny:
     bounds: tuple[float, float] = (
         1e-5,
         1e-5,
-    )  # packed and plain: largest difference of log-probabilities, of gradients
+    )  # of log-probabilities and gradients, packed and plain
 
 
 QWEN = ("<|vision_start|><|image_pad|><|vision_end|>", None, dict(min_pixels=56 * 56, max_pixels=1280 * 28 * 28))

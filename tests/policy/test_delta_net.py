@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from packing import pack, pack_groups
+from packing import Sequences, pack, pack_groups
 from policy.delta_net import causal_conv, gated_delta_rule
 from policy.families import language_model
 from policy.forward import enable_packed_forward, token_logprobs
@@ -51,7 +51,7 @@ def test_chunks_equal_the_recurrence_step_by_step(with_state):
     inputs = random_inputs(LENGTHS)
     state = inputs[-1] if with_state else torch.zeros_like(inputs[-1])
     want = step_by_step(*inputs[:-1], state, LENGTHS)
-    got = gated_delta_rule(*inputs[:-1], state if with_state else None, LENGTHS)
+    got = gated_delta_rule(*inputs[:-1], state if with_state else None, Sequences(LENGTHS))
     differentiated = inputs if with_state else inputs[:-1]
     g = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in want]
@@ -71,10 +71,10 @@ def test_the_convolution_continues_from_its_state():
     x, weight = torch.randn(9, 5, generator=g, dtype=torch.float64), torch.randn(5, 4, generator=g, dtype=torch.float64)
     want = F.silu(F.conv1d(F.pad(x.T, (3, 0))[None], weight[:, None], groups=5))[0].T
     for cut in range(1, 9):
-        first, state = causal_conv(x[:cut], weight, None, [cut])
-        rest, _ = causal_conv(x[cut:], weight, state, [9 - cut])
+        first, state = causal_conv(x[:cut], weight, None, Sequences([cut]))
+        rest, _ = causal_conv(x[cut:], weight, state, Sequences([9 - cut]))
         torch.testing.assert_close(torch.cat([first, rest]), want, atol=1e-12, rtol=0)
-    both, _ = causal_conv(torch.cat([x, x[:2]]), weight, None, [9, 2])
+    both, _ = causal_conv(torch.cat([x, x[:2]]), weight, None, Sequences([9, 2]))
     torch.testing.assert_close(both, torch.cat([want, want[:2]]), atol=1e-12, rtol=0)
 
 

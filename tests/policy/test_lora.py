@@ -70,7 +70,8 @@ def test_gradients_equal_the_plain_forward(family, vision):
     weight = torch.randn(len(batch.targets), generator=g)
     want = torch.cat([plain_logprobs(base, group, r.ids) for group in groups for r in group.completions])
     got, _ = token_logprobs(packed, batch)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    bounds = FAMILIES[family].bounds
+    torch.testing.assert_close(got, want, atol=bounds[0], rtol=0)
     (want * weight).sum().backward()
     (got * weight).sum().backward()
     trained = 0
@@ -78,7 +79,7 @@ def test_gradients_equal_the_plain_forward(family, vision):
         assert (p.grad is not None) == (q.grad is not None) == (".lora_" in name and p.requires_grad), name
         if p.grad is not None and p.grad.abs().max() > 0:
             trained += 1
-            torch.testing.assert_close(q.grad, p.grad, atol=1e-5 * max(1.0, p.grad.abs().max().item()), rtol=0)
+            torch.testing.assert_close(q.grad, p.grad, atol=bounds[1] * max(1.0, p.grad.abs().max().item()), rtol=0)
     assert trained >= 8
     assert any(p.requires_grad for p in vision_parameters(base)) == (vision and family in WITH_IMAGES)
 
