@@ -163,11 +163,12 @@ class VLLMEngine:
         self.vision = processor.family.vision
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        options: dict[str, Any] = {}
         if importlib.util.find_spec("flashinfer") is None:
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+            options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
         for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
             os.environ.setdefault(name, "0")
-        options: dict[str, Any] = {}
         if processor.image_processor is not None:
             options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
             options["enable_mm_embeds"] = True
@@ -189,6 +190,7 @@ class VLLMEngine:
                     enable_sleep_mode=True,
                     use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                     logprobs_mode="processed_logprobs",  # computed after temperature and top-p
+                    mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                     **options,
                 )
         except Exception as error:
@@ -220,12 +222,15 @@ class VLLMEngine:
 
     def sync_weights(self, policy: Policy) -> None:
         """Load the policy's weights into vLLM, and discard the caches that were computed with the old weights."""
-        dtype = self.llm.model_config.dtype
-        stream = ((name, weight.to(dtype)) for name, weight in sampler_weights(policy))
-        self.llm.apply_model(lambda model: (model.load_weights(stream), None)[1])
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in sampler_weights(policy):
+                yield name, weight.to(self.llm.model_config.dtype)
+
+        self.llm.apply_model(lambda model: (model.load_weights(stream()), None)[1])
         if self.flags.check_sync:
             unused = self.vision.unused if self.vision else ""
-            self.llm.apply_model(lambda model: check_weights(sampler_weights(policy), model, unused))
+            self.llm.apply_model(lambda model: check_weights(stream(), model, unused))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False

@@ -31,7 +31,14 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3VLMoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLMoeConfig,
+)
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -39,15 +46,17 @@ import grpo
 from common import cli, console, distributed, errors, files
 from data import load_split
 from demo import tiny
+from policy.families import language_model, routed_experts
 from training.prompt_stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
-Shape = Literal["3b", "7b", "32b", "moe", "tiny"]
+Shape = Literal["3b", "7b", "32b", "4b", "moe", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
     "32b": dict(hidden=5120, layers=64, heads=40, kv=8, ffn=27648, vocab=152064, tied=False),
+    "4b": dict(hidden=2560, layers=32, heads=16, kv=4, ffn=9216, vocab=248320, tied=True),
     "moe": dict(hidden=2048, layers=6, heads=32, kv=4, ffn=768, vocab=151936, tied=False, experts=128, chosen=8),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
@@ -65,8 +74,8 @@ class Config:
     """Measure the speed of training steps on this machine."""
 
     shape: Shape = "3b"
-    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; moe: 6 of the 48 decoder layers of
-    Qwen3-VL-30B-A3B."""
+    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; 4b: Qwen3.5-4B; moe: 6 of the 48 decoder layers of
+    Qwen3-VL-30B-A3B. The last two have two layers in their vision towers."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """Workloads to measure."""
     steps: int = 2
@@ -101,8 +110,8 @@ class Config:
 def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     """Return the configuration of a model of size `shape`, with the special tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.build_model(tokenizer, seed=0).config.to_dict()
-    if "experts" in d:
-        return moe_shape(d, small)
+    if shape in ("4b", "moe"):
+        return newer_shape(d, small)
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
     height = (half_head - temporal) // 2
@@ -129,31 +138,39 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
-def moe_shape(d: dict[str, int], small: dict) -> Qwen3VLMoeConfig:
-    """Return the configuration of a Qwen3-VL-MoE model of the size `d`, with the special tokens of the model `small`.
+def newer_shape(d: dict[str, int], small: dict) -> PreTrainedConfig:
+    """Return the configuration of a Qwen3.5 or Qwen3-VL-MoE model of the size `d`, with the tokens of the `small` model.
 
     Its vision tower has two layers only.
     """
-    rotation = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
     text = dict(
         hidden_size=d["hidden"],
         num_hidden_layers=d["layers"],
         num_attention_heads=d["heads"],
         num_key_value_heads=d["kv"],
-        head_dim=128,
-        moe_intermediate_size=d["ffn"],
-        num_experts=d["experts"],
-        num_experts_per_tok=d["chosen"],
-        norm_topk_prob=True,  # transformers normalises in any case, vLLM only if told
         vocab_size=d["vocab"],
-        rope_parameters=rotation,
         max_position_embeddings=4096,
         bos_token_id=small["text_config"]["bos_token_id"],
         eos_token_id=small["text_config"]["eos_token_id"],
     )
-    vision = dict(depth=2, patch_size=14, deepstack_visual_indexes=[0, 1], out_hidden_size=d["hidden"])
+    rotation = {"rope_type": "default", "mrope_interleaved": True}
+    vision = dict(depth=2, patch_size=14, out_hidden_size=d["hidden"])
+    if "experts" in d:
+        rotation |= {"rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+        text |= dict(head_dim=128, moe_intermediate_size=d["ffn"], num_experts=d["experts"])
+        text |= dict(num_experts_per_tok=d["chosen"], norm_topk_prob=True)  # without the latter, vLLM does not start
+        vision |= dict(deepstack_visual_indexes=[0, 1])
+        config_class = Qwen3VLMoeConfig
+    else:
+        rotation |= {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(d["layers"])]
+        text |= dict(head_dim=256, intermediate_size=d["ffn"], layer_types=kinds, linear_conv_kernel_dim=4)
+        text |= dict(linear_num_key_heads=16, linear_num_value_heads=32)
+        text |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
+        config_class = Qwen3_5Config
     tokens = {name: small[name] for name in small if name.endswith("token_id")}
-    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
+    text["rope_parameters"] = rotation
+    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
 
 
 def make_model(folder: pathlib.Path, shape: str) -> None:
@@ -193,22 +210,25 @@ def limits(config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: 
     With several GPUs, each GPU has an equal fraction of the prompts.
     """
     t = config.text_config
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    held = sum(parameter.numel() for parameter in language_model(model).layers.parameters())
+    experts = sum(parameter.numel() for parameter in routed_experts(model).values())
+    layers = held - experts  # weights that a token is multiplied by
+    if experts:
+        layers += experts * t.num_experts_per_tok // t.num_experts
     head = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
-    attention = t.hidden_size * head * (2 * t.num_attention_heads + 2 * t.num_key_value_heads)
-    experts, chosen = getattr(t, "num_experts", 1), getattr(t, "num_experts_per_tok", 1)
-    expert = 3 * t.hidden_size * (t.moe_intermediate_size if experts > 1 else t.intermediate_size)
-    layers = t.num_hidden_layers * (attention + chosen * expert)  # weights that a token is multiplied by
-    held = t.num_hidden_layers * (attention + experts * expert)
+    attention_layers = t.layer_types.count("full_attention") if hasattr(t, "layer_types") else t.num_hidden_layers
     lm_head = t.hidden_size * t.vocab_size
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
     # A completion token attends to its prompt and, on average, to half of its completion. `scores` is the number of
     # query-key pairs times the width of the queries; each unit costs four operations.
-    width = t.num_hidden_layers * head * t.num_attention_heads
+    width = attention_layers * head * t.num_attention_heads
     scores = width * (completions * (prompt + tokens / 2) + prompts * prompt * prompt / 2)
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
-    cache = 2 * t.num_hidden_layers * t.num_key_value_heads * head * 2  # bytes per token
+    cache = 2 * attention_layers * t.num_key_value_heads * head * 2  # bytes per token
     read = tokens * (2 * (held + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),

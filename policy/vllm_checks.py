@@ -14,7 +14,7 @@ TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the imag
 
 
 def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, unused: str = "") -> None:
-    """Raise RunStopped if a `sent` weight is missing from vLLM's `model` or differs after rounding to vLLM's dtype.
+    """Raise RunStopped if a `sent` weight is missing from vLLM's `model` or differs.
 
     Weights of the module `unused` may be missing; see `policy.families.Vision.unused`.
     """
@@ -48,6 +48,13 @@ def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         elif ".gate_up_proj." in name:
             splits = zip(("gate_proj", "up_proj"), weight.chunk(2))
             yield from ((name.replace("gate_up_proj", projection), split) for projection, split in splits)
+        elif ".in_proj_qkvz." in name:  # Gated DeltaNet
+            values = modules[owner.rpartition(".")[0]].value_dim
+            splits = zip(("in_proj_qkv", "in_proj_z"), weight.split([len(weight) - values, values]))
+            yield from ((name.replace("in_proj_qkvz", projection), split) for projection, split in splits)
+        elif ".in_proj_ba." in name:
+            splits = zip(("in_proj_b", "in_proj_a"), weight.chunk(2))
+            yield from ((name.replace("in_proj_ba", projection), split) for projection, split in splits)
         elif name.endswith("w13_weight"):  # (experts, 2 x intermediate size, hidden size); Aria has it transposed
             yield from ((f"{experts}.gate_up_proj", weight), (f"{experts}.fc1.weight", weight.transpose(1, 2)))
         elif name.endswith("w2_weight"):
