@@ -139,7 +139,7 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
 
 
 def newer_shape(d: dict[str, int], small: dict) -> PreTrainedConfig:
-    """Return the configuration of a Qwen3.5 or Qwen3-VL-MoE model of the size `d`, with the tokens of the `small` model.
+    """Return the configuration of a Qwen3.5 or Qwen3-VL-MoE model of the size `d`, with the tokens of model `small`.
 
     Its vision tower has two layers only.
     """
