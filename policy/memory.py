@@ -169,6 +169,12 @@ def bytes_per_token(
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
     full_layer = size * ((9 + 3 * copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
+    linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    if linear_layers:  # q, k and v before and after the convolution, normalised and sorted by head; values and gates
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        kept = linear_layers * (1 - num_checkpointed / config.num_hidden_layers) + 1
+        layers += kept * size * (4 * (2 * keys + values) + 4 * values)
     return layers + logits + _vision_bytes_per_token(policy, num_checkpointed, size)
 
 
