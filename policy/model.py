@@ -222,8 +222,10 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         if flags.adapter:
             continue_adapter(model, flags.adapter, flags.lora_dropout)
         else:
-            settings = (flags.lora_rank, flags.lora_alpha, flags.train_vision, flags.lora_dropout or 0.0)
-            new_adapter(model, *settings, experts=flags.lora_experts)
+            dropout = flags.lora_dropout or 0.0
+            new_adapter(
+                model, flags.lora_rank, flags.lora_alpha, flags.train_vision, dropout, experts=flags.lora_experts
+            )
     for parameter in vision_parameters(model):
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     for router in routers(model).values():

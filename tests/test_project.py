@@ -324,7 +324,7 @@ def test_imported_packages_are_required():
     named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
     optional = {"flash_attn", "trl", "verl", "wandb", "tensorboard"}  # used only where they are installed
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
-    packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+    packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "fla": "flash-linear-attention"}
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
