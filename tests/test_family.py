@@ -35,7 +35,8 @@ from policy.lora import adapted_layers, adapted_weights
 from policy.model import Policy, auto_class, load_config, load_policy
 from tests.helpers import models
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
-from tests.helpers.runs import config
+from tests.helpers.runs import SMALL, config, weights
+from tests.helpers.scripts import run_script
 from training.export import copy_processor
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -221,6 +222,36 @@ def test_family_trains_tower_and_router_when_asked(family, tiny_family, rows, tm
         if torch.equal(parameter, old[part][name])
     }
     assert all(UNUSED.get(family, "-") in name for name in same), same
+
+
+def test_family_with_linear_attention_is_resumed_exactly_and_samples_from_its_own_weights(tiny_family, rows, tmp_path):
+    """Qwen3.5: checkpointed layers, a resumed run, and `--engine policy` all give the same run."""
+    folder, data = tiny_family("qwen3_5"), rows("qwen3_5")
+    flags = dict(task="count", max_steps=3, save_every=2, beta=0.01)
+    grpo.main(config(folder, data, tmp_path / "run", **flags))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    grpo.main(config(folder, data, tmp_path / "resumed", resume="newest", **flags))
+    whole, resumed = (weights(tmp_path / name / "final") for name in ("run", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    other = dict(engine="policy", activation_checkpointing="full", micro_batch_tokens=200)
+    grpo.main(config(folder, data, tmp_path / "policy", **flags, **other))
+    for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("run", "policy"))):
+        for name in ("reward", "completions/mean_length", "kl", "entropy", "grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_family_with_linear_attention_trains_the_same_on_two_processes(tiny_family, rows, tmp_path):
+    flags = [f"--model={tiny_family('qwen3_5')}", f"--data={rows('qwen3_5')}", "--task=count", "--max_steps=3"]
+    flags += [f"--{name}={value}" for name, value in SMALL.items()] + ["--learning_rate=1e-3", "--sharding=full"]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    for a, b in zip(*(read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))):
+        for name in ("reward", "completions/mean_length", "loss", "entropy", "grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), name
+    one, two = (weights(tmp_path / name / "final") for name in ("0", "2"))
+    assert max((one[name] - two[name]).abs().max().item() for name in one) < 1e-3
 
 
 def test_a_chat_template_saved_with_the_processor_is_found_and_exported(tiny_family, tmp_path):
