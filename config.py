@@ -373,6 +373,13 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     dynamic_sampling_rounds: int = 10
     """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
 
+    oversample: float = 1.0
+    """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are whole, and the next step
+    goes on with the others under its own weights; see docs/partial-rollouts.md. 1: each step samples all it draws."""
+    max_staleness: int = 2
+    """With partial rollouts, the maximum number of steps between the sampling of a token and the training on it. A step
+    samples on until all completions can be trained on in time, so nothing is dropped."""
+
     loss_type: str = "grpo"
     """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -433,11 +440,28 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
         per_step, per_update = self.prompts_per_step, self.prompts_per_update
         divides = per_step % per_update == 0
         require(divides, f"prompts_per_update ({per_update}) must divide prompts_per_step ({per_step})")
+        self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
         require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
+
+    def _check_partial_rollouts(self) -> None:
+        require(self.max_staleness >= 1, "max_staleness must be at least 1")
+        require(
+            1 <= self.oversample <= self.max_staleness + 1,
+            f"oversample must be from 1 to max_staleness + 1 ({self.max_staleness + 1}): what is in flight has to be "
+            "trained on within max_staleness steps",
+        )
+        if self.oversample > 1:
+            require(self.tensor_parallel == 1, "oversample needs tensor_parallel 1: leave one of them out")
+            by_token = self.importance_cap > 0 and self.importance_mode == "token_truncate"
+            require(
+                by_token or self.old_logp == "sampler",
+                "oversample needs an importance weight for each token: leave importance_cap above 0 and "
+                "importance_mode at token_truncate, or set old_logp to sampler",
+            )
 
     @property
     def updates_per_step(self) -> int:

@@ -19,6 +19,7 @@ from config import Config, with_recipe
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
     ARGS = cli.parse(Config, with_recipe)
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -61,6 +62,7 @@ from training.losses import (
     mean_by_row,
 )
 from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
+from training.partial_rollouts import Drawn, Round, partial_metrics, sample_until_whole
 from training.prompt_stream import PromptStream, prompt_seed
 from training.run_folder import ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
@@ -180,6 +182,7 @@ class Run:
     total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
+    in_flight: list[Drawn] = field(default_factory=list)  # of these, the ones not trained on yet, on all processes
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
     micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
     best: dict[str, float] | None = None  # step and score of the best evaluation
@@ -193,8 +196,8 @@ class Run:
     @property
     def steps_left(self) -> int:
         """Number of steps left. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
-        done = self.step if self.cfg.max_steps else self.position // self.cfg.prompts_per_step
-        return self.total_steps - done
+        finished = self.position - len(self.in_flight)
+        return self.total_steps - (self.step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -224,7 +227,10 @@ def train_step(run: Run) -> dict[str, float]:
         for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
             run.scheduler.step()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    metrics = step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    return metrics | (
+        partial_metrics(rollouts, run.in_flight, run.step, cfg.max_staleness) if cfg.oversample > 1 else {}
+    )
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -268,29 +274,50 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
     Raises StepFailed on every process when a row can no longer be read, or when a user-defined reward fails.
     """
     cfg = run.cfg
-    indices, positions = next_prompts(run)
-    run.position += cfg.prompts_per_step
-    samples = run.stream.rows(positions)
+    drawn, own = next_prompts(run)
+    run.position += len(drawn) - len(run.in_flight)
+    positions = [drawn[i].position for i in own]
     with run.clock("prompts"):
         prompts = run.stream.get(positions)
         cache_image_features(run.policy, prompts, run.features)
-    seeds = [prompt_seed(cfg.seed, position) for position in positions]
     with run.clock("rollout"):
+        seeds = [prompt_seed(cfg.seed, position) for position in positions]
         sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
-        rollouts = run.engine.generate(prompts, seeds, sampling)
+        sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
+        if run.in_flight or len(drawn) > cfg.prompts_per_step:
+            this_round = Round(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
+            drawn, run.in_flight = sample_until_whole(sample, drawn, own, this_round)
+            rollouts = {each.position: list(each.rollouts) for each in drawn}
+        else:
+            rollouts = dict(zip(positions, sample()))
+    index_of = {each.position: index for index, each in enumerate(drawn)}
+    mine = [(position, prompt) for position, prompt in zip(positions, prompts) if position in index_of]
+    positions = [position for position, _ in mine]
+    samples, sampled = run.stream.rows(positions), [rollouts[position] for position in positions]
     with run.clock("reward"):
-        rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
+        rewards, error = run.scorer(samples, sampled, cfg.max_completion_length)
     distributed.raise_first_error(error, StepFailed)
-    groups = [ScoredGroup(*fields) for fields in zip(samples, prompts, rollouts, rewards, indices)]
+    groups = [
+        ScoredGroup(row, prompt, completions, scores, index_of[position])
+        for row, (position, prompt), completions, scores in zip(samples, mine, sampled, rewards)
+    ]
     return groups, share_results(run, groups, positions)
 
 
-def next_prompts(run: Run) -> tuple[list[int], list[int]]:
-    """Return the index within the step and the stream position of each prompt that this process samples next."""
+def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
+    """Return the prompts of the next round, oldest first, and the indices of those that this process samples.
+
+    The round starts with the prompts in flight. New ones are drawn until there are `oversample` times P, but no more
+    than the remaining steps train on.
+    """
     cfg = run.cfg
-    return run.stream.assign_prompts(
-        run.position, cfg.prompts_per_step, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel
-    )
+    target = round(cfg.oversample * cfg.prompts_per_step)
+    if not (cfg.max_steps and cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
+        target = min(target, max(run.steps_left, 1) * cfg.prompts_per_step)
+    new = range(run.position, run.position + max(target - len(run.in_flight), 0))
+    drawn = [*run.in_flight, *(Drawn(position, run.step) for position in new)]
+    own = run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
+    return drawn, own
 
 
 def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
@@ -301,8 +328,8 @@ def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> 
     everyone.sort(key=lambda row: row[0])  # by index within the step
     for _, position, sizes, _ in everyone:
         run.stream.record_length(position, sizes)
-    _, next_positions = next_prompts(run)
-    run.stream.prefetch(next_positions)
+    upcoming, own = next_prompts(run)
+    run.stream.prefetch([upcoming[i].position for i in own])
     rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
     return GroupRewards(
         total=torch.tensor([[each.total for each in group] for group in rewards]),
@@ -331,17 +358,17 @@ def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) ->
     minibatches = []
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
         chosen = [group for group in groups if first <= group.index < first + cfg.prompts_per_update]
-        minibatches.append(rebalance(training_groups(cfg, chosen, advantages), vision_cost))
+        minibatches.append(rebalance(training_groups(cfg, chosen, advantages, run.step), vision_cost))
     return minibatches
 
 
-def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
+def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor, step: int = 0) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
     The loss depends on a completion if it is scored and has a non-zero advantage or a KL term. The weights count every
     scored completion of all processes, so leaving out the others saves work without changing the gradient. With
     `mask_truncated`, truncated completions count as completions whose tokens have weight 0 (DAPO, arXiv:2503.14476,
-    section 3.4).
+    section 3.4). `step`: the number of completed steps.
     """
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
     lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs]).long()
@@ -356,8 +383,9 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
         for rollout, rewards, advantage in zip(group.rollouts, group.rewards, advantages[group.index].tolist()):
             weight = next(weights)
             if weight and not math.isnan(rewards.total) and (advantage or cfg.beta):
+                stale = sum(tokens for sampled_in, tokens in rollout.tokens_by_step.items() if sampled_in < step)
                 has_image = bool(group.prompt.images)
-                completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, has_image))
+                completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, has_image, stale))
         if completions:
             trained.append(Group(group.prompt, completions, group.index))
     return trained
@@ -452,14 +480,16 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         old_logp = logp.detach()
     else:
         old_logp = values.old_logp
-    importance = None
+    importance, is_capped = None, torch.zeros_like(logp, dtype=torch.bool)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_ratio = trainer_logp - values.sampling_logp
         importance = importance_weights(log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode)
+        is_capped = importance == (0.0 if cfg.importance_mode == "sequence_mask" else cfg.importance_cap)
     options = LossOptions(**{option.name: getattr(cfg, option.name) for option in fields(LossOptions)})
     loss, stats = grpo_loss(
         logp, old_logp, values.advantages, values.weights, batch.row_of_token, options, values.ref_logp, importance
     )
+    stats |= {"importance_capped": (is_capped & (values.weights > 0)).sum()}
     stats |= {"loss": loss.detach()} | guards.logp_difference(batch, trainer_logp)
     return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
 
@@ -499,14 +529,14 @@ def train(run: Run) -> None:
 
 def step_or_save(run: Run) -> dict[str, float]:
     """Take a step and return its metrics. If the step fails before its first update, undo the step and save the run."""
-    position, lengths = run.position, dict(run.stream.lengths)
+    position, in_flight, lengths = run.position, run.in_flight, dict(run.stream.lengths)
     try:
         return train_step(run)
     except RunStopped:
         run.checkpoints.join_write()  # let the thread finish writing its checkpoint
         raise
     except (StepFailed, Interrupted) as error:  # these are raised on every process
-        run.position, run.stream.lengths = position, lengths
+        run.position, run.in_flight, run.stream.lengths = position, in_flight, lengths
         save_checkpoint(run, last=True)
         if isinstance(error, Interrupted):
             end_run(run)
@@ -560,6 +590,7 @@ def save_checkpoint(run: Run, last: bool = False) -> None:
     """Save a checkpoint in the background; with `last`, wait until the checkpoint is on disk."""
     state = {name: getattr(run, name) for name in RUN_STATE} | {"lengths": run.stream.lengths}
     state["config"] = asdict(run.cfg) | run.stream.fingerprint
+    state["in_flight"] = [each.state() for each in run.in_flight]
     run.checkpoints.save(run.policy, run.optimizer, run.scheduler, state, last)
 
 
@@ -693,6 +724,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         micro_batch_tokens=models.micro_batch_tokens,
     )
     vars(run).update({name: state[name] for name in RUN_STATE if name in state})
+    run.in_flight = [Drawn.from_state(each) for each in state.get("in_flight", [])]
     return run
 
 

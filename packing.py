@@ -72,6 +72,7 @@ class TokenValues:
     advantages: Tensor
     weights: Tensor
     has_image: Tensor  # whether the prompt has an image, bool
+    stale: Tensor  # whether the policy of an earlier step sampled the token, bool
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
 
@@ -175,6 +176,7 @@ def _token_values(completions: list[Completion], lengths: list[int]) -> TokenVal
         advantages=torch.tensor([completion.advantage for completion in completions]).repeat_interleave(repeats),
         weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor([completion.has_image for completion in completions]).repeat_interleave(repeats),
+        stale=torch.cat([torch.arange(n) < completion.stale for n, completion in zip(lengths, completions)]),
         old_logp=join([completion.old_logp for completion in completions]),
         ref_logp=join([completion.ref_logp for completion in completions]),
     )

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import sys
 import traceback
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,7 +35,7 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
-from policy.hf_engine import HFEngine, PolicyEngine
+from policy.hf_engine import PAUSE_EVERY, HFEngine, IsEnough, PolicyEngine, which_are_whole
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
@@ -50,8 +52,20 @@ class RequestLimits:
 class Engine(Protocol):
     """The interface that training and evaluation expect of a sampler."""
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
-        """Sample `how.n` completions of each prompt, using that prompt's seed."""
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        started: Sequence[Sequence[Rollout]] | None = None,
+        is_enough: IsEnough | None = None,
+    ) -> list[list[Rollout]]:
+        """Sample `how.n` completions of each prompt, using that prompt's seed.
+
+        For partial rollouts, `started` has the completions of each prompt so far. `is_enough` is asked every few
+        tokens, on all processes together, until it returns True. It is told which prompts of this process are whole.
+        Completions that are not finished then are returned as they are.
+        """
         ...
 
     def sync_weights(self, policy: Policy) -> None:
@@ -238,7 +252,16 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        started: Sequence[Sequence[Rollout]] | None = None,
+        is_enough: IsEnough | None = None,
+    ) -> list[list[Rollout]]:
+        if is_enough is not None:
+            return self._continue(prompts, seeds, how, started, is_enough)
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
@@ -255,21 +278,7 @@ class VLLMEngine:
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         requests = [{"prompt_token_ids": p.engine_ids} | self._multi_modal_data(p) for p in prompts]
-        params = [
-            self.sampling_params(
-                n=how.n,
-                seed=seed,
-                temperature=how.temperature,
-                top_p=how.top_p,
-                max_tokens=how.max_tokens,
-                ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
-                stop_token_ids=self.stop,
-                logprobs=0,  # return only the sampled token's log-probability
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for seed in seeds
-        ]
+        params = [self._params(how, how.n, seed, how.max_tokens) for seed in seeds]
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
@@ -282,12 +291,7 @@ class VLLMEngine:
         else:
             outputs = self.llm.generate(requests, params, use_tqdm=bar)
         for prompt, output in zip(prompts, outputs):
-            if output.prompt_token_ids != prompt.ids.tolist():
-                raise UserError(
-                    f"{prompt.source}: vLLM expands the prompt to {len(output.prompt_token_ids)} tokens that differ "
-                    f"from the trainer's {len(prompt.ids)}: their tokenizers or image processors differ; use "
-                    "--engine hf, which uses the trainer's"
-                )
+            check_expansion(prompt, output.prompt_token_ids)
         completions = [completion for output in outputs for completion in output.outputs]
         token_ids = [list(c.token_ids) for c in completions]
         stopped = [c.finish_reason == "stop" for c in completions]
@@ -299,6 +303,66 @@ class VLLMEngine:
             for ids, c, end, text in zip(token_ids, completions, stopped, texts)
         ]
         return [rollouts[how.n * i : how.n * (i + 1)] for i in sorted(range(len(order)), key=order.__getitem__)]
+
+    def _params(self, how: Sampling, n: int, seed: int, max_tokens: int) -> Any:
+        """Return vLLM's parameters of a request for `n` completions."""
+        return self.sampling_params(
+            n=n,
+            seed=seed,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            max_tokens=max_tokens,
+            ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
+            stop_token_ids=self.stop,
+            logprobs=0,  # return only the sampled token's log-probability
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+    def _continue(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        started: Sequence[Sequence[Rollout]],
+        is_enough: IsEnough,
+    ) -> list[list[Rollout]]:
+        """Continue the completions in `started`, each in a request of its own; see `Engine.generate`."""
+        if not self.pixels_checked and prompts:
+            self._generate(prompts, seeds, Sampling(1, 1))  # checks what vLLM makes of the prompts
+        rollouts = [list(group) for group in started]
+        places = [(i, j) for i, group in enumerate(started) for j, old in enumerate(group) if not old.finished]
+        requests, params = [], []
+        for i, j in places:
+            tokens = rollouts[i][j].ids.tolist()
+            prompt = {"prompt_token_ids": prompts[i].engine_ids + tokens}
+            requests.append(prompt | self._multi_modal_data(prompts[i]))
+            params.append(self._params(how, 1, request_seed(seeds[i], j, len(tokens)), how.max_tokens - len(tokens)))
+        names = self.llm.enqueue(requests, params, use_tqdm=False) if requests else []
+        running, engine = dict(zip(names, places)), self.llm.llm_engine
+
+        def extend(name: str, ids: Sequence[int], logps: Sequence[float], reason: str | None) -> None:
+            i, j = running[name]
+            old = rollouts[i][j]
+            ids, logps = [*old.ids.tolist(), *ids], torch.cat([old.sampling_logp, torch.tensor(logps)])
+            text = self.processor.tokenizer.decode(ids[:-1] if reason == "stop" else ids) if reason else ""
+            is_cut, is_finished = reason == "length", reason is not None
+            rollouts[i][j] = Rollout(torch.tensor(ids, dtype=torch.long), logps, is_cut, text, is_finished)
+
+        for step in itertools.count():
+            if step % PAUSE_EVERY == 0 and is_enough(which_are_whole(rollouts)):
+                break
+            for output in engine.step() if running else ():
+                (completion,) = output.outputs
+                if output.finished:
+                    name, logps = output.request_id, completion.logprobs.logprobs
+                    extend(name, completion.token_ids, logps, completion.finish_reason)
+                    del running[name]
+        for state in list(engine.output_processor.request_states.values()):
+            logprobs = state.logprobs_processor.logprobs
+            extend(state.external_req_id, state.detokenizer.output_token_ids, logprobs.logprobs, None)
+        engine.abort_request(list(running))
+        return rollouts
 
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
         """Return the image part of a request: the trainer's features if vLLM accepts them, else resized images.
@@ -321,6 +385,20 @@ class VLLMEngine:
         """
         has_features = prompt.features is not None and self.vision.vllm_features
         return has_features and prompt.features.shape[-1] == self.hidden_size
+
+
+def check_expansion(prompt: Prompt, ids: list[int]) -> None:
+    """Raise UserError if vLLM made other tokens of `prompt` than the trainer."""
+    if ids != prompt.ids.tolist():
+        raise UserError(
+            f"{prompt.source}: vLLM expands the prompt to {len(ids)} tokens that differ from the trainer's "
+            f"{len(prompt.ids)}: their tokenizers or image processors differ; use --engine hf, which uses the trainer's"
+        )
+
+
+def request_seed(seed: int, completion: int, tokens: int) -> int:
+    """Return the seed with which the completion of this index is sampled once it has this many tokens."""
+    return int(np.random.SeedSequence([seed, completion, tokens]).generate_state(1)[0])
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:

@@ -112,6 +112,9 @@ class Rollout:
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False  # whether the completion reached the length limit before a stop token
     text: str = ""  # the decoded tokens, without the stop token
+    finished: bool = True  # False: a later step goes on with it (training/partial_rollouts.py)
+    tokens_by_step: dict[int, int] = field(default_factory=dict)
+    """With partial rollouts, the number of tokens that were sampled in each step, in order."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,9 @@ class Completion:
     advantage: float = 0.0  # advantage of the completion within its group
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     has_image: bool = False  # whether its prompt has an image
+    stale: int = 0  # number of its first tokens, which the policies of earlier steps sampled
     old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy that sampled it, if a step has several updates or they have dropout."""
+    """(L,) log-probabilities under the policy before the step, if a step has several updates or they have dropout."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
 
 

@@ -7,7 +7,8 @@ otherwise 1).
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 
 Tokenizer = transformers.PreTrainedTokenizerBase
+IsEnough = Callable[[list[bool]], bool]  # given which prompts of this process are whole; see `rollout.Engine`
+
+PAUSE_EVERY = 16  # tokens after which a sampler asks whether there is enough
+NOT_STARTED = Rollout(torch.empty(0, dtype=torch.long), torch.empty(0), finished=False)
 
 
 class HFEngine:
@@ -48,17 +53,29 @@ class HFEngine:
     def wake_up(self) -> None:
         self.model.to(self.device)
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
-        rollouts = []
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        started: Sequence[Sequence[Rollout]] | None = None,
+        is_enough: IsEnough | None = None,
+    ) -> list[list[Rollout]]:
+        rollouts = [list(group) for group in started or [[NOT_STARTED] * how.n] * len(prompts)]
+        first, enough = 0, is_enough is not None and is_enough(which_are_whole(rollouts))
         with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
-            while len(rollouts) < len(prompts):
-                some = slice(len(rollouts), len(rollouts) + max(1, self.max_sequences // how.n))
+            while first < len(prompts) and not enough:
+                sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
+                batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    rollouts += self._generate(prompts[some], seeds[some], how)
-                    bar.update(len(rollouts) - bar.n)
+                    enough = self._continue(prompts, seeds, how, rollouts, batch, is_enough)
+                    first = batch.stop
+                    bar.update(first - bar.n)
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
-                self._halve_batch(len(prompts[some]) * how.n, how.n)
+                self._halve_batch(sum(sizes[: len(batch)]), how.n)
+        while is_enough and not enough:  # other processes still sample
+            enough = is_enough(which_are_whole(rollouts))
         return rollouts
 
     def _halve_batch(self, sequences: int, n: int) -> None:
@@ -77,21 +94,75 @@ class HFEngine:
         console.warn(f"out of GPU memory: sampling at most {self.max_sequences} sequences at once")
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
-        uniforms = torch.cat([_uniforms(seed, how.n, how.max_tokens) for seed in seeds]).to(self.model.device)
-        logits, cache, mask, position = self._prefill(prompts, how.n)
-        ids, logps = [], []
+    def _continue(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        rollouts: list[list[Rollout]],
+        batch: range,
+        is_enough: IsEnough | None,
+    ) -> bool:
+        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
+        rows = list(_rows(rollouts, batch))
+        places = [(i, j) for i, members, _ in rows for j in members]  # of each sequence in `rollouts`
+        if not places:
+            return False
+        lengths = torch.tensor([len(rollouts[i][j].ids) for i, j in places])
+        limits = (how.max_tokens - lengths).to(self.device)  # tokens left of each sequence
+        uniforms = {i: _uniforms(seeds[i], len(rollouts[i]), how.max_tokens) for i in batch}
+        left = [uniforms[i][j, length:] for (i, j), length in zip(places, lengths.tolist())]
+        left = torch.nn.utils.rnn.pad_sequence(left, batch_first=True).to(self.device)
+
+        def pause(is_over: Tensor) -> bool:
+            over = dict(zip(places, is_over.tolist()))
+            ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
+            return is_enough([all(each) for each in ends])
+
+        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in rows]
+        ids, logps, new, stopped, enough = self._decode(prefixes, left, limits, how, pause if is_enough else None)
+        truncated = ~stopped & (new == limits.cpu())
+        for row, (i, j) in enumerate(places):
+            old, length = rollouts[i][j], new[row]
+            ended, cut = stopped[row].item(), truncated[row].item()
+            tokens = torch.cat([old.ids, ids[row, :length]])
+            logp = torch.cat([old.sampling_logp, logps[row, :length]])
+            text = self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
+            rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
+        return enough
+
+    def _decode(
+        self,
+        prefixes: list[tuple[Prompt, Tensor, int]],
+        uniforms: Tensor,
+        limits: Tensor,
+        how: Sampling,
+        pause: Callable[[Tensor], bool] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """Sample until every sequence has a stop token or `limits` (B,) tokens, or until `pause` returns True.
+
+        `prefixes`: see `_prefill`. `uniforms` (B, tokens) decides each token. `pause` is called now and then with the
+        sequences that have ended, as (B,). Returns tokens and log-probabilities (B, tokens), the number of tokens of
+        each sequence and whether it has a stop token, as (B,), all in host memory, and whether it was paused.
+        """
+        logits, cache, mask, position = self._prefill(prefixes)
+        ids, logps, enough = [], [], False
         stop = self.stop.to(logits.device)
-        running = torch.ones(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
+        stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        for t in range(how.max_tokens):
+        while True:
+            t = len(ids)
             token, logp = sample(logits, uniforms[:, t], how.temperature, how.top_p)
             ids.append(token)
             logps.append(logp)
+            running = ~stopped & (lengths < limits)
             lengths += running
-            running = running & ~torch.isin(token, stop)
-            if t == how.max_tokens - 1 or not running.any():
-                break
+            stopped |= running & torch.isin(token, stop)
+            is_over = stopped | (lengths >= limits)
+            if pause and len(ids) % PAUSE_EVERY == 0:
+                enough = pause(is_over)
+            if enough or is_over.all():
+                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), enough
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
@@ -101,34 +172,35 @@ class HFEngine:
                 attention_mask=mask,
                 past_key_values=cache,
             )
-        return self._collect(torch.stack(ids, 1), torch.stack(logps, 1), lengths, running, how.n)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return next_token_logits(self.model, **inputs)
 
-    def _prefill(self, prompts: Sequence[Prompt], n: int):
-        """Run the model once on every prompt, then repeat each prompt's cache for its n completions.
+    def _prefill(self, prefixes: list[tuple[Prompt, Tensor, int]]):
+        """Run the model once on every prefix, then repeat its cache for the completions that start with it.
 
-        Returns logits (B, V), the cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
+        A prefix is a prompt, the tokens (L,) that follow it, and the number of completions. Returns logits (B, V), the
+        cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
-        longest = max(len(p.ids) for p in prompts)
-        positions = [p.positions for p in prompts]  # (R, S) each
+        lengths = [len(p.ids) + len(tokens) for p, tokens, _ in prefixes]
+        positions = [_continued_positions(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
 
         def left_pad(x: Tensor) -> Tensor:
-            return torch.nn.functional.pad(x, (longest - x.shape[-1], 0))
+            return torch.nn.functional.pad(x, (max(lengths) - x.shape[-1], 0))
 
-        input_ids = torch.stack([left_pad(p.ids) for p in prompts])
-        mask = torch.stack([left_pad(torch.ones_like(p.ids)) for p in prompts])
-        position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prompts, S)
-        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prompts)
+        input_ids = torch.stack([left_pad(torch.cat([p.ids, tokens])) for p, tokens, _ in prefixes])
+        mask = torch.stack([left_pad(torch.ones(length, dtype=torch.long)) for length in lengths])
+        position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prefixes, S)
+        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prefixes)
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
         device = self.model.device
-        with_images = [p for p in prompts if len(p.image_positions)]
+        with_images = [p for p, _, _ in prefixes if len(p.image_positions)]
         cached = all(p.features is not None for p in with_images)
         inputs = [{"features": p.features} if cached else p.vision for p in with_images]
         vision = {key: torch.cat([each[key] for each in inputs]).to(device) for key in (inputs or [{}])[0]}
-        image_tokens = [(i + 1) * longest - len(p.ids) + p.image_positions for i, p in enumerate(prompts)]
+        ends = torch.arange(1, len(prefixes) + 1) * max(lengths)
+        image_tokens = [end - n + p.image_positions for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
         logits, cache = self._forward(
             input_ids=input_ids.to(device),
             vision=vision,
@@ -136,17 +208,11 @@ class HFEngine:
             attention_mask=mask.to(device),
             position_ids=position_ids.to(device),
         )
-        cache.reorder_cache(torch.arange(len(mask), device=device).repeat_interleave(n))
-        mask = mask.to(device).repeat_interleave(n, 0)
-        return logits.repeat_interleave(n, 0), cache, mask, next_position.to(device).repeat_interleave(n, -1)
-
-    def _collect(self, ids: Tensor, logps: Tensor, lengths: Tensor, running: Tensor, n: int) -> list[list[Rollout]]:
-        ids, logps, rollouts = ids.cpu(), logps.cpu(), []
-        for row, (length, truncated) in enumerate(zip(lengths.tolist(), running.tolist())):
-            tokens = ids[row, :length].clone()
-            text = self.tokenizer.decode(tokens if truncated else tokens[:-1])
-            rollouts.append(Rollout(tokens, logps[row, :length].clone(), truncated, text))
-        return [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+        repeats = torch.tensor([n for _, _, n in prefixes], device=device)
+        cache.reorder_cache(torch.arange(len(mask), device=device).repeat_interleave(repeats))
+        mask = mask.to(device).repeat_interleave(repeats, 0)
+        next_position = next_position.to(device).repeat_interleave(repeats, -1)
+        return logits.repeat_interleave(repeats, 0), cache, mask, next_position
 
 
 class PolicyEngine(HFEngine):
@@ -171,12 +237,44 @@ class PolicyEngine(HFEngine):
     def wake_up(self) -> None:
         torch.cuda.empty_cache()
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        started: Sequence[Sequence[Rollout]] | None = None,
+        is_enough: IsEnough | None = None,
+    ) -> list[list[Rollout]]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
-            return super().generate(prompts, seeds, how)
+            return super().generate(prompts, seeds, how, started, is_enough)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)
+
+
+def which_are_whole(rollouts: Sequence[Sequence[Rollout]]) -> list[bool]:
+    """Return of each prompt's `rollouts` whether all are finished."""
+    return [all(rollout.finished for rollout in group) for group in rollouts]
+
+
+def _rows(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
+    """Yield what to prefill: a prompt's index, which of its completions, and their tokens so far, as (L,).
+
+    Completions that have not started share a row.
+    """
+    for i in batch:
+        unfinished = [(j, rollout) for j, rollout in enumerate(rollouts[i]) if not rollout.finished]
+        if fresh := [j for j, rollout in unfinished if not len(rollout.ids)]:
+            yield i, fresh, NOT_STARTED.ids
+        for j, rollout in unfinished:
+            if len(rollout.ids):
+                yield i, [j], rollout.ids
+
+
+def _continued_positions(prompt: Prompt, tokens: int) -> Tensor:
+    """Return the positions (R, S) of `prompt` and of `tokens` tokens that follow it."""
+    following = prompt.positions.max() + 1 + torch.arange(tokens)
+    return torch.cat([prompt.positions, following.expand(len(prompt.positions), -1)], dim=1)
 
 
 def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:

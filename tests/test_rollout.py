@@ -233,15 +233,15 @@ def test_a_4_bit_policy_agrees_with_its_sampler(tiny_model, shapes, tmp_path):
 
 def test_sampling_that_runs_out_of_memory_continues_with_smaller_batches(engine, prompts, monkeypatch, capsys):
     want = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
-    generate, sizes, room = HFEngine._generate, [], [1]
+    decode, sizes, room = HFEngine._decode, [], [1]
 
     def small_gpu(self, some, *args):
         sizes.append(len(some))
         if len(some) > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return generate(self, some, *args)
+        return decode(self, some, *args)
 
-    monkeypatch.setattr(HFEngine, "_generate", small_gpu)
+    monkeypatch.setattr(HFEngine, "_decode", small_gpu)
     monkeypatch.setattr(engine, "max_sequences", 512)
     got = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
     assert sizes == [3, 1, 1, 1]

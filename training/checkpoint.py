@@ -3,8 +3,9 @@
     python -m training.checkpoint --checkpoint runs/grpo/checkpoint-40 --output exported    # as a model or adapter
 
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
-states of every process, and `state.json` with everything else. The tensors are copied to host memory, and a thread
-writes them while training continues. `run_folder.py` names, finds and deletes the checkpoints of a run.
+states of every process, the completions that partial rollouts have not finished, and `state.json` with everything else.
+The tensors are copied to host memory, and a thread writes them while training continues. `run_folder.py` names, finds
+and deletes the checkpoints of a run.
 """
 
 import datetime
@@ -48,6 +49,7 @@ POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attributes of `grpo.Run` that are saved
+IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 PLAIN_COPY = StagingOptions(False, False, False, False)  # to ordinary host memory, before `stage` returns
 
@@ -163,6 +165,8 @@ class Saver:
             partial.mkdir(parents=True, exist_ok=True)
             torch.save(random_states(), partial / f"random-{distributed.rank()}.pt")
             if console.is_main():
+                if in_flight := state.pop("in_flight", None):
+                    torch.save(in_flight, partial / IN_FLIGHT)
                 (partial / "state.json").write_text(hide_credentials(json.dumps(state, indent=1)))
             tensors = DefaultStager(PLAIN_COPY).stage(tensors)
         except (OSError, RuntimeError) as exception:  # torch.save raises RuntimeError on a full disk
@@ -251,6 +255,8 @@ def load_checkpoint(
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))
+    if (folder / IN_FLIGHT).is_file():
+        saved["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
     return saved
 
 

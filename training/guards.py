@@ -36,13 +36,14 @@ def describe_nonfinite(
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
     """Return the sum and maximum of |trainer_logp − sampling_logp| over the trained tokens; `trainer_logp` is (C,).
 
-    For prompts with images, the sum and the number of tokens are also given separately.
+    Tokens that the policy of an earlier step sampled do not count: their difference is no error. For prompts with
+    images, the sum and the number of tokens are also given separately.
     """
-    counted = batch.values.weights > 0
+    counted = (batch.values.weights > 0) & ~batch.values.stale
     with_image = batch.values.has_image & counted
     difference = (trainer_logp - batch.values.sampling_logp).abs() * counted
-    sums = {"difference": difference.sum(), "difference_max": difference.max()}
-    return sums | {"image_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
+    sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": counted.sum()}
+    return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
 def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
@@ -50,7 +51,7 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 
     Later updates of a step are not checked, since the policy has changed. A limit of 0 allows any difference.
     """
-    mean = (stats["difference"] / stats["tokens"].clamp(min=1)).item()
+    mean = (stats["difference"] / stats["fresh_tokens"].clamp(min=1)).item()
     if not (is_first_update and limit and mean > limit):
         return None
     return (

@@ -99,12 +99,11 @@ def step_metrics(
         torch.stack([lengths.sum(), truncated.sum(), count])
     )
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
-    tokens = sum(u["tokens"] for u in updates).clamp(min=1)
     rollout_seconds, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
     seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
 
-    def mean(name: str) -> float:
-        return (sum(u[name] for u in updates) / tokens).item()
+    def mean(name: str, of: str = "tokens") -> float:
+        return (sum(u[name] for u in updates) / sum(u[of] for u in updates).clamp(min=1)).item()
 
     step_time = time.perf_counter() - clock.started
     total = rewards.total
@@ -129,11 +128,12 @@ def step_metrics(
         "updates_skipped": sum(u["skipped"] for u in updates).item(),
         "updates_empty": sum(u["empty"] for u in updates).item(),
         "clip_ratio": mean("clip_ratio"),
+        "importance_capped": mean("importance_capped"),
         "kl": mean("kl"),
         "entropy": mean("entropy"),
-        "sampling/logp_difference_mean": mean("difference"),
-        "sampling/logp_difference_image": _ratio(updates, "image_difference", "image_tokens"),
-        "sampling/logp_difference_text": _ratio(updates, "difference", "tokens", minus="image_"),
+        "sampling/logp_difference_mean": mean("difference", of="fresh_tokens"),
+        "sampling/logp_difference_image": _ratio(updates, "image_difference", "image_fresh_tokens"),
+        "sampling/logp_difference_text": _ratio(updates, "difference", "fresh_tokens", minus="image_"),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
         "mfu": sum(u["flop"] for u in updates).item() / distributed.world_size() / seconds["train"] / peak_flops(),
         "memory_gib": clock.memory / 2**30,

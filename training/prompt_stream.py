@@ -15,8 +15,9 @@ import numpy as np
 from common import distributed
 from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
-from common.records import Prompt, Sample
+from common.records import Prompt, Rollout, Sample
 from data import Processor, encode_prompts
+from training.partial_rollouts import Drawn
 
 
 class PromptStream:
@@ -46,25 +47,27 @@ class PromptStream:
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
-        self.lengths: dict[str, float] = {}  # row -> mean completion length in tokens when the row was last drawn
+        self.lengths: dict[str, float] = {}  # row -> mean completion length in tokens when the row was last trained on
 
     def assign_prompts(
-        self, first: int, count: int, generations: int, max_length: int, tensor_parallel: int = 1
-    ) -> tuple[list[int], list[int]]:
-        """Return this process's share of the `count` prompts from position `first` on.
+        self, drawn: Sequence[Drawn], generations: int, max_length: int, tensor_parallel: int = 1
+    ) -> list[int]:
+        """Return the indices of this process's share of the prompts in `drawn`.
 
-        The result holds the indices of these prompts, counted from `first`, and their positions. Each engine is shared
-        by `tensor_parallel` ranks, and all engines get nearly the same number of expected tokens. The expected
-        completion length of a row is the mean length of its completions when the row was last drawn. For a row that has
-        not been drawn yet, it is the mean over all rows drawn so far, or `max_length` if no row has been drawn.
+        Each engine is shared by `tensor_parallel` ranks, and all engines get nearly the same number of expected tokens.
+        The expected completion length of a row is the mean length of its completions when the row was last trained on.
+        For a row that has not been trained on yet, it is the mean over all rows so far, or `max_length` at the start.
         """
-        rows = [self.row(position) for position in range(first, first + count)]
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
-        costs = [self.samples[row].tokens + generations * self.lengths.get(str(row), mean) for row in rows]
+        costs = []
+        for each in drawn:
+            row = self.row(each.position)
+            expected = self.lengths.get(str(row), mean)
+            tokens = sum(_expected_tokens(rollout, expected, max_length) for rollout in each.rollouts)
+            costs.append(self.samples[row].tokens + (tokens if each.rollouts else generations * expected))
         engine, member = divmod(distributed.rank(), tensor_parallel)
         engine_prompts = partition_lpt(costs, distributed.world_size() // tensor_parallel)[engine]
-        indices = engine_prompts[member::tensor_parallel]
-        return indices, [first + i for i in indices]
+        return engine_prompts[member::tensor_parallel]
 
     def record_length(self, position: int, lengths: Sequence[int]) -> None:
         """Record the completion `lengths`, in tokens, of the prompt at `position`."""
@@ -99,6 +102,15 @@ class PromptStream:
         for position, prompt in zip(positions, prompts):
             prompt.expected_length = self.lengths.get(str(self.row(position)), 0.0)
         return prompts
+
+
+def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:
+    """Return how many more tokens `rollout` is expected to get.
+
+    Until half of the `expected` length, the rest of it. Then as many tokens as it has: what has taken long takes long.
+    """
+    length = len(rollout.ids)
+    return 0.0 if rollout.finished else min(max(expected - length, length), max_length - length)
 
 
 def row_at(

@@ -362,16 +362,16 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
 
 def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(server, tiny_model, tmp_path, monkeypatch):
     """The tiny model never writes a well-formed answer, so the test replaces its texts. The rest is real."""
-    collect = rollout.HFEngine._collect
+    generate = rollout.HFEngine.generate
 
     def well_formed(self, *args):
         numbers = itertools.count()
         return [
             [replace(r, text=think(f"word {next(numbers)} {len(r.ids)} and another")) for r in group]
-            for group in collect(self, *args)
+            for group in generate(self, *args)
         ]
 
-    monkeypatch.setattr(rollout.HFEngine, "_collect", well_formed)
+    monkeypatch.setattr(rollout.HFEngine, "generate", well_formed)
     server.reply = lambda body: "Correct" if len(body["messages"][1]["content"]) % 2 else "Incorrect"
     (tmp_path / "d.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}?", "answer": "a thing"}) + "\n" for i in range(8))

@@ -1,0 +1,232 @@
+"""Partial rollouts: completions that are interrupted and go on in a later step.
+
+Guards against: tokens or log-probabilities that do not fit the policy that sampled them, prompts that are never trained
+on or twice, tokens that are too old, and processes or resumed runs that continue differently.
+"""
+
+import copy
+import itertools
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+import grpo
+from common.errors import RunStopped, StepFailed
+from common.records import Rewards, Sample, Sampling, ScoredGroup
+from config import Config, PolicyFlags
+from data import encode_prompt, load_processor
+from packing import pack
+from policy.hf_engine import NOT_STARTED, HFEngine
+from policy.model import load_model, load_policy
+from tests.helpers.models import plain_logprobs
+from tests.helpers.runs import SMALL, config, metrics, weights
+from tests.helpers.scripts import run_script
+from training.partial_rollouts import Round
+
+PARTIAL = {"oversample": 1.5, "max_completion_length": 48}
+
+
+# --- which prompts are trained on ------------------------------------------------------------------------------------
+
+
+def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
+    choose = Round(step=5, num_prompts=2, num_generations=4, max_staleness=2).choose
+    assert choose([4, 5, 5, 5], [False, True, False, False]) is None, "only one is whole"
+    assert choose([4, 5, 5, 5], [False, True, False, True]) == [1, 3]
+    assert choose([4, 5, 5, 5], [True, True, False, True]) == [0, 1]
+    assert choose([3, 5, 5, 5], [False, True, True, True]) is None, "the first must be trained on in this step"
+    assert choose([3, 5, 5, 5], [True, False, True, True]) == [0, 2]
+    assert choose([4, 4, 4, 5, 5], [False, False, False, True, True]) is None, "three are due within one step"
+    assert choose([4, 4, 4, 5, 5], [False, True, False, True, True]) == [1, 3]
+    assert choose([1, 1, 1], [True, True, True]) == [0, 1], "nothing is left to wait for"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(oversample=0.5), "oversample must be from 1 to max_staleness"),
+        (dict(oversample=3.5), "oversample must be from 1 to max_staleness"),
+        (dict(max_staleness=0), "max_staleness must be at least 1"),
+        (dict(oversample=2.0, tensor_parallel=2), "oversample needs tensor_parallel 1"),
+        (dict(oversample=2.0, importance_cap=0.0), "an importance weight for each token"),
+        (dict(oversample=2.0, importance_mode="sequence_mask"), "an importance weight for each token"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Config(data="rows", **flags)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> HFEngine:
+    return HFEngine(load_model(tiny_model, torch.float32).eval(), load_processor(tiny_model, "count").tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_model):
+    processor = load_processor(tiny_model, "count")
+    images = [Image.new("RGB", size, (90, 20, 200)) for size in ((84, 84), (56, 112), (84, 56))]
+    samples = [
+        Sample("<image>How many?", "1", images[:1], "a"),
+        Sample("no image here", "1", [], "b"),
+        Sample("<image>and<image> which?", "1", images[1:], "c"),
+    ]
+    return [encode_prompt(sample, processor) for sample in samples]
+
+
+def pauses(count: int):
+    """Return a function that says "enough" when it is asked for the `count`-th time."""
+    asked = []
+    return lambda whole: asked.append(whole) or len(asked) == count
+
+
+def test_interrupted_completions_go_on_where_they_stopped(engine, prompts):
+    """With the same weights, sampling with interruptions gives what sampling at once does."""
+    how, seeds = Sampling(4, 70), [1, 2, 3]
+    want = engine.generate(prompts, seeds, how)
+    got = [[NOT_STARTED] * 4] * 3
+    lengths = set()
+    for tokens in (16, 32, 64):
+        got = engine.generate(prompts, seeds, how, got, pauses(2 if tokens < 64 else 3))
+        lengths |= {len(rollout.ids) for group in got for rollout in group if not rollout.finished}
+    assert lengths == {16, 32, 64}
+    got = engine.generate(prompts, seeds, how, got, all)
+    for a, b in zip((r for group in want for r in group), (r for group in got for r in group)):
+        assert torch.equal(a.ids, b.ids)
+        assert (a.text, a.truncated, b.finished) == (b.text, b.truncated, True)
+        torch.testing.assert_close(a.sampling_logp, b.sampling_logp, atol=2e-5, rtol=0)
+
+
+def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine, prompts, tmp_path):
+    """It is Σ_t w · min(π_θ / π_t, 2) · A · ∇ log π_θ, where π_t is the policy that sampled the token t."""
+    how = Sampling(2, 40)
+    old = copy.deepcopy(engine)
+    for parameter in old.model.parameters():
+        parameter.data *= 1.1
+    started = old.generate(prompts[:1], [1], how, [[NOT_STARTED] * 2], pauses(2))
+    assert {len(rollout.ids) for rollout in started[0]} == {16}
+    (rollouts,) = engine.generate(prompts[:1], [1], how, started, all)
+    rollouts = [
+        replace(rollout, tokens_by_step={0: 16} | ({1: len(rollout.ids) - 16} if len(rollout.ids) > 16 else {}))
+        for rollout in rollouts
+    ]
+    policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+    cfg = config(tiny_model, shapes, tmp_path, oversample=1.5)
+    grpo.resolve_loss(cfg)
+    sample = Sample("How many?", "1", [], "a")
+    scored = ScoredGroup(sample, prompts[0], rollouts, [Rewards(1.0, 1.0), Rewards(0.0, 0.0)], 0)
+    groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]), step=1)
+    assert [completion.stale for completion in groups[0].completions] == [16, 16]
+    batch = pack(groups)
+    logp, _ = policy(batch)
+    loss, stats = grpo.batch_loss(cfg, batch, logp)
+    loss.backward()
+
+    plain = copy.deepcopy(engine.model).float()
+    by_hand, capped, differences = 0.0, 0, []
+    for rollout, advantage in zip(rollouts, (1.5, -0.5)):
+        new = plain_logprobs(plain, groups[0], rollout.ids)
+        ratio = (new.detach() - rollout.sampling_logp).exp()
+        capped += (ratio >= 2).sum().item()
+        differences.append((new.detach() - rollout.sampling_logp).abs()[16:])
+        by_hand = by_hand - (ratio.clamp(max=2) * advantage * new).sum() / (2 * len(rollout.ids))
+    by_hand.backward()
+    assert stats["importance_capped"] == capped > 0
+    assert stats["fresh_tokens"] == sum(map(len, differences))
+    assert stats["difference"].item() == pytest.approx(torch.cat(differences).sum().item(), abs=1e-4)
+    for (name, p), q in zip(plain.named_parameters(), policy.model.parameters()):
+        if q.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, atol=2e-6, rtol=2e-4, msg=name)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[list[str]]:
+    """The rows that each step was trained on."""
+    make_minibatches, steps = grpo.make_minibatches, []
+
+    def recorded(run, groups, advantages):
+        steps.append([group.sample.source for group in groups])
+        return make_minibatches(run, groups, advantages)
+
+    monkeypatch.setattr(grpo, "make_minibatches", recorded)
+    return steps
+
+
+def test_every_prompt_is_trained_on_once_and_in_time(tiny_model, shapes, tmp_path, trained):
+    """Two epochs of 12 rows in steps of 4 prompts, with 6 in flight."""
+    grpo.main(config(tiny_model, shapes, tmp_path, epochs=2, save_every=1, keep_last=0, **PARTIAL))
+    rows = metrics(tmp_path)
+    counts = Counter(itertools.chain.from_iterable(trained))
+    assert len(rows) == len(trained) == 6
+    assert set(counts.values()) == {2} and len(counts) == 12
+    assert any(row["partial/tokens_of_age_1"] for row in rows)
+    for row in rows:
+        assert sum(row[f"partial/tokens_of_age_{age}"] for age in range(3)) == pytest.approx(1)
+        assert row["sampling/logp_difference_mean"] < 1e-5
+        in_flight = row["partial/groups_waiting"] + row["partial/groups_unfinished"]
+        assert in_flight == (2 if row["step"] < 6 else 0)
+        assert (tmp_path / f"checkpoint-{row['step']}" / "in_flight.pt").is_file() == bool(in_flight)
+
+
+def test_a_resumed_run_goes_on_with_its_unfinished_completions(tiny_model, shapes, tmp_path, monkeypatch):
+    """From a checkpoint, and after a step that failed in the middle."""
+    flags = dict(max_steps=4, save_every=2, beta=0.01, **PARTIAL)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
+    grpo.main(config(tiny_model, shapes, tmp_path / "resumed", resume="newest", **flags))
+    advantages, calls = grpo.group_advantages, []
+
+    def fail_once(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise StepFailed("on purpose")
+        return advantages(*args)
+
+    monkeypatch.setattr(grpo, "group_advantages", fail_once)
+    with pytest.raises(RunStopped, match="on purpose"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "failed", **flags))
+    grpo.main(config(tiny_model, shapes, tmp_path / "failed", resume="newest", **flags))
+    whole = weights(tmp_path / "run" / "final")
+    for name in ("resumed", "failed"):
+        other = weights(tmp_path / name / "final")
+        assert all(torch.equal(whole[key], other[key]) for key in whole), name
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "failed")
+
+
+def test_what_is_in_flight_is_trained_on_without_the_flag_too(tiny_model, shapes, tmp_path, trained):
+    flags = dict(save_every=2, max_completion_length=48, keep_last=0)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
+    folder = tmp_path / "checkpoint-2"
+    del trained[2:]
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
+    counts = Counter(itertools.chain.from_iterable(trained))
+    assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
+
+
+def test_dynamic_sampling_draws_from_what_is_in_flight(tiny_model, shapes, tmp_path):
+    flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
+    grpo.main(config(tiny_model, shapes, tmp_path, **flags, **PARTIAL))
+    rows = metrics(tmp_path)
+    assert len(rows) == 3
+    assert all(row["groups_drawn"] in (4, 8, 12) for row in rows)
+
+
+def test_two_processes_deal_out_what_is_in_flight(tiny_model, shapes, tmp_path):
+    flags = [f"--{name}={value}" for name, value in (SMALL | PARTIAL).items()]
+    flags += [f"--model={tiny_model}", f"--data={shapes}", "--learning_rate=1e-3", "--max_steps=4"]
+    for processes in (0, 2):
+        done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for a, b in zip(metrics(tmp_path / "0"), metrics(tmp_path / "2")):
+        for name in ("reward", "completions/mean_length", "loss", "grad_norm", "partial/tokens_of_age_1"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), (a["step"], name)

@@ -1,0 +1,124 @@
+"""Partial rollouts: sampling ends when enough prompts are whole, and the next step goes on with the others.
+
+The lengths of completions spread over two orders of magnitude, so a step that waits for its longest completion samples
+it almost alone. With `--oversample F`, F · P prompts are in flight where P are trained on:
+
+    in flight, oldest first:   p1 ... pP ... pFP      the last ones were drawn just now
+    sampling ends:             when P of them are whole, that is, when all G completions of each are finished
+    trained on:                the P oldest that are whole
+    in the next step:          the rest goes on under the new weights, and P new prompts are drawn
+
+An interrupted completion keeps its tokens and the log-probability with which each was sampled. The policy of an earlier
+step is just another sampler: the capped importance weight corrects for it, token by token (`importance_weights`).
+
+Nothing that is drawn is dropped, since dropping what takes long would favour short answers. Still, no token is trained
+on more than S steps (`--max_staleness`) after it was sampled: if the rest could not be trained on in time, sampling
+goes on until its oldest prompts are whole too.
+
+What is in flight is the same list on every process, so that it can be dealt out again in each round, and is part of a
+checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from common import distributed
+from common.records import Rollout
+from policy.hf_engine import NOT_STARTED
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A prompt that has been drawn from the stream and not been trained on yet."""
+
+    position: int  # in the stream
+    step: int  # number of steps that were complete when it was drawn
+    rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its completions are finished."""
+        return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
+
+    def state(self) -> dict:
+        """Return plain lists, numbers and tensors, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: dict) -> "Drawn":
+        """Return what `state` was called on."""
+        return cls(**state | {"rollouts": tuple(Rollout(**rollout) for rollout in state["rollouts"])})
+
+
+@dataclass(frozen=True)
+class Round:
+    """What decides when a round of sampling ends."""
+
+    step: int  # number of completed steps
+    num_prompts: int  # P: how many prompts are trained on in a step
+    num_generations: int  # G
+    max_staleness: int  # S
+
+    def choose(self, steps: Sequence[int], whole: Sequence[bool]) -> list[int] | None:
+        """Return the indices of the prompts to train on, or None if sampling has to go on.
+
+        `steps` tells when each prompt was drawn, oldest first, and `whole` whether it is whole. The P oldest whole
+        prompts are chosen if there are as many, and if the rest can still be trained on in time: at most k · P of them
+        may be due within k steps, for every k. Sampling also ends when it is finished.
+        """
+        chosen = [i for i, is_whole in enumerate(whole) if is_whole][: self.num_prompts]
+        if len(chosen) < self.num_prompts:
+            return None
+        steps_left = [step + self.max_staleness - self.step for i, step in enumerate(steps) if i not in set(chosen)]
+        in_time = all(
+            sum(left <= k for left in steps_left) <= k * self.num_prompts for k in range(self.max_staleness + 1)
+        )
+        return chosen if in_time or all(whole) else None
+
+
+def sample_until_whole(
+    sample: Callable[..., list[list[Rollout]]], drawn: list[Drawn], own: list[int], this_round: Round
+) -> tuple[list[Drawn], list[Drawn]]:
+    """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
+
+    `own` are the indices of the prompts that this process samples. `sample` takes their completions so far, and what
+    tells when there is enough; see `rollout.Engine.generate`. Returns the prompts to train on and those that stay in
+    flight, of all processes, oldest first.
+    """
+    steps = [each.step for each in drawn]
+    started = [drawn[i].rollouts or (NOT_STARTED,) * this_round.num_generations for i in own]
+
+    def is_enough(whole: list[bool]) -> bool:
+        everywhere = dict(pair for pairs in distributed.all_gather(list(zip(own, whole))) for pair in pairs)
+        return this_round.choose(steps, [everywhere[i] for i in range(len(drawn))]) is not None
+
+    rollouts = sample(started=started, is_enough=is_enough)
+    sampled = {
+        i: tuple(_dated(new, old, this_round.step) for new, old in zip(after, before))
+        for i, before, after in zip(own, started, rollouts)
+    }
+    everywhere = {i: group for part in distributed.all_gather(sampled) for i, group in part.items()}
+    drawn = [replace(each, rollouts=everywhere[i]) for i, each in enumerate(drawn)]
+    chosen = this_round.choose(steps, [each.is_whole for each in drawn])
+    return [drawn[i] for i in chosen], [each for i, each in enumerate(drawn) if i not in set(chosen)]
+
+
+def _dated(new: Rollout, old: Rollout, step: int) -> Rollout:
+    """Return `new`, with the number of tokens it has beyond `old` counted under `step`."""
+    tokens = len(new.ids) - len(old.ids)
+    return replace(new, tokens_by_step=old.tokens_by_step | ({step: tokens} if tokens else {}))
+
+
+def partial_metrics(rollouts: list[Rollout], in_flight: list[Drawn], step: int, max_staleness: int) -> dict[str, float]:
+    """Return how old the tokens of this process's `rollouts` are, over all processes, and how much is in flight."""
+    tokens = torch.zeros(max_staleness + 1, dtype=torch.float64)
+    for rollout in rollouts:
+        for sampled_in, count in rollout.tokens_by_step.items():
+            tokens[min(step - sampled_in, max_staleness)] += count
+    shares = distributed.all_sum(tokens)
+    shares = (shares / shares.sum()).tolist()
+    waiting = sum(each.is_whole for each in in_flight)
+    ages = {f"partial/tokens_of_age_{age}": share for age, share in enumerate(shares)}
+    return ages | {"partial/groups_waiting": waiting, "partial/groups_unfinished": len(in_flight) - waiting}
