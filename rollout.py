@@ -304,6 +304,10 @@ class VLLMEngine:
         ]
         return [rollouts[how.n * i : how.n * (i + 1)] for i in sorted(range(len(order)), key=order.__getitem__)]
 
+    def max_tokens(self, how: Sampling, seed: int, completion: int) -> int:
+        """Return the maximum length of a completion. bench/tail.py replaces this, to have lengths of its own."""
+        return how.max_tokens
+
     def _params(self, how: Sampling, n: int, seed: int, max_tokens: int) -> Any:
         """Return vLLM's parameters of a request for `n` completions."""
         return self.sampling_params(
@@ -337,7 +341,8 @@ class VLLMEngine:
             tokens = rollouts[i][j].ids.tolist()
             prompt = {"prompt_token_ids": prompts[i].engine_ids + tokens}
             requests.append(prompt | self._multi_modal_data(prompts[i]))
-            params.append(self._params(how, 1, request_seed(seeds[i], j, len(tokens)), how.max_tokens - len(tokens)))
+            tokens_left = self.max_tokens(how, seeds[i], j) - len(tokens)
+            params.append(self._params(how, 1, request_seed(seeds[i], j, len(tokens)), tokens_left))
         names = self.llm.enqueue(requests, params, use_tqdm=False) if requests else []
         running, engine = dict(zip(names, places)), self.llm.llm_engine
 

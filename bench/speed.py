@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -238,12 +238,17 @@ def limits(config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: 
     }
 
 
+def parse_flags(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Return settings of grpo.py, given as NAME=VALUE; a value is JSON or a word."""
+    settings = dict(flag.split("=", 1) for flag in flags)
+    words = {key: value for key, value in settings.items() if value.isalpha() and value not in ("true", "false")}
+    return {key: json.loads(value) for key, value in settings.items() if key not in words} | words
+
+
 def measure(cfg: Config) -> dict[str, dict]:
     """Run `cfg.steps` steps of each workload, one after another in one process, and return their mean metrics."""
     folder = pathlib.Path(cfg.folder)
-    flags = dict(flag.split("=", 1) for flag in cfg.flags)
-    words = {key: value for key, value in flags.items() if value.isalpha() and value not in ("true", "false")}
-    flags = {key: json.loads(value) for key, value in flags.items() if key not in words} | words
+    flags = parse_flags(cfg.flags)
     workloads = {name: WORKLOADS[name] for name in cfg.workloads}
     data = {name: make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)) for name, work in workloads.items()}
     first = next(iter(workloads))
@@ -331,6 +336,26 @@ def show(results: dict[str, dict]) -> None:
         print(f"{key:28}{line}")
 
 
+def provenance() -> dict[str, Any]:
+    """Return what a result depends on: command, date, machine and versions."""
+    return {
+        "command": " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "gpus": distributed.world_size(),
+        "torch": torch.__version__,
+        "vllm": importlib.metadata.version("vllm") if importlib.util.find_spec("vllm") else None,
+        "git_commit": files.git_commit(),
+    }
+
+
+def write_report(report: dict[str, Any], folder: str, name: str) -> None:
+    """Write `report` to a JSON file in `folder`, named after `name`, the machine and the time."""
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    suffix = f"{report['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+    (pathlib.Path(folder) / f"{name}-{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
@@ -342,16 +367,7 @@ def main(cfg: Config) -> None:
         results = json.loads(max(ours.glob("*.json")).read_text())["workloads"]
     else:
         results = measure(cfg)
-    report = {
-        "command": " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "gpus": distributed.world_size(),
-        "torch": torch.__version__,
-        "vllm": importlib.metadata.version("vllm") if importlib.util.find_spec("vllm") else None,
-        "git_commit": files.git_commit(),
-        "workloads": results,
-    }
+    report = provenance() | {"workloads": results}
     if peer:
         script = str(HERE / "peer_trl.py") if peer == "trl" else peer
         command = [sys.executable, script, str(folder / cfg.shape), "--steps", str(cfg.steps + 1)]
@@ -363,9 +379,7 @@ def main(cfg: Config) -> None:
             report["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
     if not console.is_main():
         return
-    pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
-    suffix = f"{report['machine'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
-    (pathlib.Path(cfg.results) / f"speed-{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, cfg.results, "speed")
     show(results)
     if "peer" in report:
         print(report["peer"])

@@ -78,6 +78,10 @@ class HFEngine:
             enough = is_enough(which_are_whole(rollouts))
         return rollouts
 
+    def max_tokens(self, how: Sampling, seed: int, completion: int) -> int:
+        """Return the maximum length of a completion. bench/tail.py replaces this, to have lengths of its own."""
+        return how.max_tokens
+
     def _halve_batch(self, sequences: int, n: int) -> None:
         """From now on, sample half as many sequences at once as `sequences`, for which the memory was too small.
 
@@ -109,7 +113,8 @@ class HFEngine:
         if not places:
             return False
         lengths = torch.tensor([len(rollouts[i][j].ids) for i, j in places])
-        limits = (how.max_tokens - lengths).to(self.device)  # tokens left of each sequence
+        limits = torch.tensor([self.max_tokens(how, seeds[i], j) for i, j in places])
+        limits = (limits - lengths).to(self.device)  # tokens left of each sequence
         uniforms = {i: _uniforms(seeds[i], len(rollouts[i]), how.max_tokens) for i in batch}
         left = [uniforms[i][j, length:] for (i, j), length in zip(places, lengths.tolist())]
         left = torch.nn.utils.rnn.pad_sequence(left, batch_first=True).to(self.device)

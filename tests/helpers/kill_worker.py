@@ -1,6 +1,8 @@
 """Kill a run with kill -9 at random moments, resume it until it completes, and count the kills in each phase.
 
-    python tests/helpers/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED
+    python tests/helpers/kill_worker.py MODEL DATA FOLDER PROCESSES KILLS SEED [SETTINGS]
+
+SETTINGS are further settings of the run, in JSON.
 
 Each attempt runs in new processes. If there are several, they are connected by gloo. They are forked from this process,
 which has already imported everything, so an attempt starts in one second instead of eight.
@@ -26,7 +28,8 @@ from tests.helpers.scripts import PRELOADED
 from training import checkpoint, metrics
 
 MODEL, DATA, FOLDER = sys.argv[1:4]
-PROCESSES, KILLS, SEED = map(int, sys.argv[4:])
+PROCESSES, KILLS, SEED = map(int, sys.argv[4:7])
+SETTINGS = {"max_completion_length": 12} | json.loads(sys.argv[7] if len(sys.argv) > 7 else "{}")
 # With few kills, each must have a good chance to come after a checkpoint.
 STEPS, SAVE_EVERY, LATEST_KILL = (16, 2, 0.3) if KILLS > 4 else (6, 1, 0.7)
 shared_phase = mmap.mmap(-1, 32)  # rank 0 writes its current phase here, and this process reads it
@@ -77,11 +80,11 @@ def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None
         keep_last=2,
         prompts_per_step=4,
         num_generations=4,
-        max_completion_length=12,
         learning_rate=1e-3,
         num_iterations=2,
         beta=0.01,
         report_every=0,
+        **SETTINGS,
         **flags,
     )
     grpo.main(cfg)

@@ -34,12 +34,23 @@ from training.run_folder import RunFolder, verify_checkpoint
 SLOW = pytest.mark.slow
 
 
+PARTIAL = {"oversample": 1.5, "max_completion_length": 48}  # with unfinished completions in every checkpoint
+
+
 @pytest.mark.parametrize(
-    ("processes", "kills"), [(1, 3), pytest.param(1, 20, marks=SLOW), pytest.param(2, 20, marks=SLOW)]
+    ("processes", "kills", "settings"),
+    [
+        (1, 3, {}),
+        pytest.param(1, 20, {}, marks=SLOW),
+        pytest.param(2, 20, {}, marks=SLOW),
+        pytest.param(1, 10, PARTIAL, marks=SLOW),
+        pytest.param(2, 10, PARTIAL, marks=SLOW),
+    ],
 )
-def test_kills_change_not_a_bit(processes, kills, tiny_model, shapes, tmp_path):
+def test_kills_change_not_a_bit(processes, kills, settings, tiny_model, shapes, tmp_path):
     """Killing and resuming a run at random moments does not change its parameters, moments or metrics."""
-    with Script("tests/helpers/kill_worker.py", tiny_model, shapes, tmp_path, processes, kills, 7) as script:
+    arguments = tiny_model, shapes, tmp_path, processes, kills, 7, json.dumps(settings)
+    with Script("tests/helpers/kill_worker.py", *arguments) as script:
         status, stderr = script.wait(600)
         stdout = script.out.read()
     assert status == 0, stdout[-2000:] + stderr[-2000:]

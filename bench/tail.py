@@ -1,0 +1,222 @@
+"""W-tail: completions whose lengths spread over two orders of magnitude, with and without partial rollouts.
+
+    python bench/tail.py                                            # one GPU, 64 prompts x 8, Qwen2.5-VL-3B
+    torchrun --nproc_per_node 4 bench/tail.py --prompts 256
+    python bench/tail.py --shape tiny --prompts 8 --median 40 --cap 400 --draw docs/partial-rollouts.png   # on a CPU
+
+The lengths are drawn from a log-normal distribution, and fixed by the seed for each prompt and completion: a sampler
+without stop tokens gets them as limits, one request per completion. Every value of `--oversample` is measured in the
+same process, one after the other, with the same number of updates, after as many steps as it takes until completions of
+several steps are in flight. The results are written to docs/results/.
+"""
+
+import itertools
+import pathlib
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import speed
+
+import grpo
+from common import cli, console, distributed
+from common.records import Sampling
+from data import load_split
+from policy.hf_engine import NOT_STARTED, HFEngine
+from training.prompt_stream import PromptStream
+
+
+@dataclass
+class Config:
+    """Measure steps whose completions differ much in length."""
+
+    shape: speed.Shape = "3b"
+    """Shape of the model; see bench/speed.py."""
+    prompts: int = 64
+    """Number of prompts per step, over all processes."""
+    generations: int = 8
+    """Number of completions per prompt."""
+    oversample: tuple[float, ...] = (1.0, 1.5)
+    """The values of grpo.py's --oversample to measure."""
+    median: float = 700.0
+    """Median of the lengths in tokens."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of the lengths."""
+    cap: int = 8192
+    """Maximum length in tokens."""
+    warm_up: int = 3
+    """Number of steps before those that are measured, for each value."""
+    steps: int = 4
+    """Number of measured steps, for each value."""
+    folder: str = "runs/bench"
+    """Folder for the model, the data and the runs."""
+    results: str = str(HERE.parent / "docs" / "results")
+    """Folder for the JSON file with the results."""
+    draw: str | None = None
+    """Also draw the timelines of the last two steps of the first and the last value to this PNG file."""
+    flags: tuple[str, ...] = ()
+    """Further flags for grpo.py, as NAME=VALUE."""
+
+
+class Occupancy:
+    """How many sequences a sampler runs at which time: `points` has pairs of seconds and sequences."""
+
+    def __init__(self, engine: grpo.Engine):
+        self.points: list[tuple[float, int]] = []
+        if isinstance(engine, HFEngine):
+            self._watch_transformers(engine)
+        else:
+            self._watch_vllm(engine)
+
+    def _watch_vllm(self, engine: grpo.Engine) -> None:
+        llm_engine = engine.llm.llm_engine
+        step, scheduler = llm_engine.step, llm_engine.engine_core.engine_core.scheduler
+
+        def timed_step():
+            outputs = step()
+            self.points.append((time.perf_counter(), len(scheduler.running)))
+            return outputs
+
+        llm_engine.step = timed_step
+
+    def _watch_transformers(self, engine: HFEngine) -> None:
+        decode, forward, times = engine._decode, engine._forward, []
+
+        def timed_forward(**inputs):
+            times.append(time.perf_counter())
+            return forward(**inputs)
+
+        def timed_decode(*args):
+            times.clear()
+            result = decode(*args)
+            lengths = result[2]
+            self.points += [(at, int((lengths > token).sum())) for token, at in enumerate(times)]
+            return result
+
+        engine._decode, engine._forward = timed_decode, timed_forward
+
+    def thin_share(self, since: float, full: int) -> float:
+        """Return the share of the sampling time since then in which less than a quarter of `full` sequences run."""
+        points = [(at, running) for at, running in self.points if at >= since]
+        spans = [(end - at, running) for (at, running), (end, _) in itertools.pairwise(points) if running]
+        return sum(span for span, running in spans if running < full / 4) / sum(span for span, _ in spans)
+
+
+def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
+    """Let `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
+
+    def max_tokens(how: Sampling, seed: int, completion: int) -> int:
+        normal = np.random.default_rng([seed, completion]).standard_normal()
+        return int(np.clip(round(cfg.median * np.exp(cfg.sigma * normal)), 1, cfg.cap))
+
+    generate = engine.generate
+
+    def generate_by_completion(prompts, seeds, how, started=None, is_enough=None):
+        """A request for several completions has one limit for all, so go on with completions that have not started."""
+        started = started or [[NOT_STARTED] * how.n] * len(prompts)
+        return generate(prompts, seeds, how, started, is_enough or all)
+
+    engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
+
+
+def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
+    """Return the mean metrics of the measured steps with this value of --oversample, and their timeline."""
+    steps = cfg.warm_up + cfg.steps
+    run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
+    samples = load_split(run.cfg, data, "count", run.stream.processor)
+    run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
+    run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
+    rows, timeline, full = [], [], min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations)
+    for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
+        started, occupancy.points = time.perf_counter(), []
+        row = grpo.train_step(run)
+        run.step += 1
+        run.features.clear()  # so that every step computes the features of its images
+        if step < cfg.warm_up:
+            continue
+        row["tokens"] = row["tokens_per_second"] * row["step_time"]
+        row["thin_share"] = occupancy.thin_share(started, full)
+        rows.append(row)
+        timeline.append([(round(at - started, 4), running) for at, running in occupancy.points])
+        timeline[-1].append((row["step_time"], 0))
+    numbers = {key for key in rows[0] if isinstance(rows[0][key], float | int)}
+    result = {key: float(np.nanmean([row[key] for row in rows])) for key in sorted(numbers)}
+    result["tokens_per_second"] = sum(row["tokens"] for row in rows) / sum(row["step_time"] for row in rows)
+    return result | {"oversample": oversample, "timeline": timeline}
+
+
+def draw(results: list[dict], path: str, title: str) -> None:
+    """Draw how many sequences run at which time, in the last two steps of the first and the last result."""
+    figure, axes = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
+    for axis, result in zip(axes, (results[0], results[-1])):
+        start = 0.0
+        for step in result["timeline"][-2:]:
+            *points, (end, _) = step
+            at, running = np.array(points).T
+            sampled = at[-1]
+            axis.fill_between(start + at, running, step="post", color="#4878a8", lw=0, label="sequences being sampled")
+            axis.axvspan(start + sampled, start + end, color="#e8a33d", alpha=0.55, lw=0, label="training")
+            start += end
+            axis.axvline(start, color="black", lw=0.8)
+        tokens = result["tokens_per_second"]
+        axis.set_title(f"--oversample {result['oversample']:g}: {tokens:,.0f} trained tokens per second", loc="left")
+        axis.set_ylabel("sequences")
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].legend(handles[:2], labels[:2], loc="upper right", frameon=False)
+    axes[1].set_xlabel("seconds, two steps")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def show(results: list[dict]) -> None:
+    """Print a table with one line per value."""
+    first = results[0]["tokens_per_second"]
+    keys = ("step_time", "time/rollout", "time/train", "tokens", "tokens_per_second", "thin_share", "idle/rollout")
+    print(f"\n{'oversample':>12}" + "".join(f"{key:>20}" for key in (*keys, "ratio")))
+    for result in results:
+        cells = [*(result[key] for key in keys), result["tokens_per_second"] / first]
+        print(f"{result['oversample']:12g}" + "".join(f"{cell:20.4g}" for cell in cells))
+
+
+def main(cfg: Config) -> None:
+    folder = pathlib.Path(cfg.folder)
+    data = speed.make_data(folder, 84 if cfg.shape == "tiny" else 448, 4 * cfg.prompts)
+    speed.make_model(folder / cfg.shape, cfg.shape)
+    settings = dict(
+        model=str(folder / cfg.shape),
+        data=data,
+        output=str(folder / "run"),
+        overwrite=True,
+        reward=("count=0", f"{HERE}/coin.py:coin"),
+        prompts_per_step=cfg.prompts,
+        num_generations=cfg.generations,
+        max_completion_length=cfg.cap,
+        max_prompt_length=512,
+        oversample=max(cfg.oversample),
+        max_steps=1,
+        report_every=0,
+    )
+    run = grpo.set_up(grpo.Config(**(settings | speed.parse_flags(cfg.flags))))
+    force_lengths(run.engine, cfg)
+    occupancy = Occupancy(run.engine)
+    results = [measure(run, data, oversample, cfg, occupancy) for oversample in cfg.oversample]
+    if console.is_main():
+        show(results)
+        lengths = f"lengths: median {cfg.median:g}, σ {cfg.sigma:g}, at most {cfg.cap}"
+        report = speed.provenance() | {"settings": asdict(cfg), "oversample": results}
+        speed.write_report(report, cfg.results, "tail")
+        if cfg.draw:
+            model = f"{cfg.shape} model on {report['gpus']} x {report['machine']}, {report['date']}"
+            title = f"{model}; {cfg.prompts} prompts x {cfg.generations}; {lengths}"
+            draw(results, cfg.draw, title)
+
+
+if __name__ == "__main__":
+    distributed.run(main, cli.parse(Config))
