@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
-from common.records import Completion, Group, Sample, Sampling, ScoredGroup
+from common.records import Completion, Group, Prompt, Sample, Sampling, ScoredGroup
 from data import load_processor, load_split, max_images
 from evaluation.held_out import score_policy
 from packing import PackedBatch
@@ -281,27 +281,36 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
         prompts = run.stream.get(positions)
         cache_image_features(run.policy, prompts, run.features)
     with run.clock("rollout"):
-        seeds = [prompt_seed(cfg.seed, position) for position in positions]
-        sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
-        sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
-        if run.in_flight or len(drawn) > cfg.prompts_per_step:
-            this_round = Round(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
-            drawn, run.in_flight = sample_until_whole(sample, drawn, own, this_round)
-            rollouts = {each.position: list(each.rollouts) for each in drawn}
-        else:
-            rollouts = dict(zip(positions, sample()))
-    index_of = {each.position: index for index, each in enumerate(drawn)}
-    mine = [(position, prompt) for position, prompt in zip(positions, prompts) if position in index_of]
-    positions = [position for position, _ in mine]
-    samples, sampled = run.stream.rows(positions), [rollouts[position] for position in positions]
+        trained = sample_prompts(run, drawn, own, prompts)
+    index_of = {each.position: index for index, each in enumerate(trained)}
+    mine = [(index_of[position], prompt) for position, prompt in zip(positions, prompts) if position in index_of]
+    positions = [trained[index].position for index, _ in mine]
+    samples, rollouts = run.stream.rows(positions), [list(trained[index].rollouts) for index, _ in mine]
     with run.clock("reward"):
-        rewards, error = run.scorer(samples, sampled, cfg.max_completion_length)
+        rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
     distributed.raise_first_error(error, StepFailed)
     groups = [
-        ScoredGroup(row, prompt, completions, scores, index_of[position])
-        for row, (position, prompt), completions, scores in zip(samples, mine, sampled, rewards)
+        ScoredGroup(sample, prompt, completions, scores, index)
+        for sample, (index, prompt), completions, scores in zip(samples, mine, rollouts, rewards)
     ]
     return groups, share_results(run, groups, positions)
+
+
+def sample_prompts(run: Run, drawn: list[Drawn], own: list[int], prompts: list[Prompt]) -> list[Drawn]:
+    """Sample the completions of `prompts`, which are those of `drawn` with the indices `own`.
+
+    Returns the P prompts to train on, of all processes, with the completions of this process's own.
+    """
+    cfg = run.cfg
+    seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in own]
+    sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
+    sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
+    if run.in_flight or len(drawn) > cfg.prompts_per_step:
+        this_round = Round(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
+        trained, run.in_flight = sample_until_whole(sample, drawn, own, this_round)
+        return trained
+    sampled = dict(zip(own, sample()))
+    return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
 
 
 def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
