@@ -326,7 +326,7 @@ def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
     new = range(run.position, run.position + max(target - len(run.in_flight), 0))
     drawn = [*run.in_flight, *(Drawn(position, run.step) for position in new)]
     own = run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
-    return drawn, own
+    return drawn, sorted(own) if len(drawn) > cfg.prompts_per_step else own  # of many, the oldest are sampled first
 
 
 def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:

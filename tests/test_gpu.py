@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 from config import PolicyFlags
 from packing import pack
+from policy import delta_net
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
@@ -68,6 +69,45 @@ def test_attention_kernels_agree_with_float32(family):
     (want, want_grad), (got, got_grad) = results.values()
     assert (got - want).abs().mean() < 0.03
     assert torch.cosine_similarity(got_grad, want_grad, dim=0) > 0.99
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
+@pytest.mark.parametrize("with_state", [True, False])
+def test_linear_attention_kernels_agree_with_the_torch_path(with_state):
+    """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""
+    lengths, g = [1, 3, 64, 65, 150, 2], torch.Generator().manual_seed(0)
+    t, n, heads, key_heads, e, v = sum(lengths), len(lengths), 4, 2, 64, 64
+    q, k = (torch.randn(t, key_heads, e, generator=g) for _ in range(2))
+    decay = -torch.nn.functional.softplus(torch.randn(t, heads, generator=g) - 2)
+    tokens = [q, k, torch.randn(t, heads, v, generator=g), decay, torch.rand(t, heads, generator=g)]
+    mixed, weight = torch.randn(t, 96, generator=g), torch.randn(96, 4, generator=g)
+    states = [torch.randn(n, heads, e, v, generator=g), torch.randn(n, 96, 3, generator=g)]
+    results = {}
+    for device in ("cpu", "cuda"):
+        on_gpu, sequences = device == "cuda", delta_net.Sequences(lengths, device)
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        inputs = [x.to(device, dtype).requires_grad_() for x in (*tokens[:3], tokens[4], mixed, weight)]
+        inputs += [x.to(device).requires_grad_() for x in (decay, *states)]
+        q, k, values, beta, mixed_, weight_, decay_, rule_state, conv_state = inputs
+        if not with_state:
+            rule_state = conv_state = None
+        elif on_gpu:  # its states hold W tokens
+            conv_state = torch.nn.functional.pad(conv_state, (1, 0)).to(dtype)
+        conv, rule = (
+            (delta_net._conv_kernel, delta_net._rule_kernel)
+            if on_gpu
+            else (delta_net.causal_conv, delta_net.gated_delta_rule)
+        )
+        out, after_rule = rule(q, k, values, decay_, beta, rule_state, sequences)
+        convolved, after_conv = conv(mixed_, weight_, conv_state, sequences)
+        outputs = [out, after_rule, convolved, after_conv[..., -3:]]
+        sum((x.float() * torch.linspace(-1, 1, x.numel(), device=device).view_as(x)).sum() for x in outputs).backward()
+        gradients = [x.grad for x in (inputs if with_state else inputs[:7])]
+        results[device] = [x.detach().float().cpu() for x in (*outputs, *gradients)]
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(results["cuda"], results["cpu"])]
+    print("relative errors:", [f"{error:.4f}" for error in errors])
+    assert len(errors) == (13 if with_state else 11)
+    assert max(errors) < 0.02
 
 
 def test_a_run_on_the_device(tiny_model, shapes, tmp_path):
@@ -245,6 +285,22 @@ def test_family_through_vllm(family, tmp_path):
     record(family, "vllm", f"{max(mismatch):.4f}" if process.returncode == 0 else f"no: {message}")
     assert process.returncode == 0, f"{message}\n{process.stderr[-6000:]}"
     assert max(mismatch) < 0.005
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_partial_rollouts_through_vllm(with_images, tmp_path):
+    """Every row is trained on once an epoch, and the tokens of this step agree with the trainer."""
+    folder, data = save_tiny("qwen2_5_vl", tmp_path / "model"), write_rows(tmp_path, with_images=with_images)
+    flags = [f"--model={folder}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
+    flags += ["--epochs=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=200"]
+    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--oversample=1.5", "--no_compile", "--report_every=1"]
+    process = run("grpo.py", *flags, "--max_prompt_length=512")
+    assert process.returncode == 0, process.stderr[-6000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 6
+    assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.02
+    assert any(row["partial/tokens_of_age_1"] for row in rows)
+    assert rows[-1]["partial/groups_unfinished"] == rows[-1]["partial/groups_waiting"] == 0
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
