@@ -62,7 +62,14 @@ from training.losses import (
     mean_by_row,
 )
 from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
-from training.partial_rollouts import Drawn, Round, partial_metrics, sample_until_whole
+from training.partial_rollouts import (
+    Drawn,
+    Round,
+    from_saved_state,
+    partial_metrics,
+    sample_until_whole,
+    saved_state,
+)
 from training.prompt_stream import PromptStream, prompt_seed
 from training.run_folder import ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
@@ -599,7 +606,7 @@ def save_checkpoint(run: Run, last: bool = False) -> None:
     """Save a checkpoint in the background; with `last`, wait until the checkpoint is on disk."""
     state = {name: getattr(run, name) for name in RUN_STATE} | {"lengths": run.stream.lengths}
     state["config"] = asdict(run.cfg) | run.stream.fingerprint
-    state["in_flight"] = [each.state() for each in run.in_flight]
+    state["in_flight"] = saved_state(run.in_flight)
     run.checkpoints.save(run.policy, run.optimizer, run.scheduler, state, last)
 
 
@@ -715,6 +722,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         config = asdict(cfg) | stream.fingerprint
         state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
     stream.lengths = state.get("lengths", {})
+    in_flight = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     run = Run(
@@ -730,10 +738,10 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
         checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
         total_steps=total_steps,
+        in_flight=in_flight,
         micro_batch_tokens=models.micro_batch_tokens,
     )
     vars(run).update({name: state[name] for name in RUN_STATE if name in state})
-    run.in_flight = [Drawn.from_state(each) for each in state.get("in_flight", [])]
     return run
 
 

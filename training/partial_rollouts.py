@@ -21,10 +21,12 @@ checkpoint.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from common import distributed
+from common.errors import UserError
 from common.records import Rollout
 from policy.hf_engine import NOT_STARTED
 
@@ -42,14 +44,28 @@ class Drawn:
         """Whether all its completions are finished."""
         return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
-    def state(self) -> dict:
-        """Return plain lists, numbers and tensors, for a checkpoint."""
-        return asdict(self)
 
-    @classmethod
-    def from_state(cls, state: dict) -> "Drawn":
-        """Return what `state` was called on."""
-        return cls(**state | {"rollouts": tuple(Rollout(**rollout) for rollout in state["rollouts"])})
+def saved_state(in_flight: list[Drawn]) -> list[dict[str, Any]]:
+    """Return plain lists, numbers and tensors, for a checkpoint."""
+    return [asdict(each) for each in in_flight]
+
+
+def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[Drawn]:
+    """Return what `saved_state` was given.
+
+    Raises UserError if a completion is to go on that already has `max_length` tokens.
+    """
+    in_flight = [
+        Drawn(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
+        for each in states
+    ]
+    unfinished = [len(r.ids) for each in in_flight for r in each.rollouts if not r.finished]
+    if max(unfinished, default=0) >= max_length:
+        raise UserError(
+            f"--resume: an unfinished completion of the checkpoint has {max(unfinished)} tokens: set "
+            "--max_completion_length above that"
+        )
+    return in_flight
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import grpo
-from common.errors import RunStopped, StepFailed
+from common.errors import RunStopped, StepFailed, UserError
 from common.records import Rewards, Sample, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
@@ -204,13 +204,19 @@ def test_a_resumed_run_goes_on_with_its_unfinished_completions(tiny_model, shape
 
 
 def test_what_is_in_flight_is_trained_on_without_the_flag_too(tiny_model, shapes, tmp_path, trained):
-    flags = dict(save_every=2, max_completion_length=48, keep_last=0)
+    flags = dict(save_every=1, max_completion_length=48, keep_last=0)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
-    folder = tmp_path / "checkpoint-2"
-    del trained[2:]
+    folder = tmp_path / "checkpoint-1"
+    del trained[1:]
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
+    with pytest.raises(UserError, match=r"an unfinished completion .* has \d+ tokens: set --max_completion_length"):
+        grpo.main(
+            config(
+                tiny_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
+            )
+        )
 
 
 def test_dynamic_sampling_draws_from_what_is_in_flight(tiny_model, shapes, tmp_path):
