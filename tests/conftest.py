@@ -53,6 +53,17 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def brief_model(tiny_model, tmp_path_factory) -> str:
+    """The same model with 14 end tokens, so that its completions end early and differ in length."""
+    folder = tmp_path_factory.mktemp("brief") / "model"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], *range(13)]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def tiny_qwen3_vl(tmp_path_factory) -> str:
     from tests.helpers.models import save_tiny
 

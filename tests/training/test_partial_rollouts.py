@@ -27,7 +27,7 @@ from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
 from training.partial_rollouts import Round
 
-PARTIAL = {"oversample": 1.5, "max_completion_length": 48}
+PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
 
 
 # --- which prompts are trained on ------------------------------------------------------------------------------------
@@ -162,28 +162,29 @@ def trained(monkeypatch) -> list[list[str]]:
     return steps
 
 
-def test_every_prompt_is_trained_on_once_and_in_time(tiny_model, shapes, tmp_path, trained):
-    """Two epochs of 12 rows in steps of 4 prompts, with 6 in flight."""
-    grpo.main(config(tiny_model, shapes, tmp_path, epochs=2, save_every=1, keep_last=0, **PARTIAL))
+def test_every_prompt_is_trained_on_once_and_in_time(brief_model, shapes, tmp_path, trained):
+    """Two epochs of 12 rows in steps of 4 prompts, with 8 in flight."""
+    grpo.main(config(brief_model, shapes, tmp_path, epochs=2, save_every=1, keep_last=0, **PARTIAL))
     rows = metrics(tmp_path)
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(rows) == len(trained) == 6
     assert set(counts.values()) == {2} and len(counts) == 12
     assert any(row["partial/tokens_of_age_1"] for row in rows)
+    assert any(row["partial/groups_unfinished"] for row in rows)
     for row in rows:
         assert sum(row[f"partial/tokens_of_age_{age}"] for age in range(3)) == pytest.approx(1)
         assert row["sampling/logp_difference_mean"] < 1e-5
         in_flight = row["partial/groups_waiting"] + row["partial/groups_unfinished"]
-        assert in_flight == (2 if row["step"] < 6 else 0)
+        assert in_flight == (4 if row["step"] < 6 else 0)
         assert (tmp_path / f"checkpoint-{row['step']}" / "in_flight.pt").is_file() == bool(in_flight)
 
 
-def test_a_resumed_run_goes_on_with_its_unfinished_completions(tiny_model, shapes, tmp_path, monkeypatch):
+def test_a_resumed_run_goes_on_with_its_unfinished_completions(brief_model, shapes, tmp_path, monkeypatch):
     """From a checkpoint, and after a step that failed in the middle."""
     flags = dict(max_steps=4, save_every=2, beta=0.01, **PARTIAL)
-    grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+    grpo.main(config(brief_model, shapes, tmp_path / "run", **flags))
     shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
-    grpo.main(config(tiny_model, shapes, tmp_path / "resumed", resume="newest", **flags))
+    grpo.main(config(brief_model, shapes, tmp_path / "resumed", resume="newest", **flags))
     advantages, calls = grpo.group_advantages, []
 
     def fail_once(*args):
@@ -194,42 +195,43 @@ def test_a_resumed_run_goes_on_with_its_unfinished_completions(tiny_model, shape
 
     monkeypatch.setattr(grpo, "group_advantages", fail_once)
     with pytest.raises(RunStopped, match="on purpose"):
-        grpo.main(config(tiny_model, shapes, tmp_path / "failed", **flags))
-    grpo.main(config(tiny_model, shapes, tmp_path / "failed", resume="newest", **flags))
+        grpo.main(config(brief_model, shapes, tmp_path / "failed", **flags))
+    grpo.main(config(brief_model, shapes, tmp_path / "failed", resume="newest", **flags))
     whole = weights(tmp_path / "run" / "final")
     for name in ("resumed", "failed"):
         other = weights(tmp_path / name / "final")
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
     assert metrics(tmp_path / "run") == metrics(tmp_path / "failed")
+    assert any(row["partial/groups_unfinished"] for row in metrics(tmp_path / "run"))
 
 
-def test_what_is_in_flight_is_trained_on_without_the_flag_too(tiny_model, shapes, tmp_path, trained):
-    flags = dict(save_every=1, max_completion_length=48, keep_last=0)
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
+def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shapes, tmp_path, trained):
+    flags = dict(save_every=1, max_completion_length=96, keep_last=0)
+    grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
     folder = tmp_path / "checkpoint-1"
     del trained[1:]
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
+    grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
     with pytest.raises(UserError, match=r"an unfinished completion .* has \d+ tokens: set --max_completion_length"):
         grpo.main(
             config(
-                tiny_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
+                brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
             )
         )
 
 
-def test_dynamic_sampling_draws_from_what_is_in_flight(tiny_model, shapes, tmp_path):
+def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path):
     flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
-    grpo.main(config(tiny_model, shapes, tmp_path, **flags, **PARTIAL))
+    grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))
     rows = metrics(tmp_path)
     assert len(rows) == 3
     assert all(row["groups_drawn"] in (4, 8, 12) for row in rows)
 
 
-def test_two_processes_deal_out_what_is_in_flight(tiny_model, shapes, tmp_path):
+def test_two_processes_deal_out_what_is_in_flight(brief_model, shapes, tmp_path):
     flags = [f"--{name}={value}" for name, value in (SMALL | PARTIAL).items()]
-    flags += [f"--model={tiny_model}", f"--data={shapes}", "--learning_rate=1e-3", "--max_steps=4"]
+    flags += [f"--model={brief_model}", f"--data={shapes}", "--learning_rate=1e-3", "--max_steps=4"]
     for processes in (0, 2):
         done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
         assert done.returncode == 0, done.stderr[-3000:]
