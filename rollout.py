@@ -282,7 +282,7 @@ class VLLMEngine:
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
-        sent_as_images = [prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)]
+        sent_as_images = [prompt for prompt in prompts if self._sends_images(prompt)]
         if sent_as_images and not self.pixels_checked:
             with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
                 outputs = self.llm.generate(requests, params, use_tqdm=bar)
@@ -332,8 +332,8 @@ class VLLMEngine:
         is_enough: IsEnough,
     ) -> list[list[Rollout]]:
         """Continue the completions in `started`, each in a request of its own; see `Engine.generate`."""
-        if not self.pixels_checked and prompts:
-            self._generate(prompts, seeds, Sampling(1, 1))  # checks what vLLM makes of the prompts
+        if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
+            self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in started]
         places = [(i, j) for i, group in enumerate(started) for j, old in enumerate(group) if not old.finished]
         requests, params = [], []
@@ -361,6 +361,9 @@ class VLLMEngine:
                 (completion,) = output.outputs
                 if output.finished:
                     name, logps = output.request_id, completion.logprobs.logprobs
+                    i, j = running[name]
+                    tokens = len(output.prompt_token_ids) - len(rollouts[i][j].ids)
+                    check_expansion(prompts[i], output.prompt_token_ids[:tokens])
                     extend(name, completion.token_ids, logps, completion.finish_reason)
                     del running[name]
         for state in list(engine.output_processor.request_states.values()):
@@ -381,6 +384,10 @@ class VLLMEngine:
             return {"multi_modal_data": {"image": prompt.images}}
         grid = prompt.vision["image_grid_thw"]
         return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
+
+    def _sends_images(self, prompt: Prompt) -> bool:
+        """Return whether vLLM gets the images of the prompt, not their features."""
+        return bool(prompt.images) and not self._takes_features(prompt)
 
     def _takes_features(self, prompt: Prompt) -> bool:
         """Return whether the prompt has features that vLLM accepts.
