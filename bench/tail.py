@@ -187,8 +187,12 @@ def show(results: list[dict]) -> None:
 
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
-    data = speed.make_data(folder, 84 if cfg.shape == "tiny" else 448, 4 * cfg.prompts)
-    speed.make_model(folder / cfg.shape, cfg.shape)
+    distributed.start()
+    for is_my_turn in (console.is_main(), not console.is_main()):  # the first process makes what the others then find
+        if is_my_turn:
+            data = speed.make_data(folder, 84 if cfg.shape == "tiny" else 448, 4 * cfg.prompts)
+            speed.make_model(folder / cfg.shape, cfg.shape)
+        distributed.barrier()
     settings = dict(
         model=str(folder / cfg.shape),
         data=data,
