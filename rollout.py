@@ -15,15 +15,13 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,10 +33,11 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
-from policy.hf_engine import PAUSE_EVERY, HFEngine, IsEnough, PolicyEngine, which_are_whole
+from policy.hf_engine import HFEngine, IsEnough, PolicyEngine
 from policy.model import Policy, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
+from policy.vllm_loop import request_seed, run_until
 
 
 @dataclass(frozen=True)
@@ -339,37 +338,22 @@ class VLLMEngine:
         requests, params = [], []
         for i, j in places:
             tokens = rollouts[i][j].ids.tolist()
-            prompt = {"prompt_token_ids": prompts[i].engine_ids + tokens}
-            requests.append(prompt | self._multi_modal_data(prompts[i]))
-            tokens_left = self.max_tokens(how, seeds[i], j) - len(tokens)
-            params.append(self._params(how, 1, request_seed(seeds[i], j, len(tokens)), tokens_left))
-        names = self.llm.enqueue(requests, params, use_tqdm=False) if requests else []
-        running, engine = dict(zip(names, places)), self.llm.llm_engine
+            requests.append({"prompt_token_ids": prompts[i].engine_ids + tokens} | self._multi_modal_data(prompts[i]))
+            seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(how, seeds[i], j) - len(tokens)
+            params.append(self._params(how, 1, seed, limit))
 
-        def extend(name: str, ids: Sequence[int], logps: Sequence[float], reason: str | None) -> None:
-            i, j = running[name]
-            old = rollouts[i][j]
-            ids, logps = [*old.ids.tolist(), *ids], torch.cat([old.sampling_logp, torch.tensor(logps)])
+        def is_enough_of(ended: Set[int]) -> bool:
+            unfinished = {places[k][0] for k in range(len(places)) if k not in ended}
+            return is_enough([i not in unfinished for i in range(len(prompts))])
+
+        for (i, j), output in zip(places, run_until(self.llm, requests, params, is_enough_of)):
+            old, reason = rollouts[i][j], output.finish_reason
+            if reason:
+                check_expansion(prompts[i], output.prompt_ids[: len(output.prompt_ids) - len(old.ids)])
+            ids = [*old.ids.tolist(), *output.ids]
+            logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])
             text = self.processor.tokenizer.decode(ids[:-1] if reason == "stop" else ids) if reason else ""
-            is_cut, is_finished = reason == "length", reason is not None
-            rollouts[i][j] = Rollout(torch.tensor(ids, dtype=torch.long), logps, is_cut, text, is_finished)
-
-        for step in itertools.count():
-            if step % PAUSE_EVERY == 0 and is_enough(which_are_whole(rollouts)):
-                break
-            for output in engine.step() if running else ():
-                (completion,) = output.outputs
-                if output.finished:
-                    name, logps = output.request_id, completion.logprobs.logprobs
-                    i, j = running[name]
-                    tokens = len(output.prompt_token_ids) - len(rollouts[i][j].ids)
-                    check_expansion(prompts[i], output.prompt_token_ids[:tokens])
-                    extend(name, completion.token_ids, logps, completion.finish_reason)
-                    del running[name]
-        for state in list(engine.output_processor.request_states.values()):
-            logprobs = state.logprobs_processor.logprobs
-            extend(state.external_req_id, state.detokenizer.output_token_ids, logprobs.logprobs, None)
-        engine.abort_request(list(running))
+            rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
 
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
@@ -406,11 +390,6 @@ def check_expansion(prompt: Prompt, ids: list[int]) -> None:
             f"{prompt.source}: vLLM expands the prompt to {len(ids)} tokens that differ from the trainer's "
             f"{len(prompt.ids)}: their tokenizers or image processors differ; use --engine hf, which uses the trainer's"
         )
-
-
-def request_seed(seed: int, completion: int, tokens: int) -> int:
-    """Return the seed with which the completion of this index is sampled once it has this many tokens."""
-    return int(np.random.SeedSequence([seed, completion, tokens]).generate_state(1)[0])
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:
