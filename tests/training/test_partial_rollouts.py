@@ -229,6 +229,7 @@ def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_
     assert all(row["groups_drawn"] in (4, 8, 12) for row in rows)
 
 
+@pytest.mark.slow
 def test_two_processes_deal_out_what_is_in_flight(brief_model, shapes, tmp_path):
     flags = [f"--{name}={value}" for name, value in (SMALL | PARTIAL).items()]
     flags += [f"--model={brief_model}", f"--data={shapes}", "--learning_rate=1e-3", "--max_steps=4"]
