@@ -144,7 +144,7 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
         rows.append(row)
         timeline.append([(round(at - started, 4), running) for at, running in occupancy.points])
         timeline[-1].append((row["step_time"], 0))
-    numbers = {key for key in rows[0] if isinstance(rows[0][key], float | int)}
+    numbers = {key for key in rows[0] if np.isfinite(rows[0][key])}
     result = {key: float(np.nanmean([row[key] for row in rows])) for key in sorted(numbers)}
     result["tokens_per_second"] = sum(row["tokens"] for row in rows) / sum(row["step_time"] for row in rows)
     return result | {"oversample": oversample, "timeline": timeline}
@@ -169,7 +169,7 @@ def draw(results: list[dict], path: str, title: str) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    axes[0].legend(handles[:2], labels[:2], loc="upper right", frameon=False)
+    axes[1].legend(handles[:2], labels[:2], loc="upper right", frameon=False)
     axes[1].set_xlabel("seconds, two steps")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
