@@ -198,7 +198,8 @@ def known_flags() -> set[str]:
     """Return the flags of the project's scripts and benchmarks, and those of other programs that the documents run."""
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
     for path in (ROOT / "bench").glob("*.py"):
-        known |= {node.target.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)}
+        fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
+        known |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
     known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow", "dist"}  # torchrun, pytest
     known |= {"nodes", "signal", "requeue", "dependency", "time", "mem", "tag"}  # Slurm, Docker
