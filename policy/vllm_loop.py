@@ -27,8 +27,10 @@ def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Call
     processes can call each other. Requests that have not ended are then aborted; what they have sampled is read from
     vLLM's own records before.
     """
+    engine, outputs = llm.llm_engine, {}
     names = llm.enqueue(requests, params, use_tqdm=False) if requests else []
-    index_of, engine, outputs = {name: k for k, name in enumerate(names)}, llm.llm_engine, {}
+    states = engine.output_processor.request_states
+    index_of = {states[name].external_req_id: k for k, name in enumerate(names)}  # outputs have the external name
     for iteration in itertools.count():
         if iteration % PAUSE_EVERY == 0 and is_enough(outputs.keys()):
             break
@@ -39,10 +41,10 @@ def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Call
                 outputs[index_of[output.request_id]] = Output(
                     sampled.token_ids, logprobs, output.prompt_token_ids, sampled.finish_reason
                 )
-    for state in engine.output_processor.request_states.values():
+    for state in states.values():
         ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
         outputs[index_of[state.external_req_id]] = Output([*ids], [*logprobs])
-    engine.abort_request([name for name, k in index_of.items() if outputs.get(k, Output()).finish_reason is None])
+    engine.abort_request([*states], internal=True)
     return [outputs.get(k, Output()) for k in range(len(requests))]
 
 
