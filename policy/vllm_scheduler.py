@@ -1,0 +1,263 @@
+"""A short path through vLLM's scheduler for iterations in which every request decodes one token.
+
+vLLM plans each iteration from scratch, request by request, and reports each token separately: several milliseconds of
+Python for 256 sequences, more than the GPU takes for the iteration. But most iterations of a rollout repeat the one
+before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It stores sampled
+tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache or has
+sampled a stop token. Before anything else can happen (a prompt is waiting and there is room for it, a request reaches
+its maximum length, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and
+vLLM's own code takes over until a batch can be formed again. Both paths run the same requests in the same iterations,
+so they sample the same completions.
+
+vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Its own code handles the
+tokens that arrive after a batch was formed or dissolved but were scheduled before that.
+"""
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+
+@dataclass(frozen=True)
+class Member:
+    """A request of a batch. The numbers are those at the time the batch was formed."""
+
+    request: Request
+    computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
+    outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the model runner returns for one iteration: one token per request."""
+
+    index: dict[str, int]  # name of a request -> its place in the lists
+    tokens: list[list[int]]  # the inner lists have one element
+    logprobs: list[float]
+    ranks: list[int]
+
+
+class Batch:
+    """Requests that decode one token per iteration."""
+
+    def __init__(self, members: list[Member], allowed: int, block_size: int):
+        """`allowed`: number of iterations before one in which a request reaches its maximum length.
+
+        `block_size`: a request needs more blocks if its number of computed tokens is a multiple of this.
+        """
+        self.allowed, self.block_size = allowed, block_size
+        params = members[0].request.sampling_params
+        self.stop = {*(params.stop_token_ids or ()), params.eos_token_id}
+        self.scheduled = 0  # number of iterations so far
+        self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
+        self.rows: list[Row] = []  # one for each of the other iterations
+        self._set_members(members)
+
+    def _set_members(self, members: list[Member]) -> None:
+        self.members = {member.request.request_id: member for member in members}
+        self.num_scheduled_tokens = dict.fromkeys(self.members, 1)
+        self.due: dict[int, list[int]] = defaultdict(list)  # iteration modulo `block_size` -> indices of members
+        for index, member in enumerate(members):
+            self.due[-member.computed % self.block_size].append(index)
+
+    def remove(self, names: set[str]) -> None:
+        """Leave these requests out of further iterations."""
+        self._set_members([member for name, member in self.members.items() if name not in names])
+
+    def sampled(self, name: str) -> tuple[list[int], LogprobsLists]:
+        """Return the tokens of a request that have arrived, and their log-probabilities."""
+        places = [(row, row.index[name]) for row in self.rows]
+        tokens = [row.tokens[i][0] for row, i in places]
+        logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
+        ranks = np.array([row.ranks[i] for row, i in places], np.int64)
+        return tokens, LogprobsLists(np.array(tokens, np.int64)[:, None], logprobs[:, None], ranks)
+
+
+class DecodeScheduler(AsyncScheduler):
+    """vLLM's scheduler, with a short path for requests that only decode. See above."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        LogprobsProcessor._update_sample_logprobs = extend_logprobs
+        self.batch: Batch | None = None
+        self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Return the next iteration."""
+        self.batch = self.batch or self._form_batch()
+        if self.batch and self._can_continue(self.batch):
+            return self._schedule_decode(self.batch)
+        self._dissolve_batch()
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take the tokens of an iteration, and return what vLLM's frontend has to know."""
+        batch = self.batch
+        if batch and batch.pending and scheduler_output is batch.pending[0]:
+            outputs = self._take_row(batch, model_runner_output)
+            return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+        everything = super().update_from_output(scheduler_output, model_runner_output)
+        if batch:
+            batch.remove({name for name in batch.members if name not in self.requests})
+        if self.unsent:
+            own = everything.setdefault(0, EngineCoreOutputs())
+            own.outputs, self.unsent = self.unsent + own.outputs, []
+        return everything
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[tuple[str, int]]:
+        """Abort requests."""
+        self._dissolve_batch()
+        finished = super().finish_requests(request_ids, finished_status)
+        self.unsent = [output for output in self.unsent if output.request_id in self.requests]
+        return finished
+
+    def take_unsent(self) -> list[EngineCoreOutput]:
+        """Return all tokens that have arrived and that vLLM's frontend has not been told of."""
+        self._dissolve_batch()
+        unsent, self.unsent = self.unsent, []
+        return unsent
+
+    def _form_batch(self) -> Batch | None:
+        """Return a batch of the running requests if each of them decodes one token."""
+        if not self.running or self._admits_more() or len(self.running) > self.max_num_scheduled_tokens:
+            return None
+        first = self.running[0].sampling_params
+        if not all(self._only_decodes(request, first.stop_token_ids) for request in self.running):
+            return None
+        members = [Member(r, r.num_computed_tokens, r.num_output_tokens + r.num_output_placeholders) for r in self.running]
+        allowed = min(
+            min(member.request.max_tokens - member.outputs, self.max_model_len - member.computed - 1)
+            for member in members
+        )
+        block_sizes = (group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
+        return Batch(members, allowed - 1, math.gcd(*block_sizes))
+
+    def _admits_more(self) -> bool:
+        """Return whether another request could start."""
+        return bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+
+    def _only_decodes(self, request: Request, stop_token_ids: list[int] | None) -> bool:
+        """Return whether the next iteration decodes one token of the request, and nothing else has to be done for it."""
+        params = request.sampling_params
+        has_plain_params = (
+            (params.logprobs, params.prompt_logprobs, params.min_tokens) == (0, None, 0)
+            and params.flat_logprobs
+            and params.repetition_detection is None
+            and params.stop_token_ids == stop_token_ids
+        )
+        in_flight = request.num_tokens + request.num_output_placeholders
+        return (
+            has_plain_params
+            and not (request.use_structured_output or request.spec_token_ids or request.resumable)
+            and not request.is_prefill_chunk
+            and request.num_computed_tokens == in_flight - 1
+            and not self.encoder_cache_manager.get_cached_input_ids(request)
+        )
+
+    def _can_continue(self, batch: Batch) -> bool:
+        """Return whether the next iteration is like the one before."""
+        due = len(batch.due.get(batch.scheduled % batch.block_size, ()))
+        blocks = due * len(self.kv_cache_config.kv_cache_groups)
+        return (
+            bool(batch.members)
+            and batch.scheduled < batch.allowed
+            and not self._admits_more()
+            and blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        )
+
+    def _schedule_decode(self, batch: Batch) -> SchedulerOutput:
+        """Return the next iteration of a batch."""
+        done, members = batch.scheduled, list(batch.members.values())
+        self.current_step += 1
+        self.kv_cache_manager.new_step_starts()
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(members)
+        for index in batch.due.get(done % batch.block_size, ()):
+            request = members[index].request
+            request.num_computed_tokens = members[index].computed + done
+            new_blocks[index] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+        requests = CachedRequestData(
+            req_ids=list(batch.members),
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=new_blocks,
+            num_computed_tokens=[member.computed + done for member in members],
+            num_output_tokens=[member.outputs + done for member in members],
+        )
+        iteration = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=requests,
+            num_scheduled_tokens=batch.num_scheduled_tokens,
+            total_num_scheduled_tokens=len(members),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=self.kv_cache_manager.get_num_common_prefix_blocks(requests.req_ids[0]),
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            new_block_ids_to_zero=self.needs_kv_cache_zeroing and self.kv_cache_manager.take_new_block_ids() or None,
+        )
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        batch.scheduled += 1
+        batch.pending.append(iteration)
+        return iteration
+
+    def _take_row(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Store the tokens of an iteration. Return the outputs of requests that have stopped."""
+        batch.pending.popleft()
+        tokens, logprobs = sampled.sampled_token_ids, sampled.logprobs
+        row = Row(sampled.req_id_to_index, tokens, logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist())
+        batch.rows.append(row)
+        stopped = {name for name, i in row.index.items() if tokens[i][0] in batch.stop and name in batch.members}
+        outputs = [self._stop(batch, name) for name in stopped]
+        if stopped:
+            batch.remove(stopped)
+        return outputs
+
+    def _stop(self, batch: Batch, name: str) -> EngineCoreOutput:
+        """End a request that has sampled a stop token, and return all its tokens that vLLM has not been told of."""
+        request = batch.members[name].request
+        tokens, logprobs = batch.sampled(name)
+        request.append_output_token_ids(tokens)
+        check_stop(request, self.max_model_len)  # sets the status and the reason
+        reason = request.get_finished_reason()
+        self.running.remove(request)
+        self._free_request(request)
+        return EngineCoreOutput(name, tokens, logprobs, finish_reason=reason, stop_reason=request.stop_reason)
+
+    def _dissolve_batch(self) -> None:
+        """Give the requests of the batch what they have sampled."""
+        batch, self.batch = self.batch, None
+        for name, member in batch.members.items() if batch else ():
+            tokens, logprobs = batch.sampled(name)
+            request = member.request
+            request.num_computed_tokens = member.computed + batch.scheduled
+            request.num_output_placeholders += len(batch.pending)
+            request.append_output_token_ids(tokens)
+            if tokens:
+                self.unsent.append(EngineCoreOutput(name, tokens, logprobs))
+
+
+def extend_logprobs(processor: LogprobsProcessor, new: LogprobsLists) -> None:
+    """Add the log-probabilities of sampled tokens to `processor`, all at once instead of token by token."""
+    flat, tokens, logprobs = processor.logprobs, new.logprob_token_ids[:, 0].tolist(), new.logprobs[:, 0].tolist()
+    start, count = len(flat.logprobs), len(tokens)
+    flat.start_indices += range(start, start + count)
+    flat.end_indices += range(start + 1, start + count + 1)
+    flat.token_ids += tokens
+    flat.logprobs += logprobs
+    flat.ranks += new.sampled_token_ranks.tolist()
+    flat.decoded_tokens += [None] * count
+    processor.cumulative_logprob += sum(logprobs)
