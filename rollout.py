@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 import traceback
@@ -190,6 +191,9 @@ class VLLMEngine:
             with restore_compiler_settings():
                 import vllm
 
+                logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
+                from policy.vllm_scheduler import DecodeScheduler
+
                 self.llm = vllm.LLM(
                     model,
                     dtype=dtype,
@@ -200,6 +204,7 @@ class VLLMEngine:
                     gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
                     tensor_parallel_size=flags.tensor_parallel,
                     distributed_executor_backend="external_launcher",
+                    scheduler_cls=DecodeScheduler,
                     enable_sleep_mode=True,
                     use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                     logprobs_mode="processed_logprobs",  # computed after temperature and top-p

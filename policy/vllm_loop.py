@@ -41,6 +41,7 @@ def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Call
                 outputs[index_of[output.request_id]] = Output(
                     sampled.token_ids, logprobs, output.prompt_token_ids, sampled.finish_reason
                 )
+    engine.output_processor.process_outputs(engine.engine_core.engine_core.scheduler.take_unsent())
     for state in states.values():
         ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
         outputs[index_of[state.external_req_id]] = Output([*ids], [*logprobs])

@@ -9,8 +9,8 @@ its maximum length, memory runs short), the batch is dissolved: its requests get
 vLLM's own code takes over until a batch can be formed again. Both paths run the same requests in the same iterations,
 so they sample the same completions.
 
-vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Its own code handles the
-tokens that arrive after a batch was formed or dissolved but were scheduled before that.
+vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
+scheduled before a batch was formed or dissolved, and arrive afterwards, are handled by vLLM's own code.
 """
 
 import math
@@ -136,7 +136,9 @@ class DecodeScheduler(AsyncScheduler):
         first = self.running[0].sampling_params
         if not all(self._only_decodes(request, first.stop_token_ids) for request in self.running):
             return None
-        members = [Member(r, r.num_computed_tokens, r.num_output_tokens + r.num_output_placeholders) for r in self.running]
+        members = [
+            Member(r, r.num_computed_tokens, r.num_output_tokens + r.num_output_placeholders) for r in self.running
+        ]
         allowed = min(
             min(member.request.max_tokens - member.outputs, self.max_model_len - member.computed - 1)
             for member in members
@@ -149,7 +151,7 @@ class DecodeScheduler(AsyncScheduler):
         return bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
 
     def _only_decodes(self, request: Request, stop_token_ids: list[int] | None) -> bool:
-        """Return whether the next iteration decodes one token of the request, and nothing else has to be done for it."""
+        """Return whether all that the next iteration has to do for the request is to decode one token."""
         params = request.sampling_params
         has_plain_params = (
             (params.logprobs, params.prompt_logprobs, params.min_tokens) == (0, None, 0)
@@ -196,6 +198,7 @@ class DecodeScheduler(AsyncScheduler):
             num_computed_tokens=[member.computed + done for member in members],
             num_output_tokens=[member.outputs + done for member in members],
         )
+        new_block_ids = self.kv_cache_manager.take_new_block_ids() if self.needs_kv_cache_zeroing else None
         iteration = SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=requests,
@@ -207,7 +210,7 @@ class DecodeScheduler(AsyncScheduler):
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
-            new_block_ids_to_zero=self.needs_kv_cache_zeroing and self.kv_cache_manager.take_new_block_ids() or None,
+            new_block_ids_to_zero=new_block_ids or None,
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         batch.scheduled += 1
@@ -218,7 +221,9 @@ class DecodeScheduler(AsyncScheduler):
         """Store the tokens of an iteration. Return the outputs of requests that have stopped."""
         batch.pending.popleft()
         tokens, logprobs = sampled.sampled_token_ids, sampled.logprobs
-        row = Row(sampled.req_id_to_index, tokens, logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist())
+        row = Row(
+            sampled.req_id_to_index, tokens, logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        )
         batch.rows.append(row)
         stopped = {name for name, i in row.index.items() if tokens[i][0] in batch.stop and name in batch.members}
         outputs = [self._stop(batch, name) for name in stopped]
