@@ -189,6 +189,22 @@ def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
 
 
 @no_vllm
+def test_the_short_path_through_the_scheduler_changes_no_completion(tiny_model, tmp_path):
+    """It also runs with vLLM's CPU build. Requests stop, reach their maximum length, wait, and are preempted."""
+    results = []
+    for flag in ([], ["--own"]):
+        process = run("tests/helpers/scheduler_worker.py", tiny_model, f"{tmp_path}/out.json", *flag)
+        assert process.returncode == 0, process.stderr[-3000:]
+        results.append(json.loads((tmp_path / "out.json").read_text()))
+    vllms, ours = results
+    assert ours["completions"] == vllms["completions"]
+    assert {reason for *_, reason, _ in ours["completions"]} == {"stop", "length"}
+    assert ours["calls"]["schedule"] == vllms["calls"]["schedule"]
+    assert ours["calls"]["_schedule_decode"] > ours["calls"]["schedule"] / 10
+    assert ours["calls"]["_preempt_request"] > 0
+
+
+@no_vllm
 def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     """A randomly initialised model learns to write vowels.
 

@@ -1,0 +1,73 @@
+"""Sample completions in vLLM with its own scheduler, or with policy/vllm_scheduler.py, and write them to a JSON file.
+
+    python tests/helpers/scheduler_worker.py MODEL OUT.json [--own]
+
+There are more requests than may run at once, and fewer blocks in the KV cache than these need.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+import vllm
+
+from policy.vllm_scheduler import DecodeScheduler
+
+
+def main(model: str, out: str, own: bool) -> None:
+    options = {"scheduler_cls": DecodeScheduler} if own else {}
+    llm = vllm.LLM(
+        model,
+        max_model_len=512,
+        max_num_seqs=16,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        gpu_memory_utilization=0.1,
+        max_num_batched_tokens=8192,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **options,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    calls = {"_preempt_request": 0, "_schedule_decode": 0, "schedule": 0}
+
+    def count(name):
+        function = getattr(scheduler, name)
+
+        def counted(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        setattr(scheduler, name, counted)
+
+    for name in calls:
+        if hasattr(scheduler, name):
+            count(name)
+    stop = [4, 5]
+    requests = [{"prompt_token_ids": [10 + (i + j) % 200 for j in range(5 + 7 * i)]} for i in range(12)]
+    params = [
+        vllm.SamplingParams(
+            n=4,
+            seed=i,
+            max_tokens=20 * (1 + i % 10),
+            ignore_eos=True,
+            stop_token_ids=stop,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for i in range(len(requests))
+    ]
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    completions = [completion for output in outputs for completion in output.outputs]
+    results = [[list(c.token_ids), c.logprobs.logprobs, c.finish_reason, c.stop_reason] for c in completions]
+    pathlib.Path(out).write_text(json.dumps({"completions": results, "calls": calls}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], "--own" in sys.argv)
