@@ -8,10 +8,12 @@ TRL runs vLLM in the same process with sleep mode, float32 master weights under 
 checkpointing, and micro-batches of 16 completions. The model, image size, completion length and random rewards are the
 same as in W1. The vision tower is trained, as it is by default in TRL; `--freeze_vision` freezes it.
 
-Prints "STEP seconds GiB" for every step, including the first. A step is timed from the end of the previous one. The
-time therefore includes reading the step's rows, as in bench/speed.py.
+Prints "STEP seconds GiB parts" for every step, including the first. A step is timed from the end of the previous one.
+The time therefore includes reading the step's rows, as in bench/speed.py. `parts` is JSON: seconds of the generation,
+of the weight sync in it, and of all that precedes the update.
 """
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -55,7 +57,24 @@ class Config:
 
 
 class Stopwatch(TrainerCallback):
-    """Print the duration of each step and the GPU memory in use after it."""
+    """Print the duration of each step and of its parts, and the GPU memory in use after it."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """Add the time that `owner.method` takes to `part`."""
+        function = getattr(owner, method)
+
+        def timed(*args, **kwargs):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            torch.cuda.synchronize()
+            self.parts[part] = round(self.parts.get(part, 0.0) + time.perf_counter() - started, 2)
+            return result
+
+        setattr(owner, method, timed)
 
     def on_train_begin(self, *_, **__) -> None:
         torch.cuda.synchronize()
@@ -66,7 +85,9 @@ class Stopwatch(TrainerCallback):
         started, self.step_started = self.step_started, time.perf_counter()
         free, total = torch.cuda.mem_get_info()
         if os.environ.get("RANK", "0") == "0":
-            print(f"STEP {self.step_started - started:.2f} {(total - free) / 2**30:.1f}", flush=True)
+            seconds, gib = self.step_started - started, (total - free) / 2**30
+            print(f"STEP {seconds:.2f} {gib:.1f} {json.dumps(self.parts)}", flush=True)
+        self.parts.clear()
 
 
 def noise(rng: np.random.Generator, side: int) -> Image.Image:
@@ -113,13 +134,17 @@ def main(cfg: Config) -> None:
     if cfg.freeze_vision:
         policy = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
         policy.model.visual.requires_grad_(False)
+    stopwatch = Stopwatch()
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=lambda completions, **_: [float(rng.random() < 0.5) for _ in completions],
         args=args,
         train_dataset=Dataset.from_list(rows),
-        callbacks=[Stopwatch()],
+        callbacks=[stopwatch],
     )
+    stopwatch.watch(trainer.vllm_generation, "sync_weights", "weight sync")
+    stopwatch.watch(trainer.vllm_generation, "generate", "generation")
+    stopwatch.watch(trainer, "_generate_and_score_completions", "all before the update")
     trainer.train()
 
 

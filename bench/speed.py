@@ -1,7 +1,7 @@
 """Measure the speed of the real `train_step` on fixed workloads, phase by phase, and compare it with hardware limits.
 
     python bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
-    python bench/speed.py --peer trl                        # the same, then TRL on W1
+    python bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
     torchrun --nproc_per_node 4 bench/speed.py --workloads W1 --prompts 128      # see bench/scale.py
 
 The results are written to docs/results/.
@@ -85,8 +85,9 @@ class Config:
     generations: int = 8
     """Number of completions per prompt."""
     peer: str | None = None
-    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), or a script. The script gets the model's folder
-    and --steps, and must print "STEP seconds" after each step."""
+    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), verl (bench/peer_verl.py), or a script. The
+    script gets the model's folder and --steps, and must print "STEP seconds GiB" after each step, and may add its parts
+    as JSON."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
     results: str = str(HERE.parent / "docs" / "results")
@@ -356,6 +357,24 @@ def write_report(report: dict[str, Any], folder: str, name: str) -> None:
     (pathlib.Path(folder) / f"{name}-{suffix}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
+def measure_peer(cfg: Config) -> dict[str, Any]:
+    """Run the other trainer on W1, and return the seconds of its steps and of the parts of its last step."""
+    model = str(pathlib.Path(cfg.folder) / cfg.shape)
+    flags = {"trl": ["--freeze_vision"], "verl": []}
+    script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in flags else cfg.peer
+    command = [sys.executable, script, model, "--steps", str(cfg.steps + 1), *flags.get(cfg.peer, [])]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    print(finished.stdout[-3000:], finished.stderr[-1500:])
+    steps = [line.split(maxsplit=3) for line in finished.stdout.splitlines() if line.startswith("STEP")]
+    return {
+        "name": cfg.peer,
+        "steps": [float(step[1]) for step in steps],
+        "gib": [float(step[2]) for step in steps],
+        "parts": json.loads(steps[-1][3]) if steps and len(steps[-1]) > 3 else {},
+        "exit_status": finished.returncode,
+    }
+
+
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.folder)
     make_model(folder / cfg.shape, cfg.shape)
@@ -369,12 +388,8 @@ def main(cfg: Config) -> None:
         results = measure(cfg)
     report = provenance() | {"workloads": results}
     if peer:
-        script = str(HERE / "peer_trl.py") if peer == "trl" else peer
-        command = [sys.executable, script, str(folder / cfg.shape), "--steps", str(cfg.steps + 1)]
-        finished = subprocess.run(command, capture_output=True, text=True)
-        print(finished.stdout[-3000:], finished.stderr[-1500:])
-        seconds = [float(line.split()[1]) for line in finished.stdout.splitlines() if line.startswith("STEP")]
-        report["peer"] = {"name": peer, "steps": seconds, "exit_status": finished.returncode}
+        report["peer"] = measure_peer(cfg)
+        seconds = report["peer"]["steps"]
         if len(seconds) > 1 and "W1" in results:  # the first step is the warm-up step, as in `measure`
             report["peer"]["ratio"] = float(np.mean(seconds[1:])) / results["W1"]["step_time"]
     if not console.is_main():

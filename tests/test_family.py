@@ -224,6 +224,7 @@ def test_family_trains_tower_and_router_when_asked(family, tiny_family, rows, tm
     assert all(UNUSED.get(family, "-") in name for name in same), same
 
 
+@pytest.mark.slow
 def test_family_with_linear_attention_is_resumed_exactly_and_samples_from_its_own_weights(tiny_family, rows, tmp_path):
     """Qwen3.5: checkpointed layers, a resumed run, and `--engine policy` all give the same run."""
     folder, data = tiny_family("qwen3_5"), rows("qwen3_5")

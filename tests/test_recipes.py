@@ -86,6 +86,7 @@ def hub_cache(folder: pathlib.Path, kind: str, name: str) -> pathlib.Path:
     return snapshot
 
 
+@pytest.mark.slow
 def test_what_cannot_be_reached_is_named_in_one_line(tmp_path):
     """It comes before torchrun's own report, and within 15 seconds."""
     command = [".venv/bin/torchrun", "--standalone", "--nproc_per_node=2", "grpo.py", "--task", "vqa"]

@@ -391,6 +391,7 @@ def test_a_resumed_run_must_have_the_same_rows(tiny_model, shapes, tmp_path):
         grpo.main(config(tiny_model, str(fewer), tmp_path / "moved", max_steps=2, resume="newest"))
 
 
+@pytest.mark.slow
 def test_text_and_image_rows_train_together_on_two_processes(tiny_model, shapes, tmp_path):
     """In most steps, one process has no image: a step has four prompts, and only one row in six has images.
 

@@ -501,7 +501,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize("texts", ["random bytes", pytest.param("10,000 characters", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_text_makes_a_reward_fail_or_wait(name, texts):
     """Use each text as a completion, as the answer block of a well-formed completion, and as the gold answer. The

@@ -17,7 +17,7 @@ from common.files import read_jsonl
 from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
 from training.run_log import check_output_folder
 
-FOUR = pytest.param(4, marks=pytest.mark.slow)  # two machines with two processes each always run
+FOUR = pytest.param(4, marks=pytest.mark.slow)
 WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 
 
@@ -92,6 +92,7 @@ def on_machines(tiny_model, tmp_path_factory) -> dict:
     return torch.load(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ON_MACHINES)
 def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines, variant):
     assert difference(results[1][variant], on_machines[variant]) < 1e-6
