@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
 from policy.hf_engine import HFEngine, IsEnough, PolicyEngine
-from policy.model import Policy, load_model, stop_tokens
+from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
 from policy.vllm_loop import request_seed, run_until
@@ -137,17 +138,21 @@ def make_engine(
 
 
 @contextlib.contextmanager
-def restore_compiler_settings() -> Iterator[None]:
-    """Undo the changes that loading vLLM makes to torch.compile's environment variables.
+def undo_global_changes(model: str) -> Iterator[None]:
+    """Undo what loading vLLM for `model` changes in the whole process.
 
-    For the whole process, vLLM allows a single compile thread and sets its own cache folder. With the variables
+    For torch.compile, vLLM allows a single compile thread and sets its own cache folder. With the environment variables
     restored, the trainer compiles as it would without vLLM, and a later run can reuse the trainer's compile cache.
+    vLLM also replaces some of transformers' configuration classes by its own. That of Qwen3.5 lacks fields that the
+    model needs when it is exported.
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
+    config = load_config(model)
     try:
         yield
     finally:
+        transformers.AutoConfig.register(config.model_type, type(config), exist_ok=True)
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -188,7 +193,7 @@ class VLLMEngine:
             options["enable_mm_embeds"] = True
             options["mm_processor_kwargs"] = processor.pictures.vllm_options
         try:
-            with restore_compiler_settings():
+            with undo_global_changes(model):
                 import vllm
 
                 logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own

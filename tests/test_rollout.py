@@ -5,13 +5,20 @@ attention or positions, completions that depend on their batch, and stop tokens 
 """
 
 import importlib.util
+import os
 import re
 import sys
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+)
 
 import evaluate
 import grpo
@@ -23,9 +30,9 @@ from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.hf_engine import HFEngine, sample
-from policy.model import cache_image_features, load_policy, stop_tokens
+from policy.model import cache_image_features, load_config, load_policy, stop_tokens
 from policy.vllm_checks import check_pixels
-from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine
+from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
 
 
@@ -264,3 +271,21 @@ def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):
         evaluate.Config(model=tiny_model, data="rows", load_in_4bit=True)
     with pytest.raises(ValueError, match="the baseline must be the output folder of an earlier evaluation"):
         evaluate.Config(model=tiny_model, adapter="a", baseline=tiny_model, data="rows", load_in_4bit=True)
+
+
+def test_what_vllm_changes_in_the_process_is_undone(tiny_model, monkeypatch):
+    """vLLM sets the compiler's environment variables, and registers configuration classes of its own."""
+
+    class VLLMConfig(Qwen2_5_VLConfig):
+        pass
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/before")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    with undo_global_changes(tiny_model):
+        monkeypatch.setenv("TRITON_CACHE_DIR", "/vllm")
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        AutoConfig.register("qwen2_5_vl", VLLMConfig, exist_ok=True)
+        assert type(load_config(tiny_model)) is VLLMConfig
+    assert type(load_config(tiny_model)) is Qwen2_5_VLConfig
+    assert os.environ["TRITON_CACHE_DIR"] == "/before"
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
