@@ -460,6 +460,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
     with run.clock("optimizer"):
         if not (problem or is_empty):
+            run.checkpoints.wait_until_read()
             run.optimizer.step()
         run.scheduler.step()  # the schedule counts skipped and empty updates too
         run.optimizer.zero_grad()

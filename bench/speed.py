@@ -292,21 +292,34 @@ def measure(cfg: Config) -> dict[str, dict]:
 
 
 def save(run: grpo.Run) -> dict[str, float]:
-    """Save a checkpoint and return its timings in seconds and its size in gigabytes.
+    """Save a checkpoint and return its timings in seconds, its size in gigabytes, and its peak of host memory in GiB.
 
-    The timings are: how long training waits, how long the checkpoint takes to reach the disk, and how long a training
-    step takes in the meantime.
+    The timings are: how long training waits, now and before the next optimizer step; how long the checkpoint takes to
+    reach the disk; and how long a training step takes in the meantime.
     """
-    started = time.perf_counter()
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use
+    before, started = resident_gib("VmRSS"), time.perf_counter()
     grpo.save_checkpoint(run)
     waited = time.perf_counter() - started
-    step_time = grpo.train_step(run)["step_time"]
+    row = grpo.train_step(run)
     if error := run.checkpoints.wait():
         raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
     written = time.perf_counter() - started
     folder = pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
-    return {"save/waited": waited, "save/written": written, "save/step_beside": step_time, "save/gb": size}
+    return {
+        "save/waited": waited + row["time/optimizer"],
+        "save/written": written,
+        "save/step_beside": row["step_time"],
+        "save/gb": size,
+        "save/host_gib": resident_gib("VmHWM") - before,
+    }
+
+
+def resident_gib(name: str) -> float:
+    """Return the host memory of this process in GiB: now (VmRSS) or at its peak (VmHWM)."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
 def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:

@@ -4,14 +4,17 @@
 
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the completions that partial rollouts have not finished, and `state.json` with everything else.
-The tensors are copied to host memory, and a thread writes them while training continues. `run_folder.py` names, finds
-and deletes the checkpoints of a run.
+Threads write the tensors while training continues, straight from where they are: nothing changes them until the next
+optimizer step, which waits until all have been read (`Saver.wait_until_read`). A checkpoint therefore needs no second
+copy of them, neither in host memory nor on the GPU. `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
 import datetime
+import io
 import json
 import random
 import shutil
+import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -23,8 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -51,7 +55,7 @@ MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attributes of `grpo.Run` that are saved
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
-PLAIN_COPY = StagingOptions(False, False, False, False)  # to ordinary host memory, before `stage` returns
+WRITING_THREADS = 8  # each holds one tensor at a time in host memory
 
 
 @dataclass
@@ -76,6 +80,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
         self.thread = ThreadPoolExecutor(1)
         self.pending: tuple[Future[None], int] | None = None  # the write in progress, and its step
+        self.was_read = threading.Event()  # whether that write needs the trained tensors no more
         self.save_failed = False  # whether the last requested checkpoint could not be written
 
     def save(
@@ -121,6 +126,11 @@ class Saver:
             return self._describe(error)
         return None
 
+    def wait_until_read(self) -> None:
+        """Wait until the write in progress needs the trained tensors no more. Call this before they change."""
+        if self.pending:
+            self.was_read.wait()
+
     def write_failed(self) -> bool:
         """Return whether this process has already failed to write. Does not wait for the write to finish."""
         future = self.pending[0] if self.pending else None
@@ -159,7 +169,7 @@ class Saver:
         )
 
     def _start_write(self, tensors: dict[str, Any], state: dict[str, Any]) -> str | None:
-        """Copy `tensors` and start writing. Return the first error of any process; all get the same result."""
+        """Start writing `tensors`. Return the first error of any process; all get the same result."""
         error, partial = None, self.folder.partial(state["step"])
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -168,19 +178,27 @@ class Saver:
                 if in_flight := state.pop("in_flight", None):
                     torch.save(in_flight, partial / IN_FLIGHT)
                 (partial / "state.json").write_text(hide_credentials(json.dumps(state, indent=1)))
-            tensors = DefaultStager(PLAIN_COPY).stage(tensors)
         except (OSError, RuntimeError) as exception:  # torch.save raises RuntimeError on a full disk
             error = self._describe(exception)
         error = distributed.first_error(error)
         if error:
             shutil.rmtree(partial, ignore_errors=True)
         else:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the last optimizer step; the threads read on a stream of their own
+            self.was_read.clear()
             self.pending = self.thread.submit(self._write, tensors, state["step"], state["best"]), state["step"]
         return error
 
     def _write(self, tensors: dict[str, Any], step: int, best: dict[str, float] | None) -> None:
         """Write `tensors` and publish the checkpoint. Runs in the writing thread."""
-        dcp.save(tensors, checkpoint_id=self.folder.partial(step), process_group=self.group)
+        # The files are flushed to disk when the checkpoint is published. One thread alone would write from the default
+        # stream, behind the work of training.
+        writer = FileSystemWriter(self.folder.partial(step), thread_count=WRITING_THREADS, sync_files=False)
+        try:
+            dcp.save(tensors, storage_writer=writer, planner=HostCopyPlanner(), process_group=self.group)
+        finally:
+            self.was_read.set()
         if console.is_main():  # `dcp.save` returns here when all processes have written
             self.folder.publish(step, best["step"] if best else None)
 
@@ -197,6 +215,17 @@ class Saver:
         if "No space left" in text or "Disk quota exceeded" in text:
             return f"the disk of {str(self.folder.path)!r} is full"
         return text.splitlines()[-1][:200]
+
+
+class HostCopyPlanner(DefaultSavePlanner):
+    """Tells `dcp.save` what to write, and copies each tensor to host memory, beside what the GPU does for training."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        if not (isinstance(data, Tensor) and data.is_cuda):
+            return data
+        with torch.cuda.stream(torch.cuda.Stream(data.device)):
+            return data.cpu()
 
 
 def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
