@@ -42,7 +42,7 @@ class Row:
     """What the model runner returns for one iteration: one token per request."""
 
     index: dict[str, int]  # name of a request -> its place in the lists
-    tokens: list[list[int]]  # the inner lists have one element
+    tokens: list[int]
     logprobs: list[float]
     ranks: list[int]
 
@@ -77,7 +77,7 @@ class Batch:
     def sampled(self, name: str) -> tuple[list[int], LogprobsLists]:
         """Return the tokens of a request that have arrived, and their log-probabilities."""
         places = [(row, row.index[name]) for row in self.rows]
-        tokens = [row.tokens[i][0] for row, i in places]
+        tokens = [row.tokens[i] for row, i in places]
         logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
         ranks = np.array([row.ranks[i] for row, i in places], np.int64)
         return tokens, LogprobsLists(np.array(tokens, np.int64)[:, None], logprobs[:, None], ranks)
@@ -220,15 +220,14 @@ class DecodeScheduler(AsyncScheduler):
     def _take_row(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Store the tokens of an iteration. Return the outputs of requests that have stopped."""
         batch.pending.popleft()
-        tokens, logprobs = sampled.sampled_token_ids, sampled.logprobs
-        row = Row(
-            sampled.req_id_to_index, tokens, logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
-        )
-        batch.rows.append(row)
-        stopped = {name for name, i in row.index.items() if tokens[i][0] in batch.stop and name in batch.members}
+        tokens = [token for (token,) in sampled.sampled_token_ids]
+        logprobs, ranks = sampled.logprobs.logprobs[:, 0].tolist(), sampled.logprobs.sampled_token_ranks.tolist()
+        batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs, ranks))
+        index = sampled.req_id_to_index
+        stopped = [name for name, i in index.items() if tokens[i] in batch.stop and name in batch.members]
         outputs = [self._stop(batch, name) for name in stopped]
         if stopped:
-            batch.remove(stopped)
+            batch.remove(set(stopped))
         return outputs
 
     def _stop(self, batch: Batch, name: str) -> EngineCoreOutput:

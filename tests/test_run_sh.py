@@ -15,8 +15,8 @@ from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT
 
-RECIPES = ["math mixed"]
-SLOW_RECIPES = ["count", "vqa", "geo3k", "math text", "math image"]
+RECIPES = ["count"]
+SLOW_RECIPES = ["math mixed", "vqa", "geo3k", "math text", "math image"]
 
 
 def test_every_recipe_runs_offline_with_smoke(request):

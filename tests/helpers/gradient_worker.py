@@ -115,6 +115,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         policy=policy,
         optimizer=optimizer,
         scheduler=SimpleNamespace(step=lambda: None),
+        checkpoints=SimpleNamespace(wait_until_read=lambda: None),
         step=0,
         clock=Clock(),
         interrupted=[],
