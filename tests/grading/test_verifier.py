@@ -295,7 +295,7 @@ def test_credentials_are_in_no_message(server, monkeypatch, capsys):
     monkeypatch.setenv("REWARD_MODEL_KEY", "sesame")
     host = server.url.removeprefix("http://")
     url = f"http://user:pa@ss@{host}/v1?api_key=swordfish&v=2"
-    verifier = Verifier(url, "judge", VerifierFlags(**QUICK))
+    verifier = Verifier(url, "judge", VerifierFlags(**QUICK | {"verifier_timeout": 10.0}))  # a busy machine
     assert verifier("q", "a", "b") is True, "the URL must work"
     assert verifier.url == f"http://***@{host}/v1?api_key=***&v=2"
     server.status, server.raw = 401, json.dumps({"error": f"no access to {url} with sesame"})
