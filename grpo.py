@@ -189,7 +189,7 @@ class Run:
     total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
-    in_flight: list[Drawn] = field(default_factory=list)  # of these, the ones not trained on yet, on all processes
+    in_flight: list[Drawn] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
     micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
     best: dict[str, float] | None = None  # step and score of the best evaluation

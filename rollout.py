@@ -159,6 +159,55 @@ def undo_global_changes(model: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def start_vllm(
+    flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, with_weights: bool
+) -> Any:
+    """Start vLLM in this process and return its `vllm.LLM`. Raises UserError if it does not start."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    options: dict[str, Any] = {}
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
+    for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
+        os.environ.setdefault(name, "0")
+    if processor.image_processor is not None:
+        options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
+        options["enable_mm_embeds"] = True
+        options["mm_processor_kwargs"] = processor.pictures.vllm_options
+    try:
+        with undo_global_changes(model):
+            import vllm
+
+            logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
+            from policy.vllm_scheduler import DecodeScheduler
+
+            return vllm.LLM(
+                model,
+                dtype=dtype,
+                load_format="auto" if with_weights else "dummy",
+                seed=0,
+                max_model_len=limits.tokens,
+                max_num_seqs=flags.vllm_sequences,
+                gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
+                tensor_parallel_size=flags.tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                scheduler_cls=DecodeScheduler,
+                enable_sleep_mode=True,
+                use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
+                logprobs_mode="processed_logprobs",  # computed after temperature and top-p
+                mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
+                **options,
+            )
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]  # all that an assertion without a message tells
+        reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
+        raise UserError(
+            f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
+            "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
+        ) from error
+
+
 class VLLMEngine:
     """vLLM inside the training process: one request per prompt, with weights from the trainer before every step.
 
@@ -180,50 +229,10 @@ class VLLMEngine:
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        options: dict[str, Any] = {}
-        if importlib.util.find_spec("flashinfer") is None:
-            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-            options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
-        for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
-            os.environ.setdefault(name, "0")
-        if processor.image_processor is not None:
-            options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
-            options["enable_mm_embeds"] = True
-            options["mm_processor_kwargs"] = processor.pictures.vllm_options
-        try:
-            with undo_global_changes(model):
-                import vllm
+        self.llm = start_vllm(flags, model, processor, dtype, limits, with_weights)
+        from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
-                logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
-                from policy.vllm_scheduler import DecodeScheduler
-
-                self.llm = vllm.LLM(
-                    model,
-                    dtype=dtype,
-                    load_format="auto" if with_weights else "dummy",
-                    seed=0,
-                    max_model_len=limits.tokens,
-                    max_num_seqs=flags.vllm_sequences,
-                    gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
-                    tensor_parallel_size=flags.tensor_parallel,
-                    distributed_executor_backend="external_launcher",
-                    scheduler_cls=DecodeScheduler,
-                    enable_sleep_mode=True,
-                    use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
-                    logprobs_mode="processed_logprobs",  # computed after temperature and top-p
-                    mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
-                    **options,
-                )
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]  # all that an assertion without a message tells
-            reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
-            raise UserError(
-                f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
-                "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
-            ) from error
-        self.sampling_params = vllm.SamplingParams
+        self.sampling_params = SamplingParams
         self.hidden_size = self.llm.model_config.get_hidden_size()
         self.llm.apply_model(keep_logits_in_float32)
         config = self.llm.model_config.hf_config

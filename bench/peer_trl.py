@@ -6,7 +6,7 @@
 
 TRL runs vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient
 checkpointing, and micro-batches of 16 completions. The model, image size, completion length and random rewards are the
-same as in W1. The vision tower is trained, as it is by default in TRL; `--freeze_vision` freezes it.
+same as in W1. As there, the vision tower is frozen; by default, TRL would train it.
 
 Prints "STEP seconds GiB parts" for every step, including the first. A step is timed from the end of the previous one.
 The time therefore includes reading the step's rows, as in bench/speed.py. `parts` is JSON: seconds of the generation,
@@ -52,8 +52,6 @@ class Config:
     """Number of completions per forward and backward pass."""
     vllm_memory: float = 0.3
     """Fraction of the GPU's memory for vLLM."""
-    freeze_vision: bool = False
-    """Freeze the vision tower."""
 
 
 class Stopwatch(TrainerCallback):
@@ -130,10 +128,8 @@ def main(cfg: Config) -> None:
         report_to=[],
         **(sharded if PROCESSES > 1 else {"gradient_checkpointing": True}),
     )
-    policy = cfg.model
-    if cfg.freeze_vision:
-        policy = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
-        policy.model.visual.requires_grad_(False)
+    policy = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
+    policy.model.visual.requires_grad_(False)
     stopwatch = Stopwatch()
     trainer = GRPOTrainer(
         model=policy,

@@ -126,7 +126,7 @@ def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
     work = speed.WORKLOADS[cfg.workload]
     result = {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []}
     arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
-    arguments += ["--side", work["side"], "--tokens", work["tokens"], "--freeze_vision"]
+    arguments += ["--side", work["side"], "--tokens", work["tokens"]]
     for line in launch(gpus, "peer_trl.py", *arguments):
         if line.startswith("STEP"):
             result["steps"].append(float(line.split()[1]))

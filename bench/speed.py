@@ -373,9 +373,8 @@ def write_report(report: dict[str, Any], folder: str, name: str) -> None:
 def measure_peer(cfg: Config) -> dict[str, Any]:
     """Run the other trainer on W1, and return the seconds of its steps and of the parts of its last step."""
     model = str(pathlib.Path(cfg.folder) / cfg.shape)
-    flags = {"trl": ["--freeze_vision"], "verl": []}
-    script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in flags else cfg.peer
-    command = [sys.executable, script, model, "--steps", str(cfg.steps + 1), *flags.get(cfg.peer, [])]
+    script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in ("trl", "verl") else cfg.peer
+    command = [sys.executable, script, model, "--steps", str(cfg.steps + 1)]
     finished = subprocess.run(command, capture_output=True, text=True)
     print(finished.stdout[-3000:], finished.stderr[-1500:])
     steps = [line.split(maxsplit=3) for line in finished.stdout.splitlines() if line.startswith("STEP")]

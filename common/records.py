@@ -112,7 +112,7 @@ class Rollout:
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False  # whether the completion reached the length limit before a stop token
     text: str = ""  # the decoded tokens, without the stop token
-    finished: bool = True  # False: a later step goes on with it (training/partial_rollouts.py)
+    finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
     """With partial rollouts, the number of tokens that were sampled in each step, in order."""
 

@@ -88,7 +88,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        LogprobsProcessor._update_sample_logprobs = extend_logprobs
+        LogprobsProcessor._update_sample_logprobs = extend_logprobs  # every request of `rollout.py` has flat_logprobs
         self.batch: Batch | None = None
         self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
 

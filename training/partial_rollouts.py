@@ -1,4 +1,4 @@
-"""Partial rollouts: sampling ends when enough prompts are whole, and the next step goes on with the others.
+"""Partial rollouts: sampling ends when enough prompts are whole, and the next step continues the others.
 
 The lengths of completions spread over two orders of magnitude, so a step that waits for its longest completion samples
 it almost alone. With `--oversample F`, F · P prompts are in flight where P are trained on:
@@ -6,14 +6,14 @@ it almost alone. With `--oversample F`, F · P prompts are in flight where P are
     in flight, oldest first:   p1 ... pP ... pFP      the last ones were drawn just now
     sampling ends:             when P of them are whole, that is, when all G completions of each are finished
     trained on:                the P oldest that are whole
-    in the next step:          the rest goes on under the new weights, and P new prompts are drawn
+    in the next step:          the rest is continued under the new weights, and P new prompts are drawn
 
 An interrupted completion keeps its tokens and the log-probability with which each was sampled. The policy of an earlier
 step is just another sampler: the capped importance weight corrects for it, token by token (`importance_weights`).
 
 Nothing that is drawn is dropped, since dropping what takes long would favour short answers. Still, no token is trained
 on more than S steps (`--max_staleness`) after it was sampled: if the rest could not be trained on in time, sampling
-goes on until its oldest prompts are whole too.
+continues until its oldest prompts are whole too.
 
 What is in flight is the same list on every process, so that it can be dealt out again in each round, and is part of a
 checkpoint.
@@ -53,7 +53,7 @@ def saved_state(in_flight: list[Drawn]) -> list[dict[str, Any]]:
 def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[Drawn]:
     """Return what `saved_state` was given.
 
-    Raises UserError if a completion is to go on that already has `max_length` tokens.
+    Raises UserError if a completion that is to be continued already has `max_length` tokens.
     """
     in_flight = [
         Drawn(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
@@ -78,7 +78,7 @@ class Round:
     max_staleness: int  # S
 
     def choose(self, steps: Sequence[int], whole: Sequence[bool]) -> list[int] | None:
-        """Return the indices of the prompts to train on, or None if sampling has to go on.
+        """Return the indices of the prompts to train on, or None if sampling has to continue.
 
         `steps` tells when each prompt was drawn, oldest first, and `whole` whether it is whole. The P oldest whole
         prompts are chosen if there are as many, and if the rest can still be trained on in time: at most k · P of them

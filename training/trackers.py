@@ -57,7 +57,9 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong in a tracker may stop the run
             self.open.pop(name, None)
             reason = hide_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-            print(f"{name} failed ({reason}): the run goes on without it; metrics.jsonl has all steps", file=sys.stderr)
+            print(
+                f"{name} failed ({reason}): the run continues without it; metrics.jsonl has all steps", file=sys.stderr
+            )
 
 
 class WandB:

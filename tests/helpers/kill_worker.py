@@ -90,25 +90,27 @@ def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None
     grpo.main(cfg)
 
 
+def fork_rank(output: str, rank: int, processes: int, port: int, **flags) -> int:
+    """Start a process of the run and return its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run_rank(output, rank, processes, port, **flags)
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001
+            print(f"{type(error).__name__}: {error}", file=sys.stdout, flush=True)
+            os._exit(1)
+    return child
+
+
 def attempt(output: str, processes: int, kill_after: float | None, **flags) -> str | None:
     """Start the run and kill it after `kill_after` seconds. Return the phase that was hit, or None if it finished."""
     set_phase("set-up")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    children = []
-    for rank in range(processes):
-        child = os.fork()
-        if child == 0:
-            try:
-                run_rank(output, rank, processes, port, **flags)
-                os._exit(0)
-            except BaseException as error:  # noqa: BLE001
-                print(f"{type(error).__name__}: {error}", file=sys.stdout, flush=True)
-                os._exit(1)
-        children.append(child)
+    running = [fork_rank(output, rank, processes, port, **flags) for rank in range(processes)]
     deadline = time.monotonic() + (kill_after or 600)
-    running = list(children)
     while running and time.monotonic() < deadline:
         for child in list(running):
             pid, status = os.waitpid(child, os.WNOHANG)
