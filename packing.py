@@ -183,21 +183,26 @@ def _token_values(completions: list[Completion], lengths: list[int]) -> TokenVal
 
 
 def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
-    """Cut `groups`, in order, into micro-batches of at most `budget` tokens, and pack each micro-batch.
+    """Cut `groups` into micro-batches of at most `budget` tokens (see `split_groups`), and pack each micro-batch."""
+    return [pack(part) for part in split_groups(groups, budget)]
+
+
+def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
+    """Cut `groups`, in order, into micro-batches of at most `budget` tokens.
 
     A group that exceeds the budget is split into several groups, each with the prompt and some of the completions. If a
     prompt and one completion together exceed the budget, they form a micro-batch of their own. The loss weights are set
     before groups are split, so the gradient does not depend on the splitting.
     """
-    batches: list[list[Group]] = []
+    parts: list[list[Group]] = []
     remaining = 0
     for chunk in (chunk for group in groups for chunk in _split(group, budget)):
         if chunk.tokens > remaining:
-            batches.append([])
+            parts.append([])
             remaining = budget
-        batches[-1].append(chunk)
+        parts[-1].append(chunk)
         remaining -= chunk.tokens
-    return [pack(batch) for batch in batches]
+    return parts
 
 
 def _split(group: Group, budget: int) -> list[Group]:

@@ -1,54 +1,51 @@
 """Micro-batches: build the same number on every process, count their FLOPs, and record log-probabilities."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from common import distributed
 from common.records import Completion, Group, Prompt
-from packing import PackedBatch, pack, pack_groups
+from packing import PackedBatch, pack, split_groups
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
-from policy.sharding import unsharded
+from policy.sharding import reduce_gradients, unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
     """Pack `groups` into micro-batches of at most `budget` tokens, and yield them on the policy's device.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
-    process with fewer micro-batches adds blank ones, whose tokens have weight zero.
+    process with fewer micro-batches adds blank ones, whose tokens have weight zero. Each is packed only when it is
+    needed, while the GPU still works on the one before.
     """
-    batches = pack_groups(groups, budget)
-    num_batches = int(distributed.all_max(torch.tensor(max(1, len(batches)))))
-    if len(batches) < num_batches:
-        token = torch.zeros(1, dtype=torch.long)
-        rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
-        zero = torch.zeros(1)
-        blank = Completion(token, zero, old_logp=zero, ref_logp=zero)
-        prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
-        batches += [pack([Group(prompt, [blank])]) for _ in range(num_batches - len(batches))]
-    if any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
-        any_images = distributed.all_max(torch.tensor([bool(batch.vision) for batch in batches]).int())
-        for batch, images_on_any_rank in zip(batches, any_images.tolist()):
-            batch.dummy_vision = bool(images_on_any_rank) and not batch.vision
-    device = next(policy.parameters()).device
-    for batch in batches:
-        batch.flop = train_flop(policy, batch)
-    # Gradients are summed over the copies of the weights only once, after the last micro-batch. If the vision tower is
-    # trained, gradients are summed after every micro-batch instead, because the last micro-batch may not run the tower.
-    reduce_always = not isinstance(policy, FSDPModule) or any(p.requires_grad for p in vision_parameters(policy.model))
+    parts = split_groups(groups, budget)
+    num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
+    parts += [[_blank_group(policy)]] * (num_batches - len(parts))
+    has_images = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
+    tower_is_trained = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
+    any_images = distributed.all_max(has_images.int()).bool() if tower_is_trained else has_images
+    device, count_flop = next(policy.parameters()).device, flop_counter(policy)
+    for i, part in enumerate(parts):
+        batch = pack(part)
+        batch.dummy_vision = bool(any_images[i]) and not batch.vision
+        batch.flop = count_flop(batch)
+        # If the vision tower is trained, gradients are summed after every micro-batch, because the last micro-batch may
+        # not run the tower.
+        reduce_gradients(policy, tower_is_trained or i + 1 == num_batches)
+        yield batch.to(device)
 
-    def prepare(batch: PackedBatch) -> PackedBatch:
-        if not reduce_always:
-            policy.set_requires_all_reduce(batch is batches[-1])
-        return batch.to(device)
 
-    return map(prepare, batches)
+def _blank_group(policy: Policy) -> Group:
+    """Return a prompt and a completion of one token each, with weight zero."""
+    token, zero = torch.zeros(1, dtype=torch.long), torch.zeros(1)
+    rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
+    prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
+    return Group(prompt, [Completion(token, zero, old_logp=zero, ref_logp=zero)])
 
 
 def vision_cost_per_token(policy: Policy) -> float:
@@ -64,25 +61,16 @@ def vision_cost_per_token(policy: Policy) -> float:
     return ratio * patches_per_token(policy.model)
 
 
-def train_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Return the number of floating-point operations in a forward and backward pass of the language model.
+def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
+    """Return a function that counts the operations of the language model's forward and backward pass on a batch.
+
+    In the forward pass, each weight takes two floating-point operations per token; of a layer's experts, those count
+    that a token goes through. The adapters of experts are not counted. In each attention layer, a pair of a query and a
+    key that the query attends to takes four operations per dimension of the heads. In each Gated DeltaNet layer, a
+    token takes six operations per element of the heads' states.
 
     The gradients of the activations cost as much as the forward pass. The gradients of the weights cost as much as the
     forward pass times the fraction of the weights that are trained.
-    """
-    counts = {False: 0, True: 0}
-    for parameter in language_model(policy.model).parameters():
-        counts[parameter.requires_grad] += parameter.numel()
-    return forward_flop(policy, batch) * (2 + counts[True] / sum(counts.values()))
-
-
-def forward_flop(policy: Policy, batch: PackedBatch) -> float:
-    """Return the number of floating-point operations in a forward pass of the language model.
-
-    Each weight takes two operations per token; of a layer's experts, those count that a token goes through. The
-    adapters of experts are not counted. In each attention layer, a pair of a query and a key that the query attends to
-    takes four operations per dimension of the heads. In each Gated DeltaNet layer, a token takes six operations per
-    element of the heads' states.
     """
     model = language_model(policy.model)
     config = model.config
@@ -91,15 +79,24 @@ def forward_flop(policy: Policy, batch: PackedBatch) -> float:
     of_experts = [parameter.shape for parameter in routed_experts(policy.model).values()]
     weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
     weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
-    pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
-    head = config.hidden_size * config.vocab_size
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = kinds.count("full_attention") * config.num_attention_heads * head_dim * pairs
     if "linear_attention" in kinds:
         state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
         weights += 3 * kinds.count("linear_attention") * state
-    return 2.0 * (weights * batch.input_ids.shape[1] + head * len(batch.targets)) + 4.0 * attention
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = kinds.count("full_attention") * config.num_attention_heads * head_dim
+    lm_head = config.hidden_size * config.vocab_size
+    counts = {False: 0, True: 0}
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    trained = counts[True] / sum(counts.values())
+
+    def count(batch: PackedBatch) -> float:
+        pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
+        forward = 2.0 * (weights * batch.input_ids.shape[1] + lm_head * len(batch.targets)) + 4.0 * width * pairs
+        return forward * (2 + trained)
+
+    return count
 
 
 @torch.no_grad()

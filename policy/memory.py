@@ -333,15 +333,18 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
             if attempt or distributed.world_size() > 1:
                 reason = str(error).split(". ")[0]
                 raise RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1) from None
-            recover(policy)
-            budget //= 2
-            print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
+        recover(policy)  # only here, where the exception no longer holds the activations
+        budget //= 2
+        print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
     raise AssertionError("unreachable")
 
 
 def recover(policy: Policy) -> None:
     """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
-    policy._get_fsdp_state()._root_post_backward_final_callback()
+    end_backward = policy._get_fsdp_state()._root_post_backward_final_callback
+    end_backward()
+    policy.set_requires_gradient_sync(True)
+    end_backward()  # turns what was accumulated in earlier micro-batches into gradients
     reshard(policy)
     policy.zero_grad()
     if torch.cuda.is_available():

@@ -46,6 +46,8 @@ class Policy(nn.Module):
         self.model = model
         self.keep_unsharded = False
         """Whether layers stay gathered between micro-batches; see `PolicyFlags.gather`."""
+        self.num_shards = 1
+        """Number of processes that share one copy of the weights; see `PolicyFlags.sharding`."""
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities (C,) and entropies (C,) of the completion tokens; see `token_logprobs`."""

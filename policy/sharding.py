@@ -60,6 +60,7 @@ def apply_fsdp(
     full_state = _state_to_send(policy)
     frozen = _cast_frozen(policy, device, dtype)
     _shard(policy, frozen, device, dtype, sharding, offload)
+    policy.num_shards = distributed.num_shards(sharding)
     if full_state:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
     return policy
@@ -159,6 +160,22 @@ def unsharded(policy: Policy) -> Iterator[None]:
         yield
     finally:
         reshard(policy)
+
+
+def reduce_gradients(policy: Policy, now: bool) -> None:
+    """Set whether the next backward pass sums gradients over the processes, with those of the passes before it.
+
+    If every process holds all weights, gradients are otherwise accumulated where they are computed, in float32. Shards
+    would have to be put together for this, so that they are always summed over the processes that hold them, and only
+    the sum over the copies of the weights waits. Even a single process saves time: FSDP would copy each gradient
+    twice (docs/log.md).
+    """
+    if not isinstance(policy, FSDPModule):
+        return
+    if policy.num_shards == 1:
+        policy.set_requires_gradient_sync(now)
+    else:
+        policy.set_requires_all_reduce(now)
 
 
 def reshard(policy: Policy) -> None:
