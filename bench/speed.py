@@ -86,8 +86,8 @@ class Config:
     """Number of completions per prompt."""
     peer: str | None = None
     """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), verl (bench/peer_verl.py), or a script. The
-    script gets the model's folder and --steps, and must print "STEP seconds GiB" after each step, and may add its parts
-    as JSON."""
+    script gets the model's folder, --steps and --prompts, and must print "STEP seconds GiB" after each step, and may
+    add its parts as JSON."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
     results: str = str(HERE.parent / "docs" / "results")
@@ -302,6 +302,7 @@ def save(run: grpo.Run) -> dict[str, float]:
     grpo.save_checkpoint(run)
     waited = time.perf_counter() - started
     row = grpo.train_step(run)
+    print_times("step beside the checkpoint", row)
     if error := run.checkpoints.wait():
         raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
     written = time.perf_counter() - started
@@ -330,11 +331,15 @@ def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]
         row = grpo.train_step(run)
     run.step += 1
     run.features.clear()  # so that every step computes the features of its images
-    if console.is_main():
-        print(f"{name} step {number}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
+    print_times(f"{name} step {number}", row)
     if profiler:
         print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
     return row
+
+
+def print_times(label: str, row: dict[str, float]) -> None:
+    if console.is_main():
+        print(f"{label}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
 
 
 def show(results: dict[str, dict]) -> None:
@@ -374,7 +379,7 @@ def measure_peer(cfg: Config) -> dict[str, Any]:
     """Run the other trainer on W1, and return the seconds of its steps and of the parts of its last step."""
     model = str(pathlib.Path(cfg.folder) / cfg.shape)
     script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in ("trl", "verl") else cfg.peer
-    command = [sys.executable, script, model, "--steps", str(cfg.steps + 1)]
+    command = [sys.executable, script, model, "--steps", str(cfg.steps + 1), "--prompts", str(cfg.prompts)]
     finished = subprocess.run(command, capture_output=True, text=True)
     print(finished.stdout[-3000:], finished.stderr[-1500:])
     steps = [line.split(maxsplit=3) for line in finished.stdout.splitlines() if line.startswith("STEP")]

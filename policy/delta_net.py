@@ -22,6 +22,7 @@ together, W width of the convolution, H value heads, H_k key heads, E key dimens
 """
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -120,12 +121,43 @@ def _with_states(
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
+# One variant of each kernel of flash-linear-attention: block sizes, warps, stages. By itself, it compiles and times up
+# to 25 variants of each, for several kinds of input, which takes more than five minutes on an H200 (docs/log.md).
+VARIANTS = {
+    "modules.norm.l2norm.l2norm_fwd_kernel": ({"BT": 32}, 4, 2),
+    "modules.norm.l2norm.l2norm_bwd_kernel": ({"BT": 32}, 4, 2),
+    "modules.causal_conv1d.ops.causal_conv1d_fwd_kernel": ({"BD": 64}, 4, 2),
+    "modules.causal_conv1d.ops.causal_conv1d_bwd_kernel": ({"BD": 64}, 4, 2),
+    "ops.utils.cumsum.chunk_local_cumsum_scalar_kernel": ({}, 2, 2),
+    "ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 2, 2),
+    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": ({}, 4, 3),
+    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 4, 2),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 4, 3),
+    "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 2),
+    "ops.common.chunk_o.chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+    "ops.common.chunk_o.chunk_bwd_kernel_dv_local": ({}, 4, 3),
+}
+
+
+@functools.cache
+def _kernels() -> tuple[Callable, Callable]:
+    """Return flash-linear-attention's convolution and delta rule, with one variant of each of their kernels."""
+    import triton
+    from fla.modules.causal_conv1d import causal_conv1d
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    for name, (blocks, warps, stages) in VARIANTS.items():
+        module, kernel = name.rsplit(".", 1)
+        tuner = getattr(importlib.import_module(f"fla.{module}"), kernel)
+        while not hasattr(tuner, "configs"):
+            tuner = tuner.fn  # inside triton.heuristics
+        tuner.configs = [triton.Config(blocks, num_warps=warps, num_stages=stages)]
+    return causal_conv1d, chunk_gated_delta_rule
+
 
 def _conv_kernel(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """`causal_conv` by flash-linear-attention; its states hold W tokens, not W - 1."""
-    from fla.modules.causal_conv1d import causal_conv1d
-
-    out, last = causal_conv1d(
+    out, last = _kernels()[0](
         x[None],
         weight,
         initial_state=state,
@@ -141,10 +173,8 @@ def _rule_kernel(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` by flash-linear-attention."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
     tokens = (x[None] for x in (q, k, v, decay, beta))
-    out, last = chunk_gated_delta_rule(
+    out, last = _kernels()[1](
         *tokens,
         initial_state=state,
         output_final_state=True,

@@ -4,18 +4,20 @@
 
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the completions that partial rollouts have not finished, and `state.json` with everything else.
-Threads write the tensors while training continues, straight from where they are: nothing changes them until the next
-optimizer step, which waits until all have been read (`Saver.wait_until_read`). A checkpoint therefore needs no second
-copy of them, neither in host memory nor on the GPU. `run_folder.py` names, finds and deletes the checkpoints of a run.
+Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
+until all have been read (`Saver.wait_until_read`). Only what is being written, and what comes last, is copied to host
+memory (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
 import datetime
 import io
 import json
+import math
 import random
 import shutil
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +30,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -56,6 +59,8 @@ RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attr
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
+EARLY_COPIES = 14e9  # bytes of host memory for tensors that wait to be written, over all processes of a machine
+PINNED_BYTES = 2**25  # size of the buffer that tensors pass through from the GPU
 
 
 @dataclass
@@ -193,10 +198,13 @@ class Saver:
     def _write(self, tensors: dict[str, Any], step: int, best: dict[str, float] | None) -> None:
         """Write `tensors` and publish the checkpoint. Runs in the writing thread."""
         # The files are flushed to disk when the checkpoint is published. One thread alone would write from the default
-        # stream, behind the work of training.
-        writer = FileSystemWriter(self.folder.partial(step), thread_count=WRITING_THREADS, sync_files=False)
+        # stream, behind the work of training. In a file of several tensors, torch would keep them all in host memory.
+        options = {"thread_count": WRITING_THREADS, "sync_files": False, "single_file_per_rank": False}
+        writer = FileSystemWriter(self.folder.partial(step), **options)
         try:
-            dcp.save(tensors, storage_writer=writer, planner=HostCopyPlanner(), process_group=self.group)
+            with ThreadPoolExecutor(1) as pool:
+                planner = HostCopyPlanner(pool, self.was_read.set)
+                dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         finally:
             self.was_read.set()
         if console.is_main():  # `dcp.save` returns here when all processes have written
@@ -218,14 +226,61 @@ class Saver:
 
 
 class HostCopyPlanner(DefaultSavePlanner):
-    """Tells `dcp.save` what to write, and copies each tensor to host memory, beside what the GPU does for training."""
+    """Tells `dcp.save` what to write, and copies each tensor to host memory before it is written.
+
+    The tensors that are written last are copied ahead, as many as fit into `EARLY_COPIES`. Training therefore waits for
+    the disk only as long as the others take. Calls `on_read` once all tensors have been copied.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, on_read: Callable[[], object]):
+        super().__init__()
+        self.pool, self.on_read, self.lock = pool, on_read, threading.Lock()
+        self.unread = 0  # number of tensors not copied yet
+        self.copied_ahead: dict[MetadataIndex, Future[Tensor]] = {}
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self.unread, room = len(tensors), EARLY_COPIES / distributed.local_world_size()
+        for item in reversed(tensors):
+            room -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            if room < 0:
+                break
+            self.copied_ahead[item.index] = self.pool.submit(self._copy, item)
+        return plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        data = super().resolve_data(write_item)
-        if not (isinstance(data, Tensor) and data.is_cuda):
-            return data
-        with torch.cuda.stream(torch.cuda.Stream(data.device)):
-            return data.cpu()
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        copied = self.copied_ahead.pop(write_item.index, None)
+        return copied.result() if copied else self._copy(write_item)
+
+    def _copy(self, write_item: WriteItem) -> Tensor:
+        copy = copy_to_host(super().resolve_data(write_item))
+        with self.lock:
+            self.unread -= 1
+            if not self.unread:
+                self.on_read()
+        return copy
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` in host memory, made beside what the GPU does for training.
+
+    Each piece goes through a pinned buffer, because a copy to pageable memory would occupy the driver.
+    """
+    if not tensor.is_cuda:
+        return tensor.detach().clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    source, target = (x.detach().reshape(-1).view(torch.uint8) for x in (tensor, copy))
+    pinned = torch.empty(min(PINNED_BYTES, len(source)), dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(stream):
+        for piece, place in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
+            pinned[: len(piece)].copy_(piece, non_blocking=True)
+            stream.synchronize()
+            place.copy_(pinned[: len(piece)])
+    return copy
 
 
 def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:

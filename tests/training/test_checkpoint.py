@@ -68,21 +68,22 @@ def test_kills_change_not_a_bit(processes, kills, settings, brief_model, shapes,
 
 
 def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny_model, shapes, tmp_path, monkeypatch):
-    """Reading the tensors takes longer than what precedes the next update."""
+    """Reading the tensors takes longer than what precedes the next update. Some are copied ahead, some are not."""
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", max_steps=2, save_every=1))
-    resolve, phases = checkpoint.HostCopyPlanner.resolve_data, []
+    copy_to_host, phases = checkpoint.copy_to_host, []
     step = torch.optim.AdamW.step
 
-    def slow(*args):
+    def slow(tensor):
         phases.append("read")
         time.sleep(0.1 * (phases.count("step") == 1))
-        return resolve(*args)
+        return copy_to_host(tensor)
 
     def recorded(*args, **kwargs):
         phases.append("step")
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.HostCopyPlanner, "resolve_data", slow)
+    monkeypatch.setattr(checkpoint, "copy_to_host", slow)
+    monkeypatch.setattr(checkpoint, "EARLY_COPIES", 1e6)
     monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     grpo.main(config(tiny_model, shapes, tmp_path / "slow", max_steps=2, save_every=1))
     for name in ("checkpoint-1", "checkpoint-2"):
