@@ -8,6 +8,7 @@ Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -134,8 +135,12 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     hidden = hidden[batch.predict_from]  # (C, D)
     # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
+    # A model with trained weights computes derivatives even in a forward pass without gradients: a function compiled
+    # without them could round the log-probabilities differently, and the initial ratio would then not be exactly 1.
+    derive = any(parameter.requires_grad for parameter in model.parameters())
     keep = torch.is_grad_enabled() and not model.is_gradient_checkpointing
-    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, model.from_logits, keep)
+    from_logits = functools.partial(model.from_logits, dtype=hidden.dtype if derive else None)
+    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, from_logits, keep)
 
 
 def _decoder_inputs(
@@ -186,13 +191,11 @@ def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _from_logits(
-    logits: Tensor, targets: Tensor, temperature: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, targets: Tensor, temperature: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the targets' log-probabilities, the entropies, and the derivatives of the log-probabilities.
 
-    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. Forward passes without
-    gradients compute the derivatives, too. A separately compiled function could round the log-probabilities
-    differently, and the initial ratio would then not be exactly 1.
+    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. None: without derivatives.
     """
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
@@ -201,6 +204,8 @@ def _from_logits(
     log_z = (top + z.log())[:, 0]
     logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
     entropy = log_z - (e * logits).sum(-1) / z[:, 0]
+    if dtype is None:
+        return logp, entropy, None
     p = e / z
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return logp, entropy, ((is_target.float() - p) / temperature).to(dtype)
@@ -221,7 +226,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
         for rows in _row_slices(len(hidden), LOGIT_ROWS):
             logits = float32_logits(hidden[rows], weight)
-            logp[rows], entropy[rows], row_derivatives = from_logits(logits, targets[rows], temperature, hidden.dtype)
+            logp[rows], entropy[rows], row_derivatives = from_logits(logits, targets[rows], temperature)
             if keep:
                 derivatives[rows] = row_derivatives
         ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
@@ -237,7 +242,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _row_slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
                 logits = float32_logits(hidden[rows], weight)
-                derivatives = ctx.from_logits(logits, targets[rows], temperature, hidden.dtype)[2]
+                derivatives = ctx.from_logits(logits, targets[rows], temperature)[2]
             scale = grad[rows, None]
             hidden_grad[rows] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
