@@ -23,12 +23,13 @@ otherwise 1).
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from common.records import Completion, Group
 
@@ -37,10 +38,34 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 
 
 @dataclass
+class Gather:
+    """Which rows of a tensor to copy, some of them several times; see `gather`.
+
+    There are N rows and K copies. K itself stands for a row of zeros after the K copies' gradients.
+    """
+
+    index: Tensor  # (K,) row of each copy
+    first: Tensor  # (N,) first copy of each row
+    repeated: Tensor  # (R,) rows with several copies
+    copies: Tensor  # (R, M) all copies of each of these rows, where M is the largest number of copies
+
+    @classmethod
+    def plan(cls, index: Tensor, num_rows: int) -> "Gather":
+        """Find the copies of each row in `index` (K,)."""
+        order, counts = index.argsort(stable=True), index.bincount(minlength=num_rows)
+        order = F.pad(order, (0, 1), value=len(index))
+        start = counts.cumsum(0) - counts
+        repeated = (counts > 1).nonzero()[:, 0]
+        place = torch.arange(int(counts.max()))
+        places = torch.where(place < counts[repeated, None], start[repeated, None] + place, -1)
+        return cls(index, order[torch.where(counts > 0, start, -1)], repeated, order[places])
+
+
+@dataclass
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    kv_index: Tensor  # (K,) packed index of each key, segment by segment
+    keys: Gather | None  # the key of each packed token, segment by segment: K keys; None: not needed
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
@@ -84,7 +109,7 @@ class PackedBatch:
     input_ids: Tensor  # (1, T) token ids
     position_ids: Tensor  # position ids: (3, 1, T) with M-RoPE, otherwise (1, T)
     segments: Segments  # which tokens attend to which
-    predict_from: Tensor  # (C,) packed index of the hidden state that predicts each completion token
+    predict_from: Gather  # the hidden state that predicts each completion token: C states
     targets: Tensor  # (C,) token ids of the completion tokens
     row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
@@ -100,16 +125,14 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch with all tensors on `device`."""
         move = functools.partial(to_device, device=torch.device(device))
-        vision = {name: move(tensor) for name, tensor in self.vision.items()}
-        moved = replace(
-            self, segments=_move_tensors(self.segments, move), values=_move_tensors(self.values, move), vision=vision
-        )
-        return _move_tensors(moved, move)
+        return replace(_move_tensors(self, move), vision={name: move(tensor) for name, tensor in self.vision.items()})
 
 
 def _move_tensors(record: T, move: Callable[[Tensor], Tensor]) -> T:
-    """Return a copy of a data class with `move` applied to its tensors."""
-    return replace(record, **{name: move(value) for name, value in vars(record).items() if isinstance(value, Tensor)})
+    """Return a copy of a data class with `move` applied to its tensors, and to those of data classes in it."""
+    moved = {name: move(value) for name, value in vars(record).items() if isinstance(value, Tensor)}
+    inner = {name: _move_tensors(value, move) for name, value in vars(record).items() if is_dataclass(value)}
+    return replace(record, **moved, **inner)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -136,16 +159,17 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     if 0 in lengths:
         raise ValueError(f"prompt {groups[prompt_of[lengths.index(0)]].index} has a completion without tokens")
     indices = torch.arange(sum(prompt_lengths) + sum(lengths)).split(prompt_lengths + lengths)  # of each segment
-    positions, kv_index = [prompt.positions for prompt in prompts], [*indices[: len(prompts)]]
+    positions, keys = [prompt.positions for prompt in prompts], [*indices[: len(prompts)]]
     next_position = [int(prompt.positions.max()) + 1 for prompt in prompts]
     predict_from = []
     for i, own in zip(prompt_of, indices[len(prompts) :]):
-        kv_index += [indices[i], own]
+        keys += [indices[i], own]
         predict_from += [indices[i][-1:], own[:-1]]
         positions.append((next_position[i] + torch.arange(len(own))).expand(len(positions[i]), -1))
     q_lens = prompt_lengths + lengths
     k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
     position_ids = torch.cat(positions, dim=1)  # (R, T)
+    num_tokens = position_ids.shape[1]
     with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
     cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
     inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
@@ -153,9 +177,14 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(
-            torch.cat(kv_index), _cumulative(q_lens), _cumulative(k_lens), q_lens, k_lens, torch.tensor(prompt_of)
+            Gather.plan(torch.cat(keys), num_tokens),
+            _cumulative(q_lens),
+            _cumulative(k_lens),
+            q_lens,
+            k_lens,
+            torch.tensor(prompt_of),
         ),
-        predict_from=torch.cat(predict_from),
+        predict_from=Gather.plan(torch.cat(predict_from), num_tokens),
         targets=torch.cat([completion.ids for completion in completions]),
         row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
@@ -221,6 +250,33 @@ def _cumulative(lengths: list[int]) -> Tensor:
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
+# --- copies of rows -------------------------------------------------------------------------------------------------
+
+
+def gather(x: Tensor, rows: Gather) -> Tensor:
+    """Return the copies (K, ...) of rows of `x` (N, ...) that `rows` names.
+
+    In the backward pass, the gradients of the copies of a row are summed in float32, in a fixed order. For `x[index]`,
+    torch would sum them in any order on a CPU, and sort the index in every layer on a GPU.
+    """
+    return _Gather.apply(x, rows)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Gather) -> Tensor:
+        ctx.rows = rows
+        return x[rows.index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad, rows = torch.cat([grad, torch.zeros_like(grad[:1])]), ctx.rows
+        summed = grad[rows.first]
+        summed[rows.repeated] = grad[rows.copies].sum(1)
+        return summed, None
+
+
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -247,11 +303,12 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
         max_suffices = _has_kernel(q) and max_length_q is not None  # the kernels need only the longest window
         lengths = [int(max_length_q)] if max_suffices else cu_seq_lens_q.diff().tolist()
         nothing = torch.empty(0)
-        windows = Segments(nothing, cu_seq_lens_q, cu_seq_lens_q, lengths, lengths, nothing)
+        windows = Segments(None, cu_seq_lens_q, cu_seq_lens_q, lengths, lengths, nothing)
         return attend(q, k, v, windows, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
-    return attend(q, k[segments.kv_index], v[segments.kv_index], segments, scaling, causal=True)[None], None
+    k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
+    return attend(q, k, v, segments, scaling, causal=True)[None], None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:

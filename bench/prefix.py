@@ -22,7 +22,7 @@ from common import cli, console, distributed
 from common.records import Completion, Group, Prompt
 from config import Config as TrainingConfig
 from data import encode_prompts, load_processor, load_samples
-from packing import PackedBatch, Segments, pack, pack_groups
+from packing import Gather, PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
@@ -73,13 +73,14 @@ def _pack_whole(pairs: list[tuple[Prompt, Tensor]]) -> PackedBatch:
     batch = pack(groups)  # the completions of one token are cut off again
     segments, n, none = batch.segments, len(pairs), torch.empty(0, dtype=torch.long)
     lengths = segments.q_lens[:n]
-    whole = Segments(torch.arange(start), segments.cu_q[: n + 1], segments.cu_k[: n + 1], lengths, lengths, none)
+    keys = Gather.plan(torch.arange(start), start)
+    whole = Segments(keys, segments.cu_q[: n + 1], segments.cu_k[: n + 1], lengths, lengths, none)
     return replace(
         batch,
         input_ids=batch.input_ids[:, :start],
         position_ids=batch.position_ids[..., :start],
         segments=whole,
-        predict_from=torch.cat(predict_from),
+        predict_from=Gather.plan(torch.cat(predict_from), start),
         targets=torch.cat([completion for _, completion in pairs]),
     )
 

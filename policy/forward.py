@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from packing import PackedBatch, shared_prefix_attention
+from packing import PackedBatch, gather, shared_prefix_attention
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
 from policy.families import language_model, vision_parts
@@ -132,7 +132,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
         use_cache=False,
         **_decoder_inputs(model, batch.input_ids, batch.vision, batch.image_tokens),
     ).last_hidden_state[0]  # (T, D)
-    hidden = hidden[batch.predict_from]  # (C, D)
+    hidden = gather(hidden, batch.predict_from)  # (C, D)
     # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     # A model with trained weights computes derivatives even in a forward pass without gradients: a function compiled

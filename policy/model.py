@@ -92,6 +92,10 @@ def load_model(
             name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
         )
     _check_tensors(name, model, report)
+    for module in model.modules():
+        # On some CPUs, bitsandbytes would repack 4-bit weights in evaluation mode, in a format that cannot be trained.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from packing import pack, pack_groups
+from packing import Gather, gather, pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
@@ -200,3 +200,19 @@ def test_compiled_logprobs_take_no_float_from_the_host():
     token_logprobs(model, pack(groups_for(model, "qwen2_5", "no image")), temperature=0.7)
     assert graph_inputs
     assert all(x.dtype != torch.float64 for x in graph_inputs if torch.is_tensor(x))
+
+
+def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():
+    """Row 1 has three copies, row 2 has none; the many copies of row 5 would be summed in several threads."""
+    index = torch.tensor([0, 1, 1, 3, 4, 1] + [5] * 600)
+    x, rows = torch.randn(6, 4, 32, requires_grad=True), Gather.plan(index, 6)
+    weight = torch.randn(len(index), 4, 32)
+    (copies := gather(x, rows)).backward(weight)
+    assert torch.equal(copies, x[index])
+    want = torch.zeros(6, 4, 32, dtype=torch.float64).index_add(0, index, weight.double())
+    torch.testing.assert_close(x.grad.double(), want, rtol=0, atol=1e-4)
+    first = x.grad.clone()
+    for _ in range(20):
+        x.grad = None
+        gather(x, rows).backward(weight)
+        assert torch.equal(x.grad, first)
