@@ -86,8 +86,8 @@ def test_linear_attention_kernels_agree_with_the_torch_path(with_state):
     for device in ("cpu", "cuda"):
         on_gpu, sequences = device == "cuda", delta_net.Sequences(lengths, device)
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        inputs = [x.to(device, dtype).requires_grad_() for x in (*tokens[:3], tokens[4], mixed, weight)]
-        inputs += [x.to(device).requires_grad_() for x in (decay, *states)]
+        inputs = [x.to(device, dtype) for x in (*tokens[:3], tokens[4], mixed, weight)]
+        inputs = [x.detach().requires_grad_() for x in (*inputs, *(x.to(device) for x in (decay, *states)))]
         q, k, values, beta, mixed_, weight_, decay_, rule_state, conv_state = inputs
         if not with_state:
             rule_state = conv_state = None
