@@ -15,8 +15,8 @@ The limit of a phase is the time for its compute at `MATMUL` FLOP/s or the time 
 bytes/s, whichever is longer. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
 
-import contextlib
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -25,8 +25,9 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ from training.prompt_stream import PromptStream
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
+T = TypeVar("T")
 Shape = Literal["3b", "7b", "32b", "4b", "moe", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
@@ -97,7 +99,7 @@ class Config:
     checkpoint: bool = False
     """After the last workload, also save a checkpoint, and measure a training step while it is written."""
     profile: bool = False
-    """Print a table of the GPU kernels in the last step of each workload."""
+    """After the measured steps of each workload, take one more and print tables of its GPU kernels, phase by phase."""
 
     def __post_init__(self) -> None:
         known = {field.name for field in fields(grpo.Config)}
@@ -274,7 +276,9 @@ def measure(cfg: Config) -> dict[str, dict]:
         samples = load_split(run.cfg, data[name], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
-        rows = [step(run, cfg, name, number) for number in range(cfg.steps + 1)]
+        rows = [step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
+        if cfg.profile:
+            profile(run, name)
         others = ("memory_gib", "mfu", "idle/rollout")
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in others]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
@@ -323,18 +327,48 @@ def resident_gib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
-def step(run: grpo.Run, cfg: Config, name: str, number: int) -> dict[str, float]:
-    """Take one training step and return its metrics. Step 0 of a workload is the warm-up step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    profiler = torch.profiler.profile(activities=activities) if cfg.profile and number == cfg.steps else None
-    with profiler or contextlib.nullcontext():
-        row = grpo.train_step(run)
+def step(run: grpo.Run, label: str) -> dict[str, float]:
+    """Take one training step and return its metrics."""
+    row = grpo.train_step(run)
     run.step += 1
     run.features.clear()  # so that every step computes the features of its images
-    print_times(f"{name} step {number}", row)
-    if profiler:
-        print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=70))
+    print_times(label, row)
     return row
+
+
+def profile(run: grpo.Run, label: str) -> None:
+    """Take one training step, and print tables of the GPU kernels of rollout, reference and update."""
+    phases = {"rollout": "sample_prompts", "reference": "with_ref_logp", "update": "update"}
+    functions = {name: getattr(grpo, name) for name in phases.values()}
+    for phase, name in phases.items():
+        setattr(grpo, name, profiled(functions[name], f"{label} {phase}"))
+    try:
+        step(run, f"{label}, profiled")
+    finally:
+        for name, function in functions.items():
+            setattr(grpo, name, function)
+
+
+def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
+    """Return `function`, changed to print a table of the GPU kernels that it runs."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        # With the profiler's record of the host, too, the launches would become slower than the kernels.
+        activity = "CUDA" if torch.cuda.is_available() else "CPU"
+        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, activity)]) as profiler:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        table = profiler.key_averages()
+        kernels = sum(event.self_device_time_total for event in table) / 1e6
+        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s")
+        print(table.table(sort_by=f"self_{activity.lower()}_time_total", row_limit=40, max_name_column_width=100))
+        return result
+
+    return run
 
 
 def print_times(label: str, row: dict[str, float]) -> None:
