@@ -50,7 +50,7 @@ class Config:
     cap: int = 8192
     """Maximum length in tokens."""
     warm_up: int = 3
-    """Number of steps before those that are measured, for each value."""
+    """Number of steps before those that are measured, for each value. Only the first of all trains."""
     steps: int = 4
     """Number of measured steps, for each value."""
     folder: str = "runs/bench"
@@ -124,6 +124,15 @@ def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
     engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
 
 
+def sample_only(run: grpo.Run) -> None:
+    """Sample what a step would train on. After a few such steps, completions of several steps are in flight."""
+    run.clock = grpo.Clock()
+    run.engine.wake_up()
+    run.engine.sync_weights(run.policy)
+    grpo.collect(run)
+    run.engine.sleep()
+
+
 def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
     """Return the mean metrics of the measured steps with this value of --oversample, and their timeline."""
     steps = cfg.warm_up + cfg.steps
@@ -134,10 +143,11 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
     rows, timeline, full = [], [], min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations)
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
-        row = grpo.train_step(run)
+        is_warm_up = step < cfg.warm_up
+        row = sample_only(run) if is_warm_up and run.optimizer.state else grpo.train_step(run)
         run.step += 1
         run.features.clear()  # so that every step computes the features of its images
-        if step < cfg.warm_up:
+        if is_warm_up:
             continue
         row["tokens"] = row["tokens_per_second"] * row["step_time"]
         row["thin_share"] = occupancy.thin_share(started, full)
