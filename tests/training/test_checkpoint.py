@@ -96,7 +96,8 @@ def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny
 @pytest.mark.parametrize("processes", [0, pytest.param(4, marks=SLOW)])
 def test_two_processes_are_resumed_by_another_number(processes, tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--save_every=2", "--beta=0.01", "--learning_rate=1e-3"]
-    flags += [f"--{name}={value}" for name, value in SMALL.items()]
+    # With seed 0, one random number lies so near the border between two tokens that rounding decides which is sampled.
+    flags += ["--seed=2", *(f"--{name}={value}" for name, value in SMALL.items())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     unsharded = [f"--output={tmp_path}/two", "--max_steps=4", "--sharding=none"]
     first = run_script("grpo.py", *flags, *unsharded, processes=2, env=environment)
