@@ -39,26 +39,23 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 
 @dataclass
 class Gather:
-    """Which rows of a tensor to copy, some of them several times; see `gather`.
-
-    There are N rows and K copies. K itself stands for a row of zeros after the K copies' gradients.
-    """
+    """Which of N rows to copy, some of them several times, and where the K copies of each row are; see `gather`."""
 
     index: Tensor  # (K,) row of each copy
-    first: Tensor  # (N,) first copy of each row
+    first: Tensor  # (N,) first copy of each row; K: there is none
     repeated: Tensor  # (R,) rows with several copies
-    copies: Tensor  # (R, M) all copies of each of these rows, where M is the largest number of copies
+    copies: Tensor  # (R, M) all copies of these rows, where M is the largest number of copies; K: no further copy
 
     @classmethod
     def plan(cls, index: Tensor, num_rows: int) -> "Gather":
         """Find the copies of each row in `index` (K,)."""
-        order, counts = index.argsort(stable=True), index.bincount(minlength=num_rows)
-        order = F.pad(order, (0, 1), value=len(index))
-        start = counts.cumsum(0) - counts
+        counts = index.bincount(minlength=num_rows)
+        by_row = F.pad(index.argsort(stable=True), (0, 1), value=len(index))  # copies, sorted by row; at the end, K
+        start = counts.cumsum(0) - counts  # place of each row's first copy in `by_row`
         repeated = (counts > 1).nonzero()[:, 0]
-        place = torch.arange(int(counts.max()))
-        places = torch.where(place < counts[repeated, None], start[repeated, None] + place, -1)
-        return cls(index, order[torch.where(counts > 0, start, -1)], repeated, order[places])
+        nth = torch.arange(int(counts.max()))
+        places = torch.where(nth < counts[repeated, None], start[repeated, None] + nth, -1)
+        return cls(index, by_row[torch.where(counts > 0, start, -1)], repeated, by_row[places])
 
 
 @dataclass
@@ -271,7 +268,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        grad, rows = torch.cat([grad, torch.zeros_like(grad[:1])]), ctx.rows
+        grad, rows = torch.cat([grad, torch.zeros_like(grad[:1])]), ctx.rows  # row K is zero
         summed = grad[rows.first]
         summed[rows.repeated] = grad[rows.copies].sum(1)
         return summed, None

@@ -157,7 +157,8 @@ def _kernels() -> tuple[Callable, Callable]:
 
 def _conv_kernel(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """`causal_conv` by flash-linear-attention; its states hold W tokens, not W - 1."""
-    out, last = _kernels()[0](
+    conv, _ = _kernels()
+    out, last = conv(
         x[None],
         weight,
         initial_state=state,
@@ -174,7 +175,8 @@ def _rule_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` by flash-linear-attention."""
     tokens = (x[None] for x in (q, k, v, decay, beta))
-    out, last = _kernels()[1](
+    _, delta_rule = _kernels()
+    out, last = delta_rule(
         *tokens,
         initial_state=state,
         output_final_state=True,

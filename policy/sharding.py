@@ -163,12 +163,11 @@ def unsharded(policy: Policy) -> Iterator[None]:
 
 
 def reduce_gradients(policy: Policy, now: bool) -> None:
-    """Set whether the next backward pass sums gradients over the processes, with those of the passes before it.
+    """Set whether the next backward pass sums gradients over the processes (`now`), or leaves that to a later pass.
 
-    If every process holds all weights, gradients are otherwise accumulated where they are computed, in float32. Shards
-    would have to be put together for this, so that they are always summed over the processes that hold them, and only
-    the sum over the copies of the weights waits. Even a single process saves time: FSDP would copy each gradient
-    twice (docs/log.md).
+    If every process holds all weights, gradients are accumulated in float32 until then. This saves time even for a single
+    process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are sharded, only the sum
+    over copies of the weights is left to the later pass: each process has memory for the gradients of its shards alone.
     """
     if not isinstance(policy, FSDPModule):
         return
