@@ -35,7 +35,7 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.forward import float32_logits
-from policy.hf_engine import HFEngine, IsEnough, PolicyEngine
+from policy.hf_engine import Continuation, HFEngine, PolicyEngine
 from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
@@ -58,14 +58,12 @@ class Engine(Protocol):
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         how: Sampling,
-        started: Sequence[Sequence[Rollout]] | None = None,
-        is_enough: IsEnough | None = None,
+        continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         """Sample `how.n` completions of each prompt, using that prompt's seed.
 
-        For partial rollouts, `started` has the completions of each prompt so far. `is_enough` is asked every few
-        tokens, on all processes together, until it returns True. It is told which prompts of this process are whole.
-        Completions that are not finished then are returned as they are.
+        For partial rollouts, `continuation` has the completions so far and tells when to stop. Completions that are not
+        finished then are returned as they are.
         """
         ...
 
@@ -275,11 +273,10 @@ class VLLMEngine:
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         how: Sampling,
-        started: Sequence[Sequence[Rollout]] | None = None,
-        is_enough: IsEnough | None = None,
+        continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
-        if is_enough is not None:
-            return self._continue(prompts, seeds, how, started, is_enough)
+        if continuation:
+            return self._continue(prompts, seeds, how, continuation)
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
@@ -346,14 +343,13 @@ class VLLMEngine:
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         how: Sampling,
-        started: Sequence[Sequence[Rollout]],
-        is_enough: IsEnough,
+        continuation: Continuation,
     ) -> list[list[Rollout]]:
-        """Continue the completions in `started`, each in a request of its own; see `Engine.generate`."""
+        """Continue completions, each in a request of its own; see `Engine.generate`."""
         if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
-        rollouts = [list(group) for group in started]
-        places = [(i, j) for i, group in enumerate(started) for j, old in enumerate(group) if not old.finished]
+        rollouts = [list(group) for group in continuation.started]
+        places = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
         requests, params = [], []
         for i, j in places:
             tokens = rollouts[i][j].ids.tolist()
@@ -363,7 +359,7 @@ class VLLMEngine:
 
         def is_enough_of(ended: Set[int]) -> bool:
             unfinished = {places[k][0] for k in range(len(places)) if k not in ended}
-            return is_enough([i not in unfinished for i in range(len(prompts))])
+            return continuation.is_enough([i not in unfinished for i in range(len(prompts))])
 
         for (i, j), output in zip(places, run_until(self.llm, requests, params, is_enough_of)):
             old, reason = rollouts[i][j], output.finish_reason

@@ -27,7 +27,7 @@ import grpo
 from common import cli, console, distributed
 from common.records import Sampling
 from data import load_split
-from policy.hf_engine import NOT_STARTED, HFEngine
+from policy.hf_engine import NOT_STARTED, Continuation, HFEngine
 from training.prompt_stream import PromptStream
 
 
@@ -116,10 +116,10 @@ def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
 
     generate = engine.generate
 
-    def generate_by_completion(prompts, seeds, how, started=None, is_enough=None):
-        """A request for several completions has one limit for all, so go on with completions that have not started."""
-        started = started or [[NOT_STARTED] * how.n] * len(prompts)
-        return generate(prompts, seeds, how, started, is_enough or all)
+    def generate_by_completion(prompts, seeds, how, continuation=None):
+        """A request for several completions has one limit for all, so continue completions that have not started."""
+        not_started = [[NOT_STARTED] * how.n] * len(prompts)
+        return generate(prompts, seeds, how, continuation or Continuation(not_started, all))
 
     engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
 

@@ -8,6 +8,7 @@ otherwise 1).
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -25,10 +26,19 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 
 Tokenizer = transformers.PreTrainedTokenizerBase
-IsEnough = Callable[[list[bool]], bool]  # given which prompts of this process are whole; see `rollout.Engine`
 
 PAUSE_EVERY = 16  # tokens after which a sampler asks whether there is enough
 NOT_STARTED = Rollout(torch.empty(0, dtype=torch.long), torch.empty(0), finished=False)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Completions to continue, for partial rollouts, and what tells when to stop."""
+
+    started: Sequence[Sequence[Rollout]]  # the completions of each prompt so far
+    is_enough: Callable[[list[bool]], bool]
+    """Whether to stop, given which prompts of this process are whole. It is asked every few tokens, on all processes
+    together, until it returns True."""
 
 
 class HFEngine:
@@ -58,10 +68,11 @@ class HFEngine:
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         how: Sampling,
-        started: Sequence[Sequence[Rollout]] | None = None,
-        is_enough: IsEnough | None = None,
+        continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
-        rollouts = [list(group) for group in started or [[NOT_STARTED] * how.n] * len(prompts)]
+        started = continuation.started if continuation else [[NOT_STARTED] * how.n] * len(prompts)
+        is_enough = continuation.is_enough if continuation else None
+        rollouts = [list(group) for group in started]
         first, enough = 0, is_enough is not None and is_enough(which_are_whole(rollouts))
         with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
             while first < len(prompts) and not enough:
@@ -105,7 +116,7 @@ class HFEngine:
         how: Sampling,
         rollouts: list[list[Rollout]],
         batch: range,
-        is_enough: IsEnough | None,
+        is_enough: Callable[[list[bool]], bool] | None,
     ) -> bool:
         """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
         rows = list(_rows(rollouts, batch))
@@ -247,11 +258,10 @@ class PolicyEngine(HFEngine):
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
         how: Sampling,
-        started: Sequence[Sequence[Rollout]] | None = None,
-        is_enough: IsEnough | None = None,
+        continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
-            return super().generate(prompts, seeds, how, started, is_enough)
+            return super().generate(prompts, seeds, how, continuation)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)

@@ -165,9 +165,10 @@ def unsharded(policy: Policy) -> Iterator[None]:
 def reduce_gradients(policy: Policy, now: bool) -> None:
     """Set whether the next backward pass sums gradients over the processes (`now`), or leaves that to a later pass.
 
-    If every process holds all weights, gradients are accumulated in float32 until then. This saves time even for a single
-    process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are sharded, only the sum
-    over copies of the weights is left to the later pass: each process has memory for the gradients of its shards alone.
+    If every process holds all weights, gradients are accumulated in float32 until then. This saves time even for a
+    single process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are sharded,
+    only the sum over copies of the weights is left to the later pass: each process has memory for the gradients of its
+    shards alone.
     """
     if not isinstance(policy, FSDPModule):
         return

@@ -28,7 +28,7 @@ import torch
 from common import distributed
 from common.errors import UserError
 from common.records import Rollout
-from policy.hf_engine import NOT_STARTED
+from policy.hf_engine import NOT_STARTED, Continuation
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,12 @@ class Round:
 
 
 def sample_until_whole(
-    sample: Callable[..., list[list[Rollout]]], drawn: list[Drawn], own: list[int], this_round: Round
+    sample: Callable[[Continuation], list[list[Rollout]]], drawn: list[Drawn], own: list[int], this_round: Round
 ) -> tuple[list[Drawn], list[Drawn]]:
     """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
 
-    `own` are the indices of the prompts that this process samples. `sample` takes their completions so far, and what
-    tells when there is enough; see `rollout.Engine.generate`. Returns the prompts to train on and those that stay in
-    flight, of all processes, oldest first.
+    `own` are the indices of the prompts that this process samples, and `sample` continues their completions. Returns
+    the prompts to train on and those that stay in flight, of all processes, oldest first.
     """
     steps = [each.step for each in drawn]
     started = [drawn[i].rollouts or (NOT_STARTED,) * this_round.num_generations for i in own]
@@ -110,7 +109,7 @@ def sample_until_whole(
         everywhere = dict(pair for pairs in distributed.all_gather(list(zip(own, whole))) for pair in pairs)
         return this_round.choose(steps, [everywhere[i] for i in range(len(drawn))]) is not None
 
-    rollouts = sample(started=started, is_enough=is_enough)
+    rollouts = sample(Continuation(started, is_enough))
     sampled = {
         i: tuple(_dated(new, old, this_round.step) for new, old in zip(after, before))
         for i, before, after in zip(own, started, rollouts)

@@ -20,7 +20,7 @@ from common.records import Rewards, Sample, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
-from policy.hf_engine import NOT_STARTED, HFEngine
+from policy.hf_engine import NOT_STARTED, Continuation, HFEngine
 from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
@@ -94,10 +94,10 @@ def test_interrupted_completions_go_on_where_they_stopped(engine, prompts):
     got = [[NOT_STARTED] * 4] * 3
     lengths = set()
     for tokens in (16, 32, 64):
-        got = engine.generate(prompts, seeds, how, got, pauses(2 if tokens < 64 else 3))
+        got = engine.generate(prompts, seeds, how, Continuation(got, pauses(2 if tokens < 64 else 3)))
         lengths |= {len(rollout.ids) for group in got for rollout in group if not rollout.finished}
     assert lengths == {16, 32, 64}
-    got = engine.generate(prompts, seeds, how, got, all)
+    got = engine.generate(prompts, seeds, how, Continuation(got, all))
     for a, b in zip((r for group in want for r in group), (r for group in got for r in group)):
         assert torch.equal(a.ids, b.ids)
         assert (a.text, a.truncated, b.finished) == (b.text, b.truncated, True)
@@ -110,9 +110,9 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
     old = copy.deepcopy(engine)
     for parameter in old.model.parameters():
         parameter.data *= 1.1
-    started = old.generate(prompts[:1], [1], how, [[NOT_STARTED] * 2], pauses(2))
+    started = old.generate(prompts[:1], [1], how, Continuation([[NOT_STARTED] * 2], pauses(2)))
     assert {len(rollout.ids) for rollout in started[0]} == {16}
-    (rollouts,) = engine.generate(prompts[:1], [1], how, started, all)
+    (rollouts,) = engine.generate(prompts[:1], [1], how, Continuation(started, all))
     rollouts = [
         replace(rollout, tokens_by_step={0: 16} | ({1: len(rollout.ids) - 16} if len(rollout.ids) > 16 else {}))
         for rollout in rollouts
