@@ -56,12 +56,20 @@ def check_kernels(config: transformers.PreTrainedConfig, device: torch.device) -
         return
     if importlib.util.find_spec("fla") is None:
         raise UserError(f"{config.model_type} on a GPU needs flash-linear-attention: install requirements-gpu.txt")
-    triton, hopper = Version(importlib.metadata.version("triton")), torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and Version("3.4.0") <= triton < Version("3.7.1") and importlib.util.find_spec("tilelang") is None:
+    triton = Version(importlib.metadata.version("triton"))
+    if (
+        _is_hopper(device)
+        and Version("3.4.0") <= triton < Version("3.7.1")
+        and importlib.util.find_spec("tilelang") is None
+    ):
         raise UserError(
             f"Triton {triton} computes wrong gradients for {config.model_type} on this GPU: install tilelang "
             "(requirements-gpu.txt names its version) or Triton 3.7.1"
         )
+
+
+def _is_hopper(device: torch.device | None = None) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _forward(
@@ -122,8 +130,9 @@ def _with_states(
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
 # One variant of each kernel of flash-linear-attention: block sizes, warps, stages. By itself, it compiles and times up
-# to 25 variants of each, for several kinds of input, which takes more than five minutes on an H200 (docs/log.md).
-VARIANTS = {
+# to 25 variants of each, for several kinds of input, which took more than four minutes on an H200 (docs/log.md). These
+# variants ran there; on GPUs that are not Hopper, it still chooses its own, which fit their memory.
+HOPPER_VARIANTS = {
     "modules.norm.l2norm.l2norm_fwd_kernel": ({"BT": 32}, 4, 2),
     "modules.norm.l2norm.l2norm_bwd_kernel": ({"BT": 32}, 4, 2),
     "modules.causal_conv1d.ops.causal_conv1d_fwd_kernel": ({"BD": 64}, 4, 2),
@@ -141,12 +150,12 @@ VARIANTS = {
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable]:
-    """Return flash-linear-attention's convolution and delta rule, with one variant of each of their kernels."""
+    """Return flash-linear-attention's convolution and delta rule; on a Hopper GPU, each kernel has one variant."""
     import triton
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    for name, (blocks, warps, stages) in VARIANTS.items():
+    for name, (blocks, warps, stages) in HOPPER_VARIANTS.items() if _is_hopper() else ():
         module, kernel = name.rsplit(".", 1)
         tuner = getattr(importlib.import_module(f"fla.{module}"), kernel)
         while not hasattr(tuner, "configs"):

@@ -108,10 +108,13 @@ def test_completions_move_to_processes_with_less_work(results, processes):
             assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
-@pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
+# Splitting groups makes 15 micro-batches, whose sums in float32 differ by up to 1.3e-6 on some processors.
+@pytest.mark.parametrize(
+    ("variant", "tolerance"), [("many micro-batches", 1e-6), ("groups split across micro-batches", 2e-6)]
+)
 @pytest.mark.parametrize("processes", [1, 2, FOUR])
-def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
-    assert difference(results[1]["one micro-batch"], results[processes][variant]) < 2e-6  # several more sums in float32
+def test_gradient_does_not_depend_on_micro_batches(results, variant, tolerance, processes):
+    assert difference(results[1]["one micro-batch"], results[processes][variant]) < tolerance
 
 
 def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl, tmp_path):
@@ -158,11 +161,11 @@ def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[s
     return ["grpo.py", *(f"--{name}={value}" for name, value in values.items())]
 
 
-@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+# Hybrid sharding sums gradients in a different order. AdamW divides by gradients that may be as small as the rounding
+# error, so it can amplify the difference.
+@pytest.mark.parametrize(("sharding", "tolerance"), [("full", 1e-6), ("hybrid", 1e-5)])
 @pytest.mark.slow
-def test_two_machines_train_the_same_model_as_one(sharding, tiny_model, shapes, tmp_path):
-    """Gradients are summed in a different order. AdamW divides by gradients that may be as small as the rounding error,
-    so it can amplify the difference."""
+def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_model, shapes, tmp_path):
     process = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
     assert process.returncode == 0, process.stderr[-3000:]
     run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=3, sharding=sharding))
@@ -173,7 +176,7 @@ def test_two_machines_train_the_same_model_as_one(sharding, tiny_model, shapes, 
         return max((a[name] - b[name]).abs().max().item() for name in a)
 
     assert max_difference(start, one) > 1e-3
-    assert max_difference(one, two) < 1e-5
+    assert max_difference(one, two) < tolerance
 
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
