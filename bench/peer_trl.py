@@ -15,6 +15,8 @@ of the weight sync in it, and of all that precedes the update.
 
 import json
 import os
+import pathlib
+import sys
 import time
 from dataclasses import dataclass
 
@@ -28,6 +30,9 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from policy import delta_net
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -128,6 +133,8 @@ def main(cfg: Config) -> None:
         report_to=[],
         **(sharded if PROCESSES > 1 else {"gradient_checkpointing": True}),
     )
+    if model_config.model_type == "qwen3_5":
+        delta_net.load_kernels()  # one variant of each kernel: TRL would wait for minutes while all are compiled
     policy = AutoModelForImageTextToText.from_pretrained(cfg.model, dtype=torch.float32)
     policy.model.visual.requires_grad_(False)
     stopwatch = Stopwatch()

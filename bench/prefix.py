@@ -26,7 +26,7 @@ from packing import Gather, PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
-from policy.sharding import apply_fsdp, unsharded
+from policy.sharding import apply_fsdp, reduce_gradients, unsharded
 
 
 @dataclass
@@ -93,7 +93,8 @@ def passes(policy: Policy, batches: list[PackedBatch], device: torch.device) -> 
     _wait(device)
     started, logps = time.perf_counter(), []
     with unsharded(policy):
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            reduce_gradients(policy, i + 1 == len(batches))
             logp, _ = policy(batch.to(device))
             logp.mean().backward()
             logps.append(logp.detach())

@@ -1,12 +1,16 @@
-"""What verl 0.9.1 lacks for workload W1: a coin flip as its reward, and a frozen vision tower.
+"""What verl 0.9.1 lacks for workload W1: a coin flip as its reward, a frozen vision tower, kernels that start soon.
 
 bench/peer_verl.py names this file to verl, as `reward.custom_reward_function` and as `model.external_lib`.
 """
 
 import functools
+import pathlib
 import random
+import sys
 
 from verl.workers.engine.fsdp import transformer_impl
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:
@@ -14,19 +18,26 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: o
     return float(random.random() < 0.5)
 
 
-def freeze_vision_tower() -> None:
-    """Make verl freeze the tower of each model that it builds: its engine does not read `actor.freeze_vision_tower`."""
+def prepare_models() -> None:
+    """Let verl freeze the tower of each model that it builds: its engine does not read `actor.freeze_vision_tower`.
+
+    Kernels of flash-linear-attention get one variant each, or verl would wait for minutes while all are compiled.
+    """
     build = transformer_impl.FSDPEngine._build_module
 
     @functools.wraps(build)
-    def build_frozen(engine):
+    def build_prepared(engine):
         module = build(engine)
         for name, parameter in module.named_parameters():
             if "visual" in name:
                 parameter.requires_grad_(False)
+        if module.config.model_type == "qwen3_5":
+            from policy import delta_net
+
+            delta_net.load_kernels()
         return module
 
-    transformer_impl.FSDPEngine._build_module = build_frozen
+    transformer_impl.FSDPEngine._build_module = build_prepared
 
 
-freeze_vision_tower()
+prepare_models()

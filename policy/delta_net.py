@@ -149,7 +149,7 @@ HOPPER_VARIANTS = {
 
 
 @functools.cache
-def _kernels() -> tuple[Callable, Callable]:
+def load_kernels() -> tuple[Callable, Callable]:
     """Return flash-linear-attention's convolution and delta rule; on a Hopper GPU, each kernel has one variant."""
     import triton
     from fla.modules.causal_conv1d import causal_conv1d
@@ -166,7 +166,7 @@ def _kernels() -> tuple[Callable, Callable]:
 
 def _conv_kernel(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """`causal_conv` by flash-linear-attention; its states hold W tokens, not W - 1."""
-    conv, _ = _kernels()
+    conv, _ = load_kernels()
     out, last = conv(
         x[None],
         weight,
@@ -184,7 +184,7 @@ def _rule_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` by flash-linear-attention."""
     tokens = (x[None] for x in (q, k, v, decay, beta))
-    _, delta_rule = _kernels()
+    _, delta_rule = load_kernels()
     out, last = delta_rule(
         *tokens,
         initial_state=state,
