@@ -39,6 +39,7 @@ from packing import CHUNK, Segments, Sequences
 from policy.families import language_model
 
 States = tuple[Tensor, Tensor]  # of the convolution and of the delta rule
+MIN_HEAD_DIM = 32  # with 16, a backward pass with tilelang's kernel never ended on an H200 (docs/log.md)
 
 
 def prepare_delta_nets(model: transformers.PreTrainedModel) -> None:
@@ -50,21 +51,25 @@ def prepare_delta_nets(model: transformers.PreTrainedModel) -> None:
 
 def check_kernels(config: transformers.PreTrainedConfig, device: torch.device) -> None:
     """Raise UserError if the model with this `config` has Gated DeltaNet layers that cannot be trained on `device`."""
-    if device.type != "cuda" or "linear_attention" not in (
-        getattr(config.get_text_config(), "layer_types", None) or ()
-    ):
+    text = config.get_text_config()
+    if device.type != "cuda" or "linear_attention" not in (getattr(text, "layer_types", None) or ()):
         return
     if importlib.util.find_spec("fla") is None:
         raise UserError(f"{config.model_type} on a GPU needs flash-linear-attention: install requirements-gpu.txt")
+    if not _is_hopper(device):
+        return
     triton = Version(importlib.metadata.version("triton"))
-    if (
-        _is_hopper(device)
-        and Version("3.4.0") <= triton < Version("3.7.1")
-        and importlib.util.find_spec("tilelang") is None
-    ):
+    has_tilelang = importlib.util.find_spec("tilelang") is not None
+    if not has_tilelang and Version("3.4.0") <= triton < Version("3.7.1"):
         raise UserError(
             f"Triton {triton} computes wrong gradients for {config.model_type} on this GPU: install tilelang "
             "(requirements-gpu.txt names its version) or Triton 3.7.1"
+        )
+    smallest = min(text.linear_key_head_dim, text.linear_value_head_dim)
+    if has_tilelang and smallest < MIN_HEAD_DIM:
+        raise UserError(
+            f"linear attention with heads of {smallest} dimensions never ends on this GPU: tilelang's kernel needs at "
+            f"least {MIN_HEAD_DIM}"
         )
 
 

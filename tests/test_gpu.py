@@ -72,11 +72,11 @@ def test_attention_kernels_agree_with_float32(family):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
-@pytest.mark.parametrize("with_state", [True, False])
-def test_linear_attention_kernels_agree_with_the_torch_path(with_state):
+@pytest.mark.parametrize(("head_dim", "with_state"), [(32, True), (128, True), (128, False)])
+def test_linear_attention_kernels_agree_with_the_torch_path(head_dim, with_state):
     """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""
     lengths, g = [1, 3, 64, 65, 150, 2], torch.Generator().manual_seed(0)
-    t, n, heads, key_heads, e, v = sum(lengths), len(lengths), 4, 2, 64, 64
+    t, n, heads, key_heads, e, v = sum(lengths), len(lengths), 4, 2, head_dim, head_dim
     q, k = (torch.randn(t, key_heads, e, generator=g) for _ in range(2))
     decay = -torch.nn.functional.softplus(torch.randn(t, heads, generator=g) - 2)
     tokens = [q, k, torch.randn(t, heads, v, generator=g), decay, torch.rand(t, heads, generator=g)]

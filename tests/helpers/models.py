@@ -77,8 +77,8 @@ def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
         "rope_parameters": mrope([1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
     }
     vision = GRID | {"patch_size": 14, "num_position_embeddings": 64}

@@ -5,13 +5,17 @@ convolution's width, gradients that do not flow from the completions into their 
 """
 
 import copy
+import importlib.metadata
+import importlib.util
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import UserError
 from packing import Sequences, pack, pack_groups
-from policy.delta_net import causal_conv, gated_delta_rule
+from policy import delta_net
+from policy.delta_net import causal_conv, check_kernels, gated_delta_rule
 from policy.families import language_model
 from policy.forward import enable_packed_forward, token_logprobs
 from tests.helpers.models import build, make_group, plain_logprobs
@@ -128,3 +132,29 @@ def test_a_prompt_state_reaches_its_own_completions_only():
     after, _ = token_logprobs(model, pack(groups))
     changed = (before != after).tolist()
     assert all(changed[:7]) and not any(changed[7:])
+
+
+@pytest.mark.parametrize(
+    ("installed", "triton", "hopper", "head_dim", "problem"),
+    [
+        (set(), "3.6.0", True, 128, "install requirements-gpu.txt"),
+        ({"fla"}, "3.6.0", True, 128, "Triton 3.6.0 computes wrong gradients"),
+        ({"fla"}, "3.7.1", True, 128, None),
+        ({"fla"}, "3.6.0", False, 16, None),
+        ({"fla", "tilelang"}, "3.6.0", True, 16, "heads of 16 dimensions never ends on this GPU"),
+        ({"fla", "tilelang"}, "3.6.0", True, 32, None),
+    ],
+)
+def test_kernels_that_would_compute_wrong_gradients_or_hang_are_refused(
+    installed, triton, hopper, head_dim, problem, monkeypatch
+):
+    """What is installed and which GPU there is are stand-ins; the check reads nothing else of them."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"triton": triton}[name])
+    monkeypatch.setattr(delta_net, "_is_hopper", lambda device: hopper)
+    config = build("qwen3_5").config
+    config.text_config.linear_key_head_dim = head_dim
+    if problem is None:
+        return check_kernels(config, torch.device("cuda"))
+    with pytest.raises(UserError, match=problem):
+        check_kernels(config, torch.device("cuda"))
