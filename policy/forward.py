@@ -157,7 +157,9 @@ def _decoder_inputs(
         return {"inputs_embeds": embedded}
     features = vision["features"] if "features" in vision else image_features(model, vision)
     last, *deepstack = features.to(embedded.dtype).split(embedded.shape[-1], dim=-1)
-    with_images = embedded.flatten(0, 1).index_copy(0, image_tokens, last).view_as(embedded)
+    length = input_ids.shape[1]
+    # If this were a view, as with `index_copy`, the first layer would be compiled apart from the others.
+    with_images = embedded.index_put((image_tokens // length, image_tokens % length), last)
     inputs: dict[str, object] = {"inputs_embeds": with_images}
     if deepstack:  # Qwen3-VL adds features of the tower's inner layers to the outputs of the first decoder layers
         is_image = torch.zeros(input_ids.shape, dtype=torch.bool, device=embedded.device)
