@@ -49,7 +49,7 @@ class Config:
     """Number of tokens per forward and backward pass."""
     gpus: int = 1
     """Number of GPUs."""
-    limit: float = 540.0
+    limit: float = 3600.0
     """Seconds after which verl is stopped."""
     settings: tuple[str, ...] = ()
     """Further settings of verl, as NAME=VALUE."""

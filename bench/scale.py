@@ -1,7 +1,7 @@
 """Measure weak scaling over the GPUs of one machine, or estimate memory and traffic for larger clusters.
 
     python bench/scale.py --gpus 1 2 4                                  # W1 with the 3B shape: 32 prompts per GPU
-    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then run TRL with FSDP on the same GPUs
+    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then TRL with FSDP on the same GPUs; or verl
     python bench/scale.py --links --gpus 4                              # the bandwidth between the GPUs
     python bench/scale.py --plan                                        # the estimate for 7B, 32B and 72B
 
@@ -72,7 +72,7 @@ class Config:
     """Number of prompts per step and GPU, with 8 completions each."""
     steps: int = 2
     """Number of measured steps, after one warm-up step."""
-    peer: Literal["trl"] | None = None
+    peer: Literal["trl", "verl"] | None = None
     """Another trainer to run afterwards, on the last number of GPUs in `gpus` and with a frozen vision tower."""
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
@@ -92,19 +92,24 @@ class Config:
 
 
 def launch(gpus: int, script: str, *arguments: object) -> Iterator[str]:
-    """Run `script` on `gpus` processes; print and yield the lines of its standard output.
+    """Run `script` on `gpus` processes; print and yield the lines of its standard output."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
+    return run([*torchrun, HERE / script, *arguments])
+
+
+def run(command: list[object]) -> Iterator[str]:
+    """Run `command`; print and yield the lines of its standard output.
 
     Raises RunStopped if its exit status is not 0.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
-    command = [*torchrun, str(HERE / script), *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             yield line
     if process.returncode:
-        raise errors.RunStopped(f"bench/{script} on {gpus} GPUs ended with status {process.returncode}", 1)
+        script = next(pathlib.Path(str(part)).name for part in command if str(part).endswith(".py"))
+        raise errors.RunStopped(f"bench/{script} ended with status {process.returncode}", 1)
 
 
 def measure(cfg: Config, gpus: int) -> dict:
@@ -117,17 +122,22 @@ def measure(cfg: Config, gpus: int) -> dict:
     return json.loads(max(folder.glob("*.json"), key=os.path.getmtime).read_text())
 
 
-def measure_trl(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
-    """Run TRL on `gpus` GPUs and yield its results after each step.
+def measure_peer(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
+    """Run the other trainer on `gpus` GPUs and yield its results after each step.
 
     The results hold the seconds of each step, the memory in GiB in use on the first GPU after each step, and the ratio
     of the mean step time, without the warm-up step, to `ours`.
     """
-    work = speed.WORKLOADS[cfg.workload]
-    result = {"name": "trl", "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []}
-    arguments = [pathlib.Path(cfg.folder) / cfg.shape, "--steps", cfg.steps + 1, "--prompts", cfg.prompts]
-    arguments += ["--side", work["side"], "--tokens", work["tokens"]]
-    for line in launch(gpus, "peer_trl.py", *arguments):
+    work, model = speed.WORKLOADS[cfg.workload], pathlib.Path(cfg.folder) / cfg.shape
+    result = {"name": cfg.peer, "gpus": gpus, "wanted": cfg.steps + 1, "steps": [], "gib": []}
+    arguments = [model, "--steps", cfg.steps + 1, "--side", work["side"], "--tokens", work["tokens"]]
+    arguments += ["--beta", work["beta"]]
+    if cfg.peer == "trl":
+        lines = launch(gpus, "peer_trl.py", *arguments, "--prompts", cfg.prompts)
+    else:  # verl starts its own processes, and counts the prompts of all of them
+        arguments += ["--prompts", cfg.prompts * gpus, "--gpus", gpus]
+        lines = run([sys.executable, HERE / "peer_verl.py", *arguments])
+    for line in lines:
         if line.startswith("STEP"):
             result["steps"].append(float(line.split()[1]))
             result["gib"].append(float(line.split()[2]))
@@ -226,7 +236,7 @@ def main(cfg: Config) -> None:
     if cfg.peer:
         gpus = cfg.gpus[-1]
         ours = report["gpus"][gpus]["workloads"][cfg.workload]["step_time"]
-        for peer in measure_trl(cfg, gpus, ours):
+        for peer in measure_peer(cfg, gpus, ours):
             print(peer, flush=True)
             path.write_text(json.dumps(report | {"peer": peer}, indent=1) + "\n")
 
