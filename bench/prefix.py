@@ -45,6 +45,8 @@ class Config:
     """Number of tokens per completion."""
     rounds: int = 3
     """Number of measured rounds, in each of which both ways take turns, after one round to compile."""
+    micro_batch_tokens: int = 0
+    """Maximum number of tokens per micro-batch; 0: as in training."""
     profile: bool = False
     """Also print tables of the GPU kernels of both ways, in one more round."""
     folder: str = "runs/bench"
@@ -102,6 +104,15 @@ def passes(policy: Policy, batches: list[PackedBatch], device: torch.device) -> 
     return time.perf_counter() - started, torch.cat(logps)
 
 
+def peak_gib(device: torch.device) -> float:
+    """Return the most GPU memory in use, in GiB, since this was last asked; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -122,11 +133,13 @@ def measure(cfg: Config, policy: Policy, side: int, budget: int, device: torch.d
     ]
     ways = {"shared": pack_groups(groups, budget), "whole": whole_sequences(groups, budget)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    peaks = dict.fromkeys(ways, 0.0)
     for _ in console.progress(range(cfg.rounds + 1), desc=f"{side}x{side}", unit="round"):
         logps = {}
         for name, batches in ways.items():
             taken, logps[name] = passes(policy, batches, device)
             seconds[name].append(taken)
+            peaks[name] = peak_gib(device)
     for name, batches in ways.items() if cfg.profile else ():
         speed.profiled(passes, f"{side}x{side} {name}")(policy, batches, device)
     difference = (logps["shared"] - logps["whole"]).abs().mean().item()
@@ -134,7 +147,8 @@ def measure(cfg: Config, policy: Policy, side: int, budget: int, device: torch.d
     tokens = {name: sum(batch.input_ids.shape[1] for batch in batches) for name, batches in ways.items()}
     for name, times in seconds.items():
         listed = ", ".join(f"{t:.2f}" for t in times[1:])
-        print(f"{side}x{side} {name}: {tokens[name]} tokens in {len(ways[name])} micro-batches, {listed} s")
+        work = f"{tokens[name]} tokens in {len(ways[name])} micro-batches"
+        print(f"{side}x{side} {name}: {work}, {listed} s, {peaks[name]:.1f} GiB")
     ratio = best["whole"] / best["shared"]
     print(f"{side}x{side} ratio {ratio:.2f}, mean difference {difference:.4f} nats", flush=True)
 
@@ -143,7 +157,7 @@ def main(cfg: Config) -> None:
     device = distributed.start()
     folder = pathlib.Path(cfg.folder) / cfg.shape
     speed.make_model(folder, cfg.shape)
-    flags = TrainingConfig(model=str(folder), data="unused", output="unused")
+    flags = TrainingConfig(model=str(folder), data="unused", output="unused", micro_batch_tokens=cfg.micro_batch_tokens)
     policy = apply_fsdp(load_policy(str(folder), flags, device), device, compute_dtype(flags.dtype, device))
     budget = choose_micro_batch_size(policy, None, flags, max(cfg.sides) ** 2 // 784 + cfg.tokens + 100, device)
     for side in cfg.sides:
