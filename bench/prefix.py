@@ -19,10 +19,11 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import speed
 
 from common import cli, console, distributed
+from common.gather import Gather
 from common.records import Completion, Group, Prompt
 from config import Config as TrainingConfig
 from data import encode_prompts, load_processor, load_samples
-from packing import Gather, PackedBatch, Segments, pack, pack_groups
+from packing import PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from packing import PackedBatch, gather, shared_prefix_attention
+from common.gather import gather
+from packing import PackedBatch, shared_prefix_attention
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
 from policy.families import language_model, vision_parts

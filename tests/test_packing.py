@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from packing import Gather, gather, pack, pack_groups
+from common.gather import Gather, gather
+from packing import pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
