@@ -204,20 +204,26 @@ def test_compiled_logprobs_take_no_float_from_the_host():
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
-def test_batches_with_and_without_images_share_compiled_layers(family, monkeypatch):
-    """Compiling the first layer apart, for images, added a third to the time to compile."""
-    model, graphs, compile_with = build(family), [], torch.compile
+def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatch):
+    """Also if image features are inserted before it: the time to compile grew by almost half when it was not."""
+    compile_with, graphs = torch.compile, {}
 
-    def count(graph: torch.fx.GraphModule, _: list):
-        graphs.append(graph)
-        return graph.forward
+    def count_graphs(shape: str) -> int:
+        def count(graph: torch.fx.GraphModule, _: list):
+            graphs[shape] = graphs.get(shape, 0) + 1
+            return graph.forward
 
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=count))
-    enable_packed_forward(model, compiled=True)
-    token_logprobs(model, pack(groups_for(model, family, "no image")))
-    layers = len(graphs)
-    token_logprobs(model, pack(groups_for(model, family, "several images")))
-    assert len(graphs) == layers > 3
+        torch.compiler.reset()  # forget what was compiled before
+        monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=count))
+        model = build(family)
+        enable_packed_forward(model, compiled=True)
+        batch = pack(groups_for(model, family, shape)[:1])
+        # torch.compile takes equal sizes for one: no weight may have as many rows or columns.
+        assert batch.input_ids.shape[1] in (17, 25)
+        token_logprobs(model, batch)
+        return graphs[shape]
+
+    assert count_graphs("one image") == count_graphs("no image") > 3
 
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():
