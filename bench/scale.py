@@ -91,25 +91,21 @@ class Config:
         speed.Config(flags=self.flags)  # checks the flags once, before any process starts
 
 
-def launch(gpus: int, script: str, *arguments: object) -> Iterator[str]:
-    """Run `script` on `gpus` processes; print and yield the lines of its standard output."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
-    return run([*torchrun, HERE / script, *arguments])
+def launch(gpus: int, script: str, *arguments: object, torchrun: bool = True) -> Iterator[str]:
+    """Run `script` on `gpus` GPUs; print and yield the lines of its standard output.
 
-
-def run(command: list[object]) -> Iterator[str]:
-    """Run `command`; print and yield the lines of its standard output.
-
-    Raises RunStopped if its exit status is not 0.
+    `torchrun`: start a process for each GPU; a script that does so itself is started once. Raises RunStopped if the
+    exit status is not 0.
     """
+    distributed_run = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "--"]
+    command = [sys.executable, *(distributed_run if torchrun else []), str(HERE / script), *map(str, arguments)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             yield line
     if process.returncode:
-        script = next(pathlib.Path(str(part)).name for part in command if str(part).endswith(".py"))
-        raise errors.RunStopped(f"bench/{script} ended with status {process.returncode}", 1)
+        raise errors.RunStopped(f"bench/{script} on {gpus} GPUs ended with status {process.returncode}", 1)
 
 
 def measure(cfg: Config, gpus: int) -> dict:
@@ -134,9 +130,9 @@ def measure_peer(cfg: Config, gpus: int, ours: float) -> Iterator[dict]:
     arguments += ["--beta", work["beta"]]
     if cfg.peer == "trl":
         lines = launch(gpus, "peer_trl.py", *arguments, "--prompts", cfg.prompts)
-    else:  # verl starts its own processes, and counts the prompts of all of them
+    else:  # verl counts the prompts of all GPUs
         arguments += ["--prompts", cfg.prompts * gpus, "--gpus", gpus]
-        lines = run([sys.executable, HERE / "peer_verl.py", *arguments])
+        lines = launch(gpus, "peer_verl.py", *arguments, torchrun=False)
     for line in lines:
         if line.startswith("STEP"):
             result["steps"].append(float(line.split()[1]))

@@ -68,8 +68,8 @@ def check_kernels(config: transformers.PreTrainedConfig, device: torch.device) -
     smallest = min(text.linear_key_head_dim, text.linear_value_head_dim)
     if has_tilelang and smallest < MIN_HEAD_DIM:
         raise UserError(
-            f"linear attention with heads of {smallest} dimensions never ends on this GPU: tilelang's kernel needs at "
-            f"least {MIN_HEAD_DIM}"
+            f"{config.model_type}: linear attention with heads of {smallest} dimensions hangs on this GPU: use a model "
+            f"with heads of at least {MIN_HEAD_DIM}"
         )
 
 

@@ -159,7 +159,7 @@ def _decoder_inputs(
     features = vision["features"] if "features" in vision else image_features(model, vision)
     last, *deepstack = features.to(embedded.dtype).split(embedded.shape[-1], dim=-1)
     length = input_ids.shape[1]
-    # If this were a view, as with `index_copy`, the first layer would be compiled apart from the others.
+    # The result must not be a view, or torch.compile would compile the first layer apart from the others.
     with_images = embedded.index_put((image_tokens // length, image_tokens % length), last)
     inputs: dict[str, object] = {"inputs_embeds": with_images}
     if deepstack:  # Qwen3-VL adds features of the tower's inner layers to the outputs of the first decoder layers

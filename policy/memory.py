@@ -22,7 +22,7 @@ from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
 from policy.sharding import reshard
 
 T = TypeVar("T")
-MAX_MICRO_BATCH_TOKENS = 12288  # upper limit of the automatic choice: larger micro-batches are no more efficient
+MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use

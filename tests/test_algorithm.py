@@ -138,19 +138,19 @@ def test_token_weights_do_not_depend_on_the_cut(loss_type):
     assert torch.equal(whole, in_chunks)
 
 
-def by_hand(loss_type, logp, old, advantage, lengths, low, high, beta, ref):
+def by_hand(logp, old, ref, advantage, lengths, options):
     """Compute the papers' formulas with Python loops over sequences and tokens."""
-    total, start, tokens = 0.0, 0, sum(lengths)
+    total, start, tokens, loss_type = 0.0, 0, sum(lengths), options.loss_type
     for length, a in zip(lengths, advantage):
         seq, start = slice(start, start + length), start + length
         ratios = [math.exp(x - y) for x, y in zip(logp[seq], old[seq])]
         if loss_type == "gspo":
             ratios = [math.prod(ratios) ** (1 / length)] * length
         for t in range(length):
-            clip = min(max(ratios[t], 1 - low), 1 + high)
+            clip = min(max(ratios[t], 1 - options.clip_low), 1 + options.clip_high)
             objective = clip * a * logp[seq][t] if loss_type == "cispo" else min(ratios[t] * a, clip * a)
             delta = ref[seq][t] - logp[seq][t]
-            loss = -objective + beta * (math.exp(delta) - delta - 1)
+            loss = -objective + options.beta * (math.exp(delta) - delta - 1)
             norm = (
                 tokens if loss_type in ("dapo", "cispo") else len(lengths) * (8 if loss_type == "dr_grpo" else length)
             )
@@ -167,16 +167,9 @@ def test_losses_against_loops(loss_type, beta):
     logp = -torch.rand(8, generator=g) * 2
     old, ref = (logp + torch.randn(8, generator=g) * 0.4 for _ in range(2))
     weights = token_weights(torch.tensor(lengths), loss_type, 8)[rows]
-    got, _ = grpo_loss(
-        logp,
-        old,
-        torch.tensor(advantage)[rows],
-        weights,
-        rows,
-        LossOptions(loss_type, clip_low=0.1, clip_high=0.3, beta=beta),
-        ref_logp=ref,
-    )
-    want = by_hand(loss_type, logp.tolist(), old.tolist(), advantage, lengths, 0.1, 0.3, beta, ref.tolist())
+    options = LossOptions(loss_type, clip_low=0.1, clip_high=0.3, beta=beta)
+    got, _ = grpo_loss(logp, old, torch.tensor(advantage)[rows], weights, rows, options, ref_logp=ref)
+    want = by_hand(logp.tolist(), old.tolist(), ref.tolist(), advantage, lengths, options)
     assert got.item() == pytest.approx(want, rel=1e-5)
 
 
