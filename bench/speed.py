@@ -155,6 +155,7 @@ def newer_shape(d: dict[str, int], small: dict) -> PreTrainedConfig:
         max_position_embeddings=4096,
         bos_token_id=small["text_config"]["bos_token_id"],
         eos_token_id=small["text_config"]["eos_token_id"],
+        tie_word_embeddings=d["tied"],  # vLLM reads it here, transformers one level up
     )
     rotation = {"rope_type": "default", "mrope_interleaved": True}
     vision = dict(depth=2, patch_size=14, out_hidden_size=d["hidden"])

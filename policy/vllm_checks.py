@@ -14,7 +14,7 @@ TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the imag
 
 
 def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, unused: str = "") -> None:
-    """Raise RunStopped if a `sent` weight is missing from vLLM's `model` or differs.
+    """Raise RunStopped if a `sent` weight is missing from vLLM's `model` or differs, or if its lm_head was not sent.
 
     Weights of the module `unused` may be missing; see `policy.families.Vision.unused`.
     """
@@ -28,6 +28,12 @@ def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, un
         if synced is None or not torch.equal(synced[: len(weight)], weight.to(synced.dtype)):
             problem = "is missing in vLLM" if synced is None else "differs between vLLM and the trainer"
             raise RunStopped(f"--check_sync: {name} {problem} after the sync; --engine hf samples without vLLM", 1)
+    if any(name.endswith("lm_head.weight") for name in vllm_weights):  # vLLM has one, the trainer does not
+        raise RunStopped(
+            "--check_sync: the trainer's lm_head is the embedding, vLLM's is not: set tie_word_embeddings in the "
+            "text_config of the model's config.json, too, where vLLM reads it for Qwen3.5",
+            1,
+        )
 
 
 def unfused_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

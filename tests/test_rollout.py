@@ -31,7 +31,7 @@ from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_policy, stop_tokens
-from policy.vllm_checks import check_pixels
+from policy.vllm_checks import check_pixels, check_weights
 from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
 
@@ -289,3 +289,14 @@ def test_what_vllm_changes_in_the_process_is_undone(tiny_model, monkeypatch):
     assert type(load_config(tiny_model)) is Qwen2_5_VLConfig
     assert os.environ["TRITON_CACHE_DIR"] == "/before"
     assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
+
+
+def test_an_lm_head_that_vllm_does_not_tie_to_the_embedding_is_found():
+    embedding, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+    model = torch.nn.ModuleDict({"embed_tokens": embedding, "lm_head": head})
+    sent = [("embed_tokens.weight", embedding.weight)]
+    with pytest.raises(RunStopped, match="set tie_word_embeddings in the text_config"):
+        check_weights(sent, model)
+    check_weights([*sent, ("lm_head.weight", head.weight)], model)
+    head.weight = embedding.weight
+    check_weights(sent, model)
