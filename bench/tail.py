@@ -50,7 +50,7 @@ class Config:
     cap: int = 8192
     """Maximum length in tokens."""
     warm_up: int = 3
-    """Number of steps before those that are measured, for each value. Only the first of all trains."""
+    """Number of steps before those that are measured, for each value above 1. Only the first step of all trains."""
     steps: int = 4
     """Number of measured steps, for each value."""
     folder: str = "runs/bench"
@@ -135,7 +135,9 @@ def sample_only(run: grpo.Run) -> None:
 
 def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
     """Return the mean metrics of the measured steps with this value of --oversample, and their timeline."""
-    steps = cfg.warm_up + cfg.steps
+    is_first = oversample == cfg.oversample[0]
+    warm_up = cfg.warm_up if oversample > 1 else int(is_first)
+    steps = warm_up + cfg.steps
     run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
     samples = load_split(run.cfg, data, "count", run.stream.processor)
     run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
@@ -143,11 +145,11 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
     rows, timeline, full = [], [], min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations)
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
-        is_warm_up = step < cfg.warm_up
-        row = sample_only(run) if is_warm_up and run.optimizer.state else grpo.train_step(run)
+        compiles = is_first and step == 0  # the first update waits for the compiler
+        row = grpo.train_step(run) if compiles or step >= warm_up else sample_only(run)
         run.step += 1
         run.features.clear()  # so that every step computes the features of its images
-        if is_warm_up:
+        if step < warm_up:
             continue
         row["tokens"] = row["tokens_per_second"] * row["step_time"]
         row["thin_share"] = occupancy.thin_share(started, full)
