@@ -1,10 +1,11 @@
 """Time verl's GRPO trainer on workload W1; `bench/speed.py --peer verl` runs it.
 
     python bench/peer_verl.py runs/bench/3b --steps 3                   # in an environment with verl 0.9.1
-    python bench/peer_verl.py runs/bench/3b --steps 3 --settings actor_rollout_ref.rollout.calculate_log_probs=True
+    python bench/peer_verl.py runs/bench/3b --steps 3 --settings algorithm.rollout_correction.bypass_mode=False
 
 verl is started as its examples start it, with its default trainer: FSDP2, the reference offloaded to host memory, and
-a vLLM server on the same GPU that sleeps during the update. The model, image size, completion length, β and random
+a vLLM server on the same GPU that sleeps during the update. Its old log-probabilities are those of vLLM, which spares
+it a forward pass. The model, image size, completion length, β and random
 rewards are those of W1, and the vision tower is frozen (bench/verl_extras.py).
 
 Prints "STEP seconds GiB parts" for every step, including the first; `parts` is JSON, with verl's own names.
@@ -83,6 +84,7 @@ def settings(cfg: Config, data: pathlib.Path) -> dict[str, object]:
     return {
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
+        "algorithm.rollout_correction.bypass_mode": True,
         "data.train_files": data,
         "data.val_files": data,
         "data.train_batch_size": cfg.prompts,
@@ -113,6 +115,7 @@ def settings(cfg: Config, data: pathlib.Path) -> dict[str, object]:
         f"{rollout}.tensor_model_parallel_size": 1,
         f"{rollout}.gpu_memory_utilization": 0.35,
         f"{rollout}.max_num_batched_tokens": 16384,
+        f"{rollout}.calculate_log_probs": True,
         f"{rollout}.ignore_eos": True,
         f"{rollout}.free_cache_engine": True,
         "reward.custom_reward_function.path": HERE / "verl_extras.py",

@@ -154,12 +154,18 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
         row["tokens"] = row["tokens_per_second"] * row["step_time"]
         row["thin_share"] = occupancy.thin_share(started, full)
         rows.append(row)
-        timeline.append([(round(at - started, 4), running) for at, running in occupancy.points])
+        timeline.append([(round(at - started, 2), running) for at, running in changes(occupancy.points)])
         timeline[-1].append((row["step_time"], 0))
     numbers = {key for key in rows[0] if np.isfinite(rows[0][key])}
     result = {key: float(np.nanmean([row[key] for row in rows])) for key in sorted(numbers)}
     result["tokens_per_second"] = sum(row["tokens"] for row in rows) / sum(row["step_time"] for row in rows)
     return result | {"oversample": oversample, "timeline": timeline}
+
+
+def changes(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the points at which the number of sequences changes, and the last one."""
+    changed = [point for before, point in itertools.pairwise(points) if point[1] != before[1]]
+    return [points[0], *changed, points[-1]]
 
 
 def draw(results: list[dict], path: str, title: str) -> None:
@@ -181,7 +187,7 @@ def draw(results: list[dict], path: str, title: str) -> None:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    axes[1].legend(handles[:2], labels[:2], loc="upper right", frameon=False)
+    figure.legend(handles[:2], labels[:2], loc="outside lower right", ncols=2, frameon=False)
     axes[1].set_xlabel("seconds, two steps")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
