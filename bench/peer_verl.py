@@ -1,14 +1,18 @@
-"""Time verl's GRPO trainer on workload W1; `bench/speed.py --peer verl` runs it.
+"""Time verl's GRPO trainer on workload W1 or W-tail; `bench/speed.py --peer verl` runs it on W1.
 
     python bench/peer_verl.py runs/bench/3b --steps 3                   # in an environment with verl 0.9.1
     python bench/peer_verl.py runs/bench/3b --steps 3 --settings algorithm.rollout_correction.bypass_mode=False
+    python bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0         # W-tail
+    python bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0 \
+        --settings trainer.v1.trainer_mode=colocate_async                     # with verl's own partial rollouts
 
 verl is started as its examples start it, with its default trainer: FSDP2, the reference offloaded to host memory, and
 a vLLM server on the same GPU that sleeps during the update. Its old log-probabilities are those of vLLM, which spares
 it a forward pass. The model, image size, completion length, β and random
 rewards are those of W1, and the vision tower is frozen (bench/verl_extras.py).
 
-Prints "STEP seconds GiB parts" for every step, including the first; `parts` is JSON, with verl's own names.
+Prints "STEP seconds GiB parts" for every step, including the first; `parts` is JSON, with verl's own names, and the
+mean length of the completions.
 """
 
 import io
@@ -41,7 +45,11 @@ class Config:
     prompts: int = 32
     """Number of prompts per step, with 8 completions each."""
     tokens: int = 512
-    """Length of every completion in tokens."""
+    """Length of every completion in tokens, or the maximum length if there is a median."""
+    median: float = 0.0
+    """Median of the lengths, which are then drawn from a log-normal distribution (bench/lengths.py)."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of the lengths, if there is a median."""
     side: int = 448
     """Width and height of the images in pixels."""
     beta: float = 0.01
@@ -73,9 +81,21 @@ def write_rows(cfg: Config, path: pathlib.Path) -> None:
                 "prompt": [{"role": "user", "content": question}],
                 "images": [{"bytes": png.getvalue()}],
                 "reward_model": {"style": "rule", "ground_truth": "1"},
+                "extra_info": {"index": i},
             }
         )
     pd.DataFrame(rows).to_parquet(path)
+
+
+def length_settings(cfg: Config, folder: pathlib.Path) -> dict[str, object]:
+    """Return verl's settings for completions of different lengths."""
+    if not cfg.median:
+        return {}
+    loop = {"name": "log_normal_lengths", "_target_": "verl_lengths.LogNormalLengths"}
+    path = folder / "agent_loop.yaml"
+    path.write_text(json.dumps([loop | {"median": cfg.median, "sigma": cfg.sigma, "cap": cfg.tokens}]))
+    agent = "actor_rollout_ref.rollout.agent"
+    return {f"{agent}.default_agent_loop": loop["name"], f"{agent}.agent_loop_config_path": path}
 
 
 def settings(cfg: Config, data: pathlib.Path) -> dict[str, object]:
@@ -147,7 +167,7 @@ def main(cfg: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "noise.parquet"
     write_rows(cfg, data)
-    flags = [f"{name}={value}" for name, value in settings(cfg, data).items()]
+    flags = [f"{name}={value}" for name, value in (settings(cfg, data) | length_settings(cfg, folder)).items()]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags, *cfg.settings]
     environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     verl = subprocess.Popen(
@@ -163,6 +183,7 @@ def main(cfg: Config) -> None:
             if found := re.search(r"step:\d+ - (.*)", line):
                 pairs = re.findall(r"timing_s/([\w/]+):(?:np\.\w+\()?(-?[\d.]+(?:e[-+]?\d+)?)", found[1])
                 parts = {name: round(float(value), 2) for name, value in pairs}
+                parts["mean length"] = float(re.search(r"response_length/mean:(?:np\.\w+\()?([\d.]+)", line)[1])
                 print(f"STEP {parts.pop('step'):.2f} {gpu_memory():.1f} {json.dumps(parts)}", flush=True)
     timer.cancel()
     if verl.wait():

@@ -22,6 +22,7 @@ import numpy as np
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import speed
+from lengths import log_normal_length
 
 import grpo
 from common import cli, console, distributed
@@ -111,8 +112,7 @@ def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
     """Let `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
 
     def max_tokens(how: Sampling, seed: int, completion: int) -> int:
-        normal = np.random.default_rng([seed, completion]).standard_normal()
-        return int(np.clip(round(cfg.median * np.exp(cfg.sigma * normal)), 1, cfg.cap))
+        return log_normal_length((seed, completion), cfg.median, cfg.sigma, cfg.cap)
 
     generate = engine.generate
 
