@@ -9,8 +9,9 @@ checkpointing, and micro-batches of 16 completions. The model, image size, compl
 same as in W1. As there, the vision tower is frozen; by default, TRL would train it.
 
 Prints "STEP seconds GiB parts" for every step, including the first. A step is timed from the end of the previous one.
-The time therefore includes reading the step's rows, as in bench/speed.py. `parts` is JSON: seconds of the generation,
-of the weight sync in it, and of all that precedes the update.
+The time therefore includes reading the step's rows, as in bench/speed.py. `parts` is JSON: seconds of reading the rows,
+of the generation, of the weight sync in it, and of all that precedes the update. TRL's own timer, which it prints as
+`step_time`, leaves out the rows and the optimizer.
 """
 
 import json
@@ -147,6 +148,7 @@ def main(cfg: Config) -> None:
     )
     stopwatch.watch(trainer.vllm_generation, "sync_weights", "weight sync")
     stopwatch.watch(trainer.vllm_generation, "generate", "generation")
+    stopwatch.watch(trainer, "get_batch_samples", "reading rows")
     stopwatch.watch(trainer, "_generate_and_score_completions", "all before the update")
     trainer.train()
 

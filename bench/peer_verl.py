@@ -8,8 +8,8 @@
 
 verl is started as its examples start it, with its default trainer: FSDP2, the reference offloaded to host memory, and
 a vLLM server on the same GPU that sleeps during the update. Its old log-probabilities are those of vLLM, which spares
-it a forward pass. The model, image size, completion length, β and random
-rewards are those of W1, and the vision tower is frozen (bench/verl_extras.py).
+it a forward pass. The model, image size, completion length, β and random rewards are those of W1, and the vision tower
+is frozen (bench/verl_extras.py).
 
 Prints "STEP seconds GiB parts" for every step, including the first; `parts` is JSON, with verl's own names, and the
 mean length of the completions.

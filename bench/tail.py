@@ -163,7 +163,7 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
 
 
 def changes(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the points at which the number of sequences changes, and the last one."""
+    """Return the first and the last point, and those at which the number of sequences changes."""
     changed = [point for before, point in itertools.pairwise(points) if point[1] != before[1]]
     return [points[0], *changed, points[-1]]
 
