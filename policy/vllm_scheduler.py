@@ -3,11 +3,11 @@
 vLLM plans each iteration from scratch, request by request, and reports each token separately: several milliseconds of
 Python for 256 sequences, more than the GPU takes for the iteration. But most iterations of a rollout repeat the one
 before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It stores sampled
-tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache or has
-sampled a stop token. Before anything else can happen (a prompt is waiting and there is room for it, a request reaches
-its maximum length, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and
-vLLM's own code takes over until a batch can be formed again. Both paths run the same requests in the same iterations,
-so they sample the same completions.
+tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache, has
+sampled a stop token or reaches its maximum length. Before anything else can happen (a prompt is waiting and there is
+room for it, a request is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have
+sampled, and vLLM's own code takes over until a batch can be formed again. Both paths run the same requests in the same
+iterations, so they sample the same completions.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
 scheduled before a batch was formed or dissolved, and arrive afterwards, are handled by vLLM's own code.
@@ -15,6 +15,7 @@ scheduled before a batch was formed or dissolved, and arrive afterwards, are han
 
 import math
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Member:
     request: Request
     computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
     outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
+    left: int  # number of tokens that it may still sample
 
 
 @dataclass(frozen=True)
@@ -48,35 +50,46 @@ class Row:
 
 
 class Batch:
-    """Requests that decode one token per iteration."""
+    """Requests that decode one token per iteration.
 
-    def __init__(self, members: list[Member], allowed: int, block_size: int):
-        """`allowed`: number of iterations before one in which a request reaches its maximum length.
+    A request leaves `active` when its last token is scheduled, and `members` when it has ended.
+    """
 
-        `block_size`: a request needs more blocks if its number of computed tokens is a multiple of this.
-        """
-        self.allowed, self.block_size = allowed, block_size
+    def __init__(self, members: list[Member], block_size: int):
+        """`block_size`: a request needs more blocks if its number of computed tokens is a multiple of this."""
+        self.block_size = block_size
         params = members[0].request.sampling_params
         self.stop = {*(params.stop_token_ids or ()), params.eos_token_id}
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
         self.rows: list[Row] = []  # one for each of the other iterations
-        self._set_members(members)
-
-    def _set_members(self, members: list[Member]) -> None:
         self.members = {member.request.request_id: member for member in members}
-        self.num_scheduled_tokens = dict.fromkeys(self.members, 1)
-        self.due: dict[int, list[int]] = defaultdict(list)  # iteration modulo `block_size` -> indices of members
-        for index, member in enumerate(members):
+        self.lasts: dict[int, list[str]] = defaultdict(list)  # number of iterations -> members that need no more
+        for name, member in self.members.items():
+            self.lasts[member.left].append(name)
+        self._set_active(self.members)
+
+    def _set_active(self, active: dict[str, Member]) -> None:
+        self.active = active
+        self.num_scheduled_tokens = dict.fromkeys(active, 1)
+        self.due: dict[int, list[int]] = defaultdict(list)  # iteration modulo `block_size` -> indices of active members
+        for index, member in enumerate(active.values()):
             self.due[-member.computed % self.block_size].append(index)
 
-    def remove(self, names: set[str]) -> None:
-        """Leave these requests out of further iterations."""
-        self._set_members([member for name, member in self.members.items() if name not in names])
+    def count_iteration(self) -> None:
+        """Count an iteration that has been scheduled. Leave members that need no more out of further ones."""
+        self.scheduled += 1
+        if self.scheduled in self.lasts:
+            self._set_active({name: m for name, m in self.active.items() if m.left > self.scheduled})
+
+    def remove(self, names: Collection[str]) -> None:
+        """Forget these members, which have ended."""
+        self.members = {name: member for name, member in self.members.items() if name not in names}
+        self._set_active({name: member for name, member in self.active.items() if name not in names})
 
     def sampled(self, name: str) -> tuple[list[int], LogprobsLists]:
         """Return the tokens of a request that have arrived, and their log-probabilities."""
-        places = [(row, row.index[name]) for row in self.rows]
+        places = [(row, row.index[name]) for row in self.rows[: self.members[name].left]]
         tokens = [row.tokens[i] for row, i in places]
         logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
         ranks = np.array([row.ranks[i] for row, i in places], np.int64)
@@ -109,8 +122,8 @@ class DecodeScheduler(AsyncScheduler):
             outputs = self._take_row(batch, model_runner_output)
             return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
         everything = super().update_from_output(scheduler_output, model_runner_output)
-        if batch:
-            batch.remove({name for name in batch.members if name not in self.requests})
+        if batch and (ended := batch.members.keys() - self.requests.keys()):
+            batch.remove(ended)
         if self.unsent:
             own = everything.setdefault(0, EngineCoreOutputs())
             own.outputs, self.unsent = self.unsent + own.outputs, []
@@ -136,15 +149,17 @@ class DecodeScheduler(AsyncScheduler):
         first = self.running[0].sampling_params
         if not all(self._only_decodes(request, first.stop_token_ids) for request in self.running):
             return None
-        members = [
-            Member(r, r.num_computed_tokens, r.num_output_tokens + r.num_output_placeholders) for r in self.running
-        ]
-        allowed = min(
-            min(member.request.max_tokens - member.outputs, self.max_model_len - member.computed - 1)
-            for member in members
-        )
+        members = [member for member in map(self._member, self.running) if member.left > 0]
+        if not members:
+            return None
         block_sizes = (group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
-        return Batch(members, allowed - 1, math.gcd(*block_sizes))
+        return Batch(members, math.gcd(*block_sizes))
+
+    def _member(self, request: Request) -> Member:
+        """Return the request as a member of a batch. If no tokens are left, its last one has been scheduled."""
+        computed, outputs = request.num_computed_tokens, request.num_output_tokens + request.num_output_placeholders
+        left = min(request.max_tokens - outputs, self.max_model_len - 1 - computed)
+        return Member(request, computed, outputs, left)
 
     def _admits_more(self) -> bool:
         """Return whether another request could start."""
@@ -173,15 +188,14 @@ class DecodeScheduler(AsyncScheduler):
         due = len(batch.due.get(batch.scheduled % batch.block_size, ()))
         blocks = due * len(self.kv_cache_config.kv_cache_groups)
         return (
-            bool(batch.members)
-            and batch.scheduled < batch.allowed
+            bool(batch.active)
             and not self._admits_more()
             and blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks()
         )
 
     def _schedule_decode(self, batch: Batch) -> SchedulerOutput:
         """Return the next iteration of a batch."""
-        done, members = batch.scheduled, list(batch.members.values())
+        done, members = batch.scheduled, list(batch.active.values())
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(members)
@@ -190,7 +204,7 @@ class DecodeScheduler(AsyncScheduler):
             request.num_computed_tokens = members[index].computed + done
             new_blocks[index] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
         requests = CachedRequestData(
-            req_ids=list(batch.members),
+            req_ids=list(batch.active),
             resumed_req_ids=set(),
             new_token_ids=[],
             all_token_ids={},
@@ -213,25 +227,26 @@ class DecodeScheduler(AsyncScheduler):
             new_block_ids_to_zero=new_block_ids or None,
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
-        batch.scheduled += 1
         batch.pending.append(iteration)
+        batch.count_iteration()
         return iteration
 
     def _take_row(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Store the tokens of an iteration. Return the outputs of requests that have stopped."""
+        """Store the tokens of an iteration. Return the outputs of requests that have ended."""
         batch.pending.popleft()
         tokens = [token for (token,) in sampled.sampled_token_ids]
         logprobs, ranks = sampled.logprobs.logprobs[:, 0].tolist(), sampled.logprobs.sampled_token_ranks.tolist()
         batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs, ranks))
-        index = sampled.req_id_to_index
-        stopped = [name for name, i in index.items() if tokens[i] in batch.stop and name in batch.members]
-        outputs = [self._stop(batch, name) for name in stopped]
-        if stopped:
-            batch.remove(set(stopped))
+        ended = [name for name, i in sampled.req_id_to_index.items() if tokens[i] in batch.stop]
+        ended += batch.lasts.get(len(batch.rows), ())
+        ended = [name for name in dict.fromkeys(ended) if name in batch.members]
+        outputs = [self._end(batch, name) for name in ended]
+        if ended:
+            batch.remove(ended)
         return outputs
 
-    def _stop(self, batch: Batch, name: str) -> EngineCoreOutput:
-        """End a request that has sampled a stop token, and return all its tokens that vLLM has not been told of."""
+    def _end(self, batch: Batch, name: str) -> EngineCoreOutput:
+        """End a request that has sampled its last token. Return all its tokens that vLLM has not been told of."""
         request = batch.members[name].request
         tokens, logprobs = batch.sampled(name)
         request.append_output_token_ids(tokens)
@@ -247,8 +262,9 @@ class DecodeScheduler(AsyncScheduler):
         for name, member in batch.members.items() if batch else ():
             tokens, logprobs = batch.sampled(name)
             request = member.request
-            request.num_computed_tokens = member.computed + batch.scheduled
-            request.num_output_placeholders += len(batch.pending)
+            scheduled = min(batch.scheduled, member.left)
+            request.num_computed_tokens = member.computed + scheduled
+            request.num_output_placeholders += scheduled - len(tokens)
             request.append_output_token_ids(tokens)
             if tokens:
                 self.unsent.append(EngineCoreOutput(name, tokens, logprobs))

@@ -2,7 +2,8 @@
 
     python tests/helpers/scheduler_worker.py MODEL OUT.json [--own]
 
-There are more requests than may run at once, and fewer blocks in the KV cache than these need.
+In the first round there are more requests than may run at once, and fewer blocks in the KV cache than these need. In
+the second, all requests run at once and reach their maximum lengths one after the other.
 """
 
 import json
@@ -34,39 +35,46 @@ def main(model: str, out: str, own: bool) -> None:
         **options,
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    calls = {"_preempt_request": 0, "_schedule_decode": 0, "schedule": 0}
+    counts = {"_preempt_request": 0, "_schedule_decode": 0, "schedule": 0}
 
     def count(name):
         function = getattr(scheduler, name)
 
         def counted(*args, **kwargs):
-            calls[name] += 1
+            counts[name] += 1
             return function(*args, **kwargs)
 
         setattr(scheduler, name, counted)
 
-    for name in calls:
+    for name in counts:
         if hasattr(scheduler, name):
             count(name)
-    stop = [4, 5]
-    requests = [{"prompt_token_ids": [10 + (i + j) % 200 for j in range(5 + 7 * i)]} for i in range(12)]
-    params = [
-        vllm.SamplingParams(
-            n=4,
-            seed=i,
-            max_tokens=20 * (1 + i % 10),
-            ignore_eos=True,
-            stop_token_ids=stop,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        for i in range(len(requests))
-    ]
-    outputs = llm.generate(requests, params, use_tqdm=False)
-    completions = [completion for output in outputs for completion in output.outputs]
-    results = [[list(c.token_ids), c.logprobs.logprobs, c.finish_reason, c.stop_reason] for c in completions]
-    pathlib.Path(out).write_text(json.dumps({"completions": results, "calls": calls}))
+
+    def sample(prompts, completions, max_tokens, stop):
+        """Return the completions of the prompts, and how often the scheduler was called."""
+        before = dict(counts)
+        requests = [{"prompt_token_ids": [10 + (i + j) % 200 for j in range(n)]} for i, n in enumerate(prompts)]
+        params = [
+            vllm.SamplingParams(
+                n=completions,
+                seed=i,
+                max_tokens=tokens,
+                ignore_eos=True,
+                stop_token_ids=stop,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for i, tokens in enumerate(max_tokens)
+        ]
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        sampled = [completion for output in outputs for completion in output.outputs]
+        results = [[list(c.token_ids), c.logprobs.logprobs, c.finish_reason, c.stop_reason] for c in sampled]
+        return {"completions": results, "calls": {name: counts[name] - before[name] for name in counts}}
+
+    crowded = sample([5 + 7 * i for i in range(12)], 4, [20 * (1 + i % 10) for i in range(12)], [4, 5])
+    roomy = sample([5] * 8, 1, [10 * (1 + i) for i in range(8)], [])
+    pathlib.Path(out).write_text(json.dumps({"crowded": crowded, "roomy": roomy}))
 
 
 if __name__ == "__main__":
