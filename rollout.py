@@ -275,6 +275,24 @@ class VLLMEngine:
         how: Sampling,
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        before = scheduler.interruptions
+        rollouts = self._sample(prompts, seeds, how, continuation)
+        if before == 0 < scheduler.interruptions and console.is_main():
+            print(
+                f"vLLM's memory was full: in this step it interrupted a completion {scheduler.interruptions} times and "
+                "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster",
+                file=sys.stderr,
+            )
+        return rollouts
+
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        how: Sampling,
+        continuation: Continuation | None,
+    ) -> list[list[Rollout]]:
         if continuation:
             return self._continue(prompts, seeds, how, continuation)
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together

@@ -4,10 +4,11 @@ vLLM plans each iteration from scratch, request by request, and reports each tok
 Python for 256 sequences, more than the GPU takes for the iteration. But most iterations of a rollout repeat the one
 before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It stores sampled
 tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache, has
-sampled a stop token or reaches its maximum length. Before anything else can happen (a prompt is waiting and there is
-room for it, a request is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have
-sampled, and vLLM's own code takes over until a batch can be formed again. Both paths run the same requests in the same
-iterations, so they sample the same completions.
+sampled a stop token or reaches its maximum length. Before anything else can happen (waiting requests start, a request
+is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own
+code takes over until a batch can be formed again. Waiting requests start several at a time, and not in the last of the
+memory, which leaves a few places empty for a while. So a request may run later than with vLLM's scheduler, but apart
+from the GPU's rounding it samples the same completion.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
 scheduled before a batch was formed or dissolved, and arrive afterwards, are handled by vLLM's own code.
@@ -27,6 +28,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the places is free
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class DecodeScheduler(AsyncScheduler):
         LogprobsProcessor._update_sample_logprobs = extend_logprobs  # every request of `rollout.py` has flat_logprobs
         self.batch: Batch | None = None
         self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
+        self.interruptions = 0  # number of times that a request lost its memory and had to be computed anew
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Return the next iteration."""
@@ -136,6 +140,11 @@ class DecodeScheduler(AsyncScheduler):
         self.unsent = [output for output in self.unsent if output.request_id in self.requests]
         return finished
 
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        """Take the memory of a running request, and let the request wait."""
+        self.interruptions += 1
+        super()._preempt_request(request, timestamp)
+
     def take_unsent(self) -> list[EngineCoreOutput]:
         """Return all tokens that have arrived and that vLLM's frontend has not been told of."""
         self._dissolve_batch()
@@ -162,8 +171,21 @@ class DecodeScheduler(AsyncScheduler):
         return Member(request, computed, outputs, left)
 
     def _admits_more(self) -> bool:
-        """Return whether another request could start."""
-        return bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+        """Return whether enough waiting requests could start to dissolve the batch for them.
+
+        The first one needs blocks for its tokens, and one more for each running request: if it took the last blocks,
+        vLLM would soon have to interrupt a request and to compute it anew.
+        """
+        waiting = len(self.waiting) + len(self.skipped_waiting)
+        free_places = self.max_num_running_reqs - len(self.running)
+        together = max(1, int(ADMITTED_TOGETHER * self.max_num_running_reqs))
+        if not waiting or free_places < min(waiting, together):
+            return False
+        request = self._select_waiting_queue_for_scheduling().peek_request()
+        groups = self.kv_cache_config.kv_cache_groups
+        blocks = sum(math.ceil(request.num_tokens / group.kv_cache_spec.block_size) for group in groups)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return blocks + len(self.running) * len(groups) <= free_blocks
 
     def _only_decodes(self, request: Request, stop_token_ids: list[int] | None) -> bool:
         """Return whether all that the next iteration has to do for the request is to decode one token."""

@@ -1,6 +1,8 @@
 """Sample completions in vLLM with its own scheduler, or with policy/vllm_scheduler.py, and write them to a JSON file.
 
-    python tests/helpers/scheduler_worker.py MODEL OUT.json [--own]
+    python tests/helpers/scheduler_worker.py MODEL OUT.json [--own | --eager]
+
+With `--eager`, waiting requests start as soon as in vLLM, so that both run the same requests in each iteration.
 
 In the first round there are more requests than may run at once, and fewer blocks in the KV cache than these need. In
 the second, all requests run at once and reach their maximum lengths one after the other.
@@ -20,8 +22,13 @@ import vllm
 from policy.vllm_scheduler import DecodeScheduler
 
 
-def main(model: str, out: str, own: bool) -> None:
-    options = {"scheduler_cls": DecodeScheduler} if own else {}
+class EagerScheduler(DecodeScheduler):
+    def _admits_more(self) -> bool:
+        return bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+
+
+def main(model: str, out: str, flag: str = "") -> None:
+    options = {"scheduler_cls": {"--own": DecodeScheduler, "--eager": EagerScheduler}[flag]} if flag else {}
     llm = vllm.LLM(
         model,
         max_model_len=512,
@@ -78,4 +85,4 @@ def main(model: str, out: str, own: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "--own" in sys.argv)
+    main(*sys.argv[1:])
