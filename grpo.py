@@ -32,7 +32,7 @@ from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.records import Completion, Group, Prompt, Sample, Sampling, ScoredGroup
 from data import load_processor, load_split, max_images
 from evaluation.held_out import score_policy
-from packing import PackedBatch
+from packing import PackedBatch, order_for_packing
 from policy.batches import completion_logprobs, micro_batches, vision_cost_per_token
 from policy.lora import has_dropout, reference_weights
 from policy.memory import (
@@ -369,12 +369,16 @@ def check_scored(run: Run, drawn: GroupRewards) -> None:
 
 
 def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) -> list[list[Group]]:
-    """Return what this process trains on in each update, after moving completions so that all have equal work."""
+    """Return what this process trains on in each update, in the order of the micro-batches.
+
+    Completions are moved between processes, so that all have equal work.
+    """
     cfg, vision_cost = run.cfg, vision_cost_per_token(run.policy)
     minibatches = []
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
         chosen = [group for group in groups if first <= group.index < first + cfg.prompts_per_update]
-        minibatches.append(rebalance(training_groups(cfg, chosen, advantages, run.step), vision_cost))
+        balanced = rebalance(training_groups(cfg, chosen, advantages, run.step), vision_cost)
+        minibatches.append(order_for_packing(balanced, run.micro_batch_tokens))
     return minibatches
 
 

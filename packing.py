@@ -22,6 +22,7 @@ otherwise 1).
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TypeVar
@@ -192,6 +193,26 @@ def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
     return [pack(part) for part in split_groups(groups, budget)]
 
 
+def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
+    """Return `groups` in an order for which `split_groups` needs few micro-batches of `budget` tokens.
+
+    The order is that of first-fit decreasing: the largest comes first, and each goes into the first micro-batch that
+    has room for it. A group that opens a micro-batch did not fit into the one before, so `split_groups` cuts at the
+    same places. Groups larger than the budget are split here.
+    """
+    batches: list[list[Group]] = []
+    room: list[int] = []
+    chunks = [chunk for group in groups for chunk in _split(group, budget)]
+    for chunk in sorted(chunks, key=lambda chunk: -chunk.tokens):
+        fitting = next((i for i, free in enumerate(room) if chunk.tokens <= free), len(batches))
+        if fitting == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[fitting].append(chunk)
+        room[fitting] -= chunk.tokens
+    return [group for batch in batches for group in batch]
+
+
 def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
     """Cut `groups`, in order, into micro-batches of at most `budget` tokens.
 
@@ -263,14 +284,16 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
-    On a GPU in half precision, this calls `flash_attn`, or torch's `varlen_attn` if flash_attn is not installed. In all
-    other cases, it makes one SDPA call per segment.
+    On a GPU in half precision, this calls torch's `varlen_attn` or, for a causal language model on a Hopper GPU,
+    FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
     max_q, max_k = max(segments.q_lens), max(segments.k_lens)
-    if (flash := _flash_attn()) is not None:
-        return flash(q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+    if causal and (flash_attention := _flash_attention_4()):
+        lengths = {"cu_seqlens_q": segments.cu_q, "cu_seqlens_k": segments.cu_k}
+        lengths |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        return flash_attention(q, k, v, **lengths, softmax_scale=scale, causal=True, pack_gqa=False)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
@@ -284,9 +307,16 @@ def _has_kernel(q: Tensor) -> bool:
 
 
 @functools.cache
-def _flash_attn():
+def _flash_attention_4() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return FlashAttention 4, or None if it is not installed or this is not a Hopper GPU, the only kind it ran on.
+
+    It is faster than torch's kernel, but compiles for each kind of input when it first sees one.
+    """
+    if torch.cuda.get_device_capability()[0] != 9:
+        return None
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep what is compiled for later runs
     try:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn.cute import flash_attn_varlen_func
     except ImportError:
         return None
     return flash_attn_varlen_func

@@ -178,8 +178,10 @@ def start_vllm(
             import vllm
 
             logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
+            from policy.vllm_logprobs import use_fast_logprobs
             from policy.vllm_scheduler import DecodeScheduler
 
+            use_fast_logprobs()
             return vllm.LLM(
                 model,
                 dtype=dtype,

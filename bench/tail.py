@@ -51,7 +51,7 @@ class Config:
     cap: int = 8192
     """Maximum length in tokens."""
     warm_up: int = 3
-    """Number of steps before those that are measured, for each value above 1. Only the first step of all trains."""
+    """Number of steps before those that are measured, for each value above 1. They sample, but do not train."""
     steps: int = 4
     """Number of measured steps, for each value."""
     folder: str = "runs/bench"
@@ -105,7 +105,8 @@ class Occupancy:
         """Return the share of the sampling time since then in which less than a quarter of `full` sequences run."""
         points = [(at, running) for at, running in self.points if at >= since]
         spans = [(end - at, running) for (at, running), (end, _) in itertools.pairwise(points) if running]
-        return sum(span for span, running in spans if running < full / 4) / sum(span for span, _ in spans)
+        thin = sum(span for span, running in spans if running < full / 4)
+        return thin / sum(span for span, _ in spans) if spans else 0.0
 
 
 def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
@@ -124,6 +125,22 @@ def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
     engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
 
 
+def compile_first(run: grpo.Run, data: str) -> None:
+    """Take a step with short completions, in which the sampler and the update compile what they need."""
+    max_tokens, run.engine.max_tokens = run.engine.max_tokens, lambda how, *_: min(how.max_tokens, 256)
+    restart(run, data, oversample=1.0, steps=1)
+    grpo.train_step(run)
+    run.engine.max_tokens = max_tokens
+
+
+def restart(run: grpo.Run, data: str, oversample: float, steps: int) -> None:
+    """Let `run` begin anew with this value of --oversample."""
+    run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
+    samples = load_split(run.cfg, data, "count", run.stream.processor)
+    run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
+    run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
+
+
 def sample_only(run: grpo.Run) -> None:
     """Sample what a step would train on. After a few such steps, completions of several steps are in flight."""
     run.clock = grpo.Clock()
@@ -135,18 +152,13 @@ def sample_only(run: grpo.Run) -> None:
 
 def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
     """Return the mean metrics of the measured steps with this value of --oversample, and their timeline."""
-    is_first = oversample == cfg.oversample[0]
-    warm_up = cfg.warm_up if oversample > 1 else int(is_first)
+    warm_up = cfg.warm_up if oversample > 1 else 0
     steps = warm_up + cfg.steps
-    run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
-    samples = load_split(run.cfg, data, "count", run.stream.processor)
-    run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
-    run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
+    restart(run, data, oversample, steps)
     rows, timeline, full = [], [], min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations)
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
-        compiles = is_first and step == 0  # the first update waits for the compiler
-        row = grpo.train_step(run) if compiles or step >= warm_up else sample_only(run)
+        row = grpo.train_step(run) if step >= warm_up else sample_only(run)
         run.step += 1
         run.features.clear()  # so that every step computes the features of its images
         if step < warm_up:
@@ -165,7 +177,7 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
 def changes(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Return the first and the last point, and those at which the number of sequences changes."""
     changed = [point for before, point in itertools.pairwise(points) if point[1] != before[1]]
-    return [points[0], *changed, points[-1]]
+    return [*points[:1], *changed, *points[-1:]]
 
 
 def draw(results: list[dict], path: str, title: str) -> None:
@@ -227,6 +239,7 @@ def main(cfg: Config) -> None:
     )
     run = grpo.set_up(grpo.Config(**(settings | speed.parse_flags(cfg.flags))))
     force_lengths(run.engine, cfg)
+    compile_first(run, data)
     occupancy = Occupancy(run.engine)
     results = [measure(run, data, oversample, cfg, occupancy) for oversample in cfg.oversample]
     if console.is_main():

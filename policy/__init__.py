@@ -3,8 +3,7 @@
 Imports `common`, `config` and `packing`. Start reading at `model.py`: its `Policy` turns a packed batch into token
 log-probabilities. `forward.py` implements this computation, `batches.py` builds micro-batches, `sharding.py` applies
 FSDP2, `optimizer.py` contains AdamW and its schedule, `lora.py` handles adapters, `hf_engine.py` samples without vLLM
-(`vllm_checks.py`, `vllm_loop.py` and `vllm_scheduler.py` serve `rollout.py`), and `memory.py` decides what fits on the
-GPU.
+(the files whose names begin with `vllm_` serve `rollout.py`), and `memory.py` decides what fits on the GPU.
 """
 
 import logging

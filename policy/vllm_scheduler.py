@@ -49,7 +49,6 @@ class Row:
     index: dict[str, int]  # name of a request -> its place in the lists
     tokens: list[int]
     logprobs: list[float]
-    ranks: list[int]
 
 
 class Batch:
@@ -95,8 +94,8 @@ class Batch:
         places = [(row, row.index[name]) for row in self.rows[: self.members[name].left]]
         tokens = [row.tokens[i] for row, i in places]
         logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
-        ranks = np.array([row.ranks[i] for row, i in places], np.int64)
-        return tokens, LogprobsLists(np.array(tokens, np.int64)[:, None], logprobs[:, None], ranks)
+        no_ranks = np.zeros(len(tokens), np.int64)  # nobody asks for them
+        return tokens, LogprobsLists(np.array(tokens, np.int64)[:, None], logprobs[:, None], no_ranks)
 
 
 class DecodeScheduler(AsyncScheduler):
@@ -257,8 +256,8 @@ class DecodeScheduler(AsyncScheduler):
         """Store the tokens of an iteration. Return the outputs of requests that have ended."""
         batch.pending.popleft()
         tokens = [token for (token,) in sampled.sampled_token_ids]
-        logprobs, ranks = sampled.logprobs.logprobs[:, 0].tolist(), sampled.logprobs.sampled_token_ranks.tolist()
-        batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs, ranks))
+        logprobs = sampled.logprobs.logprobs[:, 0].tolist()
+        batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs))
         ended = [name for name, i in sampled.req_id_to_index.items() if tokens[i] in batch.stop]
         ended += batch.lasts.get(len(batch.rows), ())
         ended = [name for name in dict.fromkeys(ended) if name in batch.members]
