@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
     ARGS = cli.parse(Config, with_recipe)
 
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -233,11 +234,22 @@ def train_step(run: Run) -> dict[str, float]:
     if not cfg.max_steps:  # to the schedule, a further round of sampling is a step without updates
         for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
             run.scheduler.step()
+    spare_garbage_collector()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
     return metrics | (
         partial_metrics(rollouts, run.in_flight, run.step, cfg.max_staleness) if cfg.oversample > 1 else {}
     )
+
+
+@functools.cache  # once
+def spare_garbage_collector() -> None:
+    """Exempt what is alive after the first step from garbage collection, above all what torch.compile has made.
+
+    It lives as long as the run, and vLLM would search it for garbage whenever it goes to sleep.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

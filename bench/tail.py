@@ -148,6 +148,7 @@ def sample_only(run: grpo.Run) -> None:
     run.engine.sync_weights(run.policy)
     grpo.collect(run)
     run.engine.sleep()
+    speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.clock.laps.items()})
 
 
 def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
@@ -163,6 +164,7 @@ def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy:
         run.features.clear()  # so that every step computes the features of its images
         if step < warm_up:
             continue
+        speed.print_times(f"oversample {oversample:g} step {step}", row)
         row["tokens"] = row["tokens_per_second"] * row["step_time"]
         row["thin_share"] = occupancy.thin_share(started, full)
         rows.append(row)

@@ -9,7 +9,7 @@ Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import transformers
@@ -51,7 +51,13 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 rows of 152k logits (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
-    for layer in language_model(model).layers if compiled else []:
+    if compiled:
+        compile_layers(language_model(model).layers)
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Let torch.compile fuse the small operations of each of `layers`, in place, for inputs of any length."""
+    for layer in layers:
         # Compile the forward method, not the module, because FSDP's hooks must stay outside.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -324,9 +324,10 @@ def test_requirements_are_pinned():
 def test_imported_packages_are_required():
     """Every package that the code imports is named, and not only installed because another package needs it."""
     named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
-    optional = {"flash_attn", "trl", "verl", "wandb", "tensorboard"}  # used only where they are installed
+    optional = {"trl", "verl", "wandb", "tensorboard"}  # used only where they are installed
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
     packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "fla": "flash-linear-attention"}
+    packages |= {"flash_attn": "flash-attn-4"}
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
