@@ -22,6 +22,7 @@ from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
 from policy.families import language_model, vision_parts
 
+RECOMPUTE = 0.9  # below 1: the backward pass recomputes what no matrix product is needed for, instead of keeping it
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
 
@@ -52,6 +53,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
+        torch._functorch.config.activation_memory_budget = RECOMPUTE
         compile_layers(language_model(model).layers)
 
 

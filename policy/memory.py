@@ -168,6 +168,8 @@ def bytes_per_token(
         width = copies * getattr(config, "moe_intermediate_size", width)
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
     full_layer = size * ((9 + 3 * copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
+    if compiled and not copies:  # the output of a norm and the product of gate and up are recomputed (`RECOMPUTE`)
+        full_layer -= size * (config.hidden_size + width)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
     if linear_layers:  # q, k and v before and after the convolution, normalised and sorted by head; values and gates

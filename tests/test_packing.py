@@ -190,7 +190,7 @@ def test_kept_image_features_stand_for_their_pixels(family):
     assert torch.allclose(got, want, atol=1e-5)
     for name, want_gradient in gradients.items():
         got_gradient = dict(model.named_parameters())[name].grad
-        assert (got_gradient - want_gradient).norm() <= 1e-5 * want_gradient.norm() + 1e-7, name
+        assert (got_gradient - want_gradient).norm() <= 2e-5 * want_gradient.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -260,6 +260,29 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
         return graphs[shape]
 
     assert count_graphs("one image") == count_graphs("no image") > 3
+
+
+def test_compiled_layers_keep_only_what_a_matrix_product_would_have_to_compute_again(monkeypatch):
+    """Of an MLP: the outputs of gate and up, but not their product. `memory.bytes_per_token` counts on it."""
+    compile_with, kept = torch.compile, {}
+    partition = "aot_eager_decomp_partition"  # decides what to keep, as Inductor does, but compiles nothing
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=partition))
+    torch.compiler.reset()
+    model = build("qwen2_5_vl")
+    enable_packed_forward(model, compiled=True)
+    batch = pack(groups_for(model, "qwen2_5_vl", "no image"))
+    config = language_model(model).config
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if batch.input_ids.shape[1] in tensor.shape:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logp, _ = token_logprobs(model, batch)
+    wide = [tensor for tensor in kept.values() if tensor.shape[-1] == config.intermediate_size]
+    assert len(wide) == 2 * config.num_hidden_layers
+    logp.sum().backward()
 
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():
