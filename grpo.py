@@ -45,7 +45,7 @@ from policy.memory import (
 )
 from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, load_reference, unsharded
+from policy.sharding import apply_fsdp, finish_gradients, load_reference, unsharded
 from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, RequestLimits, choose_engine, make_engine
 from training import guards
@@ -500,6 +500,7 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[st
             # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
             (loss * distributed.world_size()).backward()
             sums.append(stats | {"entropy": (entropy * (batch.values.weights > 0)).sum()})
+        finish_gradients(run.policy)
     return sums, logps
 
 

@@ -27,7 +27,7 @@ from packing import PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
-from policy.sharding import apply_fsdp, reduce_gradients, unsharded
+from policy.sharding import apply_fsdp, finish_gradients, reduce_gradients, unsharded
 
 
 @dataclass
@@ -101,6 +101,7 @@ def passes(policy: Policy, batches: list[PackedBatch], device: torch.device) -> 
             logp, _ = policy(batch.to(device))
             logp.mean().backward()
             logps.append(logp.detach())
+        finish_gradients(policy)
     _wait(device)
     return time.perf_counter() - started, torch.cat(logps)
 

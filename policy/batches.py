@@ -21,7 +21,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds blank ones, whose tokens have weight zero. Each is packed only when it is
-    needed, while the GPU still works on the one before.
+    needed, while the GPU still works on the one before. After the last backward pass, call `sharding.finish_gradients`.
     """
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
