@@ -84,7 +84,8 @@ def count_gathers(policy) -> dict[str, int]:
     units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
     counts = dict.fromkeys(units, 0)
     for name, unit in units.items():
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        state = unit._get_fsdp_state()  # torch 2.11 has one group for each unit
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
 
             def counted(wait=group.wait_for_unshard, group=group, name=name):
                 counts[name] += group._all_gather_result is not None
