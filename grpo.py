@@ -45,7 +45,7 @@ from policy.memory import (
 )
 from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, finish_gradients, load_reference, unsharded
+from policy.sharding import apply_fsdp, load_reference, unsharded
 from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, RequestLimits, choose_engine, make_engine
 from training import guards
@@ -246,7 +246,8 @@ def train_step(run: Run) -> dict[str, float]:
 def spare_garbage_collector() -> None:
     """Exempt what is alive after the first step from garbage collection, above all what torch.compile has made.
 
-    It lives as long as the run, and vLLM would search it for garbage whenever it goes to sleep.
+    What torch.compile has made lives as long as the run, and vLLM would search it for garbage whenever it goes to
+    sleep. A second run in the same process could not free the memory of the first one's models.
     """
     gc.collect()
     gc.freeze()
@@ -500,7 +501,6 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[st
             # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
             (loss * distributed.world_size()).backward()
             sums.append(stats | {"entropy": (entropy * (batch.values.weights > 0)).sum()})
-        finish_gradients(run.policy)
     return sums, logps
 
 

@@ -284,13 +284,14 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
 def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
-    On a GPU in half precision, this calls torch's `varlen_attn` or, for a causal language model on a Hopper GPU,
-    FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
+    On a GPU in half precision, this calls torch's `varlen_attn` or, for causal attention with heads of 128 on a Hopper
+    GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
     max_q, max_k = max(segments.q_lens), max(segments.k_lens)
-    if causal and (flash_attention := _flash_attention_4()):
+    # The backward pass of version 4.0.0b19 rounds other head sizes, such as 16 and 80, in different ways.
+    if causal and q.shape[-1] == 128 and (flash_attention := _flash_attention_4()):
         lengths = {"cu_seqlens_q": segments.cu_q, "cu_seqlens_k": segments.cu_k}
         lengths |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
         return flash_attention(q, k, v, **lengths, softmax_scale=scale, causal=True, pack_gqa=False)[0]
@@ -308,13 +309,14 @@ def _has_kernel(q: Tensor) -> bool:
 
 @functools.cache
 def _flash_attention_4() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return FlashAttention 4, or None if it is not installed or this is not a Hopper GPU, the only kind it ran on.
+    """Return FlashAttention 4, or None if it is not installed, or if this is not a Hopper GPU, on which it was tried.
 
-    It is faster than torch's kernel, but compiles for each kind of input when it first sees one.
+    It is faster than torch's kernel, but has to be compiled, once for each user and machine.
     """
     if torch.cuda.get_device_capability()[0] != 9:
         return None
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # keep what is compiled for later runs
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/flash_attention_4"))
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError:

@@ -139,6 +139,7 @@ def restart(run: grpo.Run, data: str, oversample: float, steps: int) -> None:
     samples = load_split(run.cfg, data, "count", run.stream.processor)
     run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
     run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
+    run.features.clear()
 
 
 def sample_only(run: grpo.Run) -> None:

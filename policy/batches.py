@@ -13,7 +13,7 @@ from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
-from policy.sharding import reduce_gradients, unsharded
+from policy.sharding import finish_gradients, finishes_gradients, reduce_gradients, unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
@@ -21,7 +21,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds blank ones, whose tokens have weight zero. Each is packed only when it is
-    needed, while the GPU still works on the one before. After the last backward pass, call `sharding.finish_gradients`.
+    needed, while the GPU still works on the one before.
     """
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
@@ -29,15 +29,17 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     has_images = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
     tower_is_trained = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
     any_images = distributed.all_max(has_images.int()).bool() if tower_is_trained else has_images
-    device, count_flop = next(policy.parameters()).device, flop_counter(policy)
+    device, count_flop, finishes = next(policy.parameters()).device, flop_counter(policy), finishes_gradients(policy)
     for i, part in enumerate(parts):
         batch = pack(part)
         batch.dummy_vision = bool(any_images[i]) and not batch.vision
         batch.flop = count_flop(batch)
         # If the vision tower is trained, gradients are summed after every micro-batch, because the last micro-batch may
         # not run the tower.
-        reduce_gradients(policy, tower_is_trained or i + 1 == num_batches)
+        reduce_gradients(policy, tower_is_trained or (i + 1 == num_batches and not finishes))
         yield batch.to(device)
+    if finishes and torch.is_grad_enabled():  # here, the caller's last backward pass is over
+        finish_gradients(policy)
 
 
 def _blank_group(policy: Policy) -> Group:

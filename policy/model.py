@@ -238,7 +238,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         router.requires_grad_(flags.train_router and not flags.has_adapter)
     compiled = flags.compile and device.type == "cuda"
     enable_packed_forward(model, compiled)
-    if compiled and not flags.train_vision:
+    if compiled and not flags.train_vision:  # a trained tower was not tried
         compile_layers(vision_blocks(model))
     model.train()
     return Policy(model)

@@ -165,34 +165,45 @@ def unsharded(policy: Policy) -> Iterator[None]:
 def reduce_gradients(policy: Policy, now: bool) -> None:
     """Set whether the next backward pass sums gradients over the processes (`now`), or leaves that to a later pass.
 
-    If every process holds all weights, gradients are accumulated in float32 until `finish_gradients`. This saves time
-    even for a single process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are
-    sharded, only the sum over copies of the weights is left to the later pass: each process has memory for the
-    gradients of its shards alone.
+    If every process holds all weights, gradients are accumulated in float32 until then. This saves time even for a
+    single process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are sharded,
+    only the sum over copies of the weights is left to the later pass: each process has memory for the gradients of its
+    shards alone.
     """
     if not isinstance(policy, FSDPModule):
         return
     if policy.num_shards == 1:
-        policy.set_requires_gradient_sync(False)
+        policy.set_requires_gradient_sync(now)
     else:
         policy.set_requires_all_reduce(now)
 
 
-def finish_gradients(policy: Policy) -> None:
-    """After the last backward pass of an update, sum over the processes what `reduce_gradients` has left.
+def finishes_gradients(policy: Policy) -> bool:
+    """Return whether `finish_gradients` takes the place of what FSDP does in the last backward pass.
 
-    FSDP writes the sums to memory of a stream of its own, which cannot be that of activations. It is allocated only
-    now, after the activations' memory has been given back.
+    It does for a single process, which sends nothing that the backward pass could hide, and without an adapter, whose
+    gradients are small. The blocks of a trained vision tower may not run in some micro-batches; FSDP then cannot
+    accumulate.
     """
-    if isinstance(policy, FSDPModule) and policy.num_shards == 1:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        policy.set_requires_gradient_sync(True)
-        end_backward(policy)
+    trains_tower = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
+    is_single = isinstance(policy, FSDPModule) and distributed.world_size() == 1
+    return is_single and not trains_tower and not has_adapter(policy.model)
+
+
+def finish_gradients(policy: Policy) -> None:
+    """After the last backward pass of an update, turn what has been accumulated into gradients.
+
+    FSDP writes them to memory of a stream of its own, which cannot be that of activations. It is allocated only now,
+    after the activations' memory has been given back.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    policy.set_requires_gradient_sync(True)
+    end_backward(policy)
 
 
 def end_backward(policy: Policy) -> None:
-    """Let FSDP end a backward pass: unless told otherwise, it turns what has been accumulated into gradients."""
+    """Let FSDP end a backward pass: if gradient sync is on, it turns what has been accumulated into gradients."""
     policy._get_fsdp_state()._root_post_backward_final_callback()
 
 

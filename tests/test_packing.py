@@ -10,13 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._functorch.config
+import torch.nn.attention.varlen
 
+import packing
 from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
 from packing import order_for_packing, pack, pack_groups, split_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
+from policy.lora import new_adapter
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs
@@ -116,7 +120,7 @@ def groups_of(lengths_of_groups: list[list[int]]) -> list[Group]:
 
 
 def test_groups_are_ordered_so_that_micro_batches_are_full():
-    """By hand: groups of 60, 30, 80, 40 and 100 + 20 tokens fill four micro-batches of 110, not five."""
+    """By hand: groups of 60, 30, 80, 40 and 120 tokens fill four micro-batches of 110, not five."""
     groups = groups_of([[50], [20], [70], [30], [100, 10]])
     assert len(split_groups(groups, 110)) == 5
     parts = split_groups(order_for_packing(groups, 110), 110)
@@ -190,7 +194,7 @@ def test_kept_image_features_stand_for_their_pixels(family):
     assert torch.allclose(got, want, atol=1e-5)
     for name, want_gradient in gradients.items():
         got_gradient = dict(model.named_parameters())[name].grad
-        assert (got_gradient - want_gradient).norm() <= 2e-5 * want_gradient.norm() + 1e-7, name
+        assert (got_gradient - want_gradient).norm() <= FAMILIES[family].bounds[1] * want_gradient.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -283,6 +287,45 @@ def test_compiled_layers_keep_only_what_a_matrix_product_would_have_to_compute_a
     wide = [tensor for tensor in kept.values() if tensor.shape[-1] == config.intermediate_size]
     assert len(wide) == 2 * config.num_hidden_layers
     logp.sum().backward()
+
+
+@pytest.mark.parametrize("case", ["dropout", "linear attention"])
+def test_layers_keep_everything_where_recomputing_would_be_wrong_or_slow(case):
+    """torch.compile would draw the random numbers of dropout again, and recompute products of linear attention."""
+    model = build("qwen3_5" if case == "linear attention" else "qwen2_5")
+    if case == "dropout":
+        new_adapter(model, rank=4, alpha=8, vision=False, dropout=0.1)
+    enable_packed_forward(model, compiled=True)
+    assert torch._functorch.config.activation_memory_budget == 1.0
+    enable_packed_forward(build("qwen2_5"), compiled=True)
+    assert torch._functorch.config.activation_memory_budget < 1.0
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "want"), [(128, True, "4"), (64, True, "torch"), (128, False, "torch")])
+def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, causal, want):
+    called = []
+
+    def flash_attention_4(q, k, v, **options):
+        called.append(("4", options))
+        return q, None
+
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options):
+        called.append(("torch", options))
+        return q
+
+    monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
+    monkeypatch.setattr(packing, "_flash_attention_4", lambda: flash_attention_4)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    segments = pack(groups_of([[5, 3]])).segments
+    q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
+    packing.attend(q, k, k, segments, 0.5, causal)
+    ((name, options),) = called
+    assert name == want
+    if want == "4":
+        assert (options["softmax_scale"], options["causal"]) == (0.5, True)
+        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (10, 15)
+        assert options["cu_seqlens_q"].tolist() == [0, 10, 15, 18]
+        assert options["cu_seqlens_k"].tolist() == [0, 10, 25, 38]
 
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():
