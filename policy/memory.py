@@ -330,12 +330,13 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
     """
     for attempt in range(2):
         try:
+            if attempt:
+                recover(policy)  # only here, where the first exception no longer holds the activations
             return budget, work(budget)
         except torch.OutOfMemoryError as error:
             if attempt or distributed.world_size() > 1:
                 reason = str(error).split(". ")[0]
                 raise RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1) from None
-        recover(policy)  # only here, where the exception no longer holds the activations
         budget //= 2
         print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
     raise AssertionError("unreachable")

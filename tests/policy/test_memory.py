@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import distributed
-from common.errors import UserError
+from common.errors import RunStopped, UserError
 from config import PolicyFlags
 from policy import memory
 from policy import sharding as sharding_module
@@ -219,3 +219,12 @@ def test_no_full_layer_stays_alive_after_sharding(flags, tiny_model, monkeypatch
     apply_fsdp(policy, device, torch.float32)
     assert len(alive) >= 5 and len(alive[0]) > len(alive[1]) > 0
     assert alive[-1] == []
+
+
+def test_an_overflow_while_the_first_one_is_cleared_up_stops_with_advice(monkeypatch, policy):
+    def overflow(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    monkeypatch.setattr(memory, "recover", overflow)
+    with pytest.raises(RunStopped, match=r"out of GPU memory .*--activation_checkpointing full"):
+        memory.with_oom_retry(policy, 100, overflow)
