@@ -234,7 +234,7 @@ def train_step(run: Run) -> dict[str, float]:
     if not cfg.max_steps:  # to the schedule, a further round of sampling is a step without updates
         for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
             run.scheduler.step()
-    spare_garbage_collector()
+    freeze_garbage_collector()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
     return metrics | (
@@ -243,11 +243,11 @@ def train_step(run: Run) -> dict[str, float]:
 
 
 @functools.cache  # once
-def spare_garbage_collector() -> None:
-    """Exempt what is alive after the first step from garbage collection, above all what torch.compile has made.
+def freeze_garbage_collector() -> None:
+    """Exclude everything that is alive after the first step from further garbage collections.
 
-    What torch.compile has made lives as long as the run, and vLLM would search it for garbage whenever it goes to
-    sleep. A second run in the same process could not free the memory of the first one's models.
+    Most of it was made by torch.compile and lives as long as the run. Otherwise, vLLM would search it for garbage
+    whenever it goes to sleep. A second run in the same process could not free the memory of the first one's models.
     """
     gc.collect()
     gc.freeze()

@@ -27,7 +27,7 @@ from packing import PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
-from policy.sharding import apply_fsdp, finish_gradients, finishes_gradients, reduce_gradients, unsharded
+from policy.sharding import apply_fsdp, reduce_gradients, unsharded
 
 
 @dataclass
@@ -97,12 +97,10 @@ def passes(policy: Policy, batches: list[PackedBatch], device: torch.device) -> 
     started, logps = time.perf_counter(), []
     with unsharded(policy):
         for i, batch in enumerate(batches):
-            reduce_gradients(policy, i + 1 == len(batches) and not finishes_gradients(policy))
+            reduce_gradients(policy, i + 1 == len(batches))
             logp, _ = policy(batch.to(device))
             logp.mean().backward()
             logps.append(logp.detach())
-        if finishes_gradients(policy):
-            finish_gradients(policy)
     _wait(device)
     return time.perf_counter() - started, torch.cat(logps)
 

@@ -339,8 +339,12 @@ def step(run: grpo.Run, label: str) -> dict[str, float]:
 
 def profile(run: grpo.Run, label: str) -> None:
     """Take one training step, and print tables of the GPU kernels of each of its phases."""
-    phases = {"prompts": "cache_image_features", "rollout": "sample_prompts"}
-    phases |= {"reference": "with_ref_logp", "update": "update"}
+    phases = {
+        "prompts": "cache_image_features",
+        "rollout": "sample_prompts",
+        "reference": "with_ref_logp",
+        "update": "update",
+    }
     functions = {name: getattr(grpo, name) for name in phases.values()}
     for phase, name in phases.items():
         setattr(grpo, name, profiled(functions[name], f"{label} {phase}"))

@@ -13,7 +13,7 @@ from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
-from policy.sharding import finish_gradients, finishes_gradients, reduce_gradients, unsharded
+from policy.sharding import reduce_gradients, unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
@@ -29,17 +29,15 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     has_images = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
     tower_is_trained = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
     any_images = distributed.all_max(has_images.int()).bool() if tower_is_trained else has_images
-    device, count_flop, finishes = next(policy.parameters()).device, flop_counter(policy), finishes_gradients(policy)
+    device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
         batch = pack(part)
         batch.dummy_vision = bool(any_images[i]) and not batch.vision
         batch.flop = count_flop(batch)
         # If the vision tower is trained, gradients are summed after every micro-batch, because the last micro-batch may
         # not run the tower.
-        reduce_gradients(policy, tower_is_trained or (i + 1 == num_batches and not finishes))
+        reduce_gradients(policy, tower_is_trained or i + 1 == num_batches)
         yield batch.to(device)
-    if finishes and torch.is_grad_enabled():  # here, the caller's last backward pass is over
-        finish_gradients(policy)
 
 
 def _blank_group(policy: Policy) -> Group:

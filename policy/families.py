@@ -117,11 +117,6 @@ def vision_blocks(model: transformers.PreTrainedModel) -> nn.ModuleList | list[n
     return model.model.get_submodule(vision.blocks) if vision else []
 
 
-def has_linear_attention(model: transformers.PreTrainedModel) -> bool:
-    """Return whether some decoder layers of `model` are Gated DeltaNets."""
-    return "linear_attention" in (getattr(language_model(model).config, "layer_types", None) or ())
-
-
 def patches_per_token(model: transformers.PreTrainedModel) -> float:
     """Return how many patches of the vision tower of `model` an image token stands for."""
     blank = find_family(model.config).vision.blank(model.config)

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch._functorch.config as functorch_config
 import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -21,10 +20,8 @@ from common.gather import gather
 from packing import PackedBatch, shared_prefix_attention
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
-from policy.families import has_linear_attention, language_model, vision_parts
-from policy.lora import has_dropout
+from policy.families import language_model, vision_parts
 
-RECOMPUTE = 0.9  # below 1: torch.compile keeps less for the backward pass, and recomputes what is cheap
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
 
@@ -55,17 +52,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
-        functorch_config.activation_memory_budget = RECOMPUTE if recomputes(model) else 1.0
         compile_layers(language_model(model).layers)
-
-
-def recomputes(model: nn.Module) -> bool:
-    """Return whether the compiled layers of `model` keep less for the backward pass (`RECOMPUTE`).
-
-    Not with dropout, whose random numbers would be drawn again, and not with linear attention, where torch.compile
-    would recompute matrix products.
-    """
-    return not (has_dropout(model) or has_linear_attention(model))
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

@@ -16,10 +16,10 @@ from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
-from policy.forward import LOGIT_ROWS, recomputes
+from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
-from policy.sharding import end_backward, reshard
+from policy.sharding import reshard
 
 T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
@@ -168,8 +168,6 @@ def bytes_per_token(
         width = copies * getattr(config, "moe_intermediate_size", width)
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
     full_layer = size * ((9 + 3 * copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
-    if compiled and not copies and recomputes(policy.model):  # the output of a norm, and the product of gate and up
-        full_layer -= size * (config.hidden_size + width)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
     if linear_layers:  # q, k and v before and after the convolution, normalised and sorted by head; values and gates
@@ -344,11 +342,10 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
 
 def recover(policy: Policy) -> None:
     """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
-    end_backward(policy)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    end_backward = policy._get_fsdp_state()._root_post_backward_final_callback
+    end_backward()
     policy.set_requires_gradient_sync(True)
-    end_backward(policy)  # turns what was accumulated in earlier micro-batches into gradients
+    end_backward()  # turns what was accumulated in earlier micro-batches into gradients
     reshard(policy)
     policy.zero_grad()
     if torch.cuda.is_available():

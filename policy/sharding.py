@@ -178,35 +178,6 @@ def reduce_gradients(policy: Policy, now: bool) -> None:
         policy.set_requires_all_reduce(now)
 
 
-def finishes_gradients(policy: Policy) -> bool:
-    """Return whether `finish_gradients` takes the place of what FSDP does in the last backward pass.
-
-    It does for a single process, which sends nothing that the backward pass could hide, and without an adapter, whose
-    gradients are small. The blocks of a trained vision tower may not run in some micro-batches; FSDP then cannot
-    accumulate.
-    """
-    trains_tower = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
-    is_single = isinstance(policy, FSDPModule) and distributed.world_size() == 1
-    return is_single and not trains_tower and not has_adapter(policy.model)
-
-
-def finish_gradients(policy: Policy) -> None:
-    """After the last backward pass of an update, turn what has been accumulated into gradients.
-
-    FSDP writes them to memory of a stream of its own, which cannot be that of activations. It is allocated only now,
-    after the activations' memory has been given back.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    policy.set_requires_gradient_sync(True)
-    end_backward(policy)
-
-
-def end_backward(policy: Policy) -> None:
-    """Let FSDP end a backward pass: if gradient sync is on, it turns what has been accumulated into gradients."""
-    policy._get_fsdp_state()._root_post_backward_final_callback()
-
-
 def reshard(policy: Policy) -> None:
     """Free the gathered weights, so that every process keeps only its shards."""
     for module in policy.modules():

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import grpo
+import packing
 from common.errors import UserError
 from common.files import read_jsonl
 from config import PolicyFlags
@@ -72,6 +73,36 @@ def test_attention_kernels_agree_with_float32(family):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
+def test_flash_attention_4_agrees_with_float32():
+    """The tiny models' heads are too small for it: completions and prompts of a micro-batch, with heads of 128."""
+    pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
+    model, g = build("qwen2_5"), torch.Generator().manual_seed(0)
+    groups = [make_group(model, "qwen2_5", 90, [], [200, 1, 70], g) for _ in range(2)]
+    segments = pack(groups).to("cuda").segments
+    assert packing._flash_attention_4() is not None
+    shapes = [(sum(segments.q_lens), 8, 128), (sum(segments.k_lens), 2, 128), (sum(segments.k_lens), 2, 128)]
+    wide = [torch.randn(shape, generator=g).cuda().requires_grad_() for shape in shapes]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
+    want, got = (packing.attend(*qkv, segments, None, causal=True) for qkv in (wide, narrow))
+    upstream = torch.randn(want.shape, generator=g).cuda()
+    want_gradients = torch.autograd.grad(want, wide, upstream)
+    got_gradients = torch.autograd.grad(got, narrow, upstream.bfloat16())
+    for a, b in zip((got, *got_gradients), (want, *want_gradients)):
+        assert (a.float() - b).norm() < 0.01 * b.norm()
+
+
+def test_logprobs_of_sampled_tokens_are_those_of_softmax():
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from policy.vllm_logprobs import sampled_logprobs
+
+    logits = torch.randn(37, 5000, device="cuda") * 3
+    logits[:, 4000:] = -math.inf  # what top-p leaves out
+    for rows in (37, 5, 1):
+        tokens = torch.randint(4000, (rows,), device="cuda")
+        got = sampled_logprobs(logits[:rows], 0, tokens).logprobs
+        torch.testing.assert_close(got, logits[:rows].log_softmax(-1).gather(-1, tokens[:, None]), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("head_dim", "with_state"), [(32, True), (128, True), (128, False)])
 def test_linear_attention_kernels_agree_with_the_torch_path(head_dim, with_state):
     """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""

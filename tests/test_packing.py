@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.nn.attention.varlen
 
 import packing
@@ -20,7 +19,6 @@ from packing import order_for_packing, pack, pack_groups, split_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.lora import new_adapter
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs
@@ -192,9 +190,10 @@ def test_kept_image_features_stand_for_their_pixels(family):
     got, _ = token_logprobs(model, pack(groups))
     got.sum().backward()
     assert torch.allclose(got, want, atol=1e-5)
+    bound = 2e-5 if family == "qwen3_5" else 1e-5  # its states are rounded in an order that depends on the processor
     for name, want_gradient in gradients.items():
         got_gradient = dict(model.named_parameters())[name].grad
-        assert (got_gradient - want_gradient).norm() <= FAMILIES[family].bounds[1] * want_gradient.norm() + 1e-7, name
+        assert (got_gradient - want_gradient).norm() <= bound * want_gradient.norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -264,41 +263,6 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
         return graphs[shape]
 
     assert count_graphs("one image") == count_graphs("no image") > 3
-
-
-def test_compiled_layers_keep_only_what_a_matrix_product_would_have_to_compute_again(monkeypatch):
-    """Of an MLP: the outputs of gate and up, but not their product. `memory.bytes_per_token` counts on it."""
-    compile_with, kept = torch.compile, {}
-    partition = "aot_eager_decomp_partition"  # decides what to keep, as Inductor does, but compiles nothing
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=partition))
-    torch.compiler.reset()
-    model = build("qwen2_5_vl")
-    enable_packed_forward(model, compiled=True)
-    batch = pack(groups_for(model, "qwen2_5_vl", "no image"))
-    config = language_model(model).config
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if batch.input_ids.shape[1] in tensor.shape:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logp, _ = token_logprobs(model, batch)
-    wide = [tensor for tensor in kept.values() if tensor.shape[-1] == config.intermediate_size]
-    assert len(wide) == 2 * config.num_hidden_layers
-    logp.sum().backward()
-
-
-@pytest.mark.parametrize("case", ["dropout", "linear attention"])
-def test_layers_keep_everything_where_recomputing_would_be_wrong_or_slow(case):
-    """torch.compile would draw the random numbers of dropout again, and recompute products of linear attention."""
-    model = build("qwen3_5" if case == "linear attention" else "qwen2_5")
-    if case == "dropout":
-        new_adapter(model, rank=4, alpha=8, vision=False, dropout=0.1)
-    enable_packed_forward(model, compiled=True)
-    assert torch._functorch.config.activation_memory_budget == 1.0
-    enable_packed_forward(build("qwen2_5"), compiled=True)
-    assert torch._functorch.config.activation_memory_budget < 1.0
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "want"), [(128, True, "4"), (64, True, "torch"), (128, False, "torch")])
