@@ -27,7 +27,7 @@ from packing import PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
-from policy.sharding import apply_fsdp, reduce_gradients, unsharded
+from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unsharded
 
 
 @dataclass
@@ -96,11 +96,12 @@ def passes(policy: Policy, batches: list[PackedBatch], device: torch.device) -> 
     _wait(device)
     started, logps = time.perf_counter(), []
     with unsharded(policy):
-        for i, batch in enumerate(batches):
-            reduce_gradients(policy, i + 1 == len(batches))
+        for batch in batches:
+            reduce_gradients(policy, now=False)
             logp, _ = policy(batch.to(device))
             logp.mean().backward()
             logps.append(logp.detach())
+        take_gradients(policy)
     _wait(device)
     return time.perf_counter() - started, torch.cat(logps)
 

@@ -13,7 +13,7 @@ from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, vision_parameters
-from policy.sharding import reduce_gradients, unsharded
+from policy.sharding import reduce_gradients, take_gradients, unsharded
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
@@ -36,8 +36,10 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         batch.flop = count_flop(batch)
         # If the vision tower is trained, gradients are summed after every micro-batch, because the last micro-batch may
         # not run the tower.
-        reduce_gradients(policy, tower_is_trained or i + 1 == num_batches)
+        reduce_gradients(policy, tower_is_trained or (i + 1 == num_batches and distributed.world_size() > 1))
         yield batch.to(device)
+    if distributed.world_size() == 1:
+        take_gradients(policy)
 
 
 def _blank_group(policy: Policy) -> Group:

@@ -72,7 +72,6 @@ def test_attention_kernels_agree_with_float32(family):
     assert torch.cosine_similarity(got_grad, want_grad, dim=0) > 0.99
 
 
-@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="flash-linear-attention is not installed")
 def test_flash_attention_4_agrees_with_float32():
     """The tiny models' heads are too small for it: completions and prompts of a micro-batch, with heads of 128."""
     pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
@@ -103,6 +102,10 @@ def test_logprobs_of_sampled_tokens_are_those_of_softmax():
         torch.testing.assert_close(got, logits[:rows].log_softmax(-1).gather(-1, tokens[:, None]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None or importlib.util.find_spec("tilelang") is None,
+    reason="flash-linear-attention or tilelang, which it needs on this GPU, is not installed",
+)
 @pytest.mark.parametrize(("head_dim", "with_state"), [(32, True), (128, True), (128, False)])
 def test_linear_attention_kernels_agree_with_the_torch_path(head_dim, with_state):
     """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""
