@@ -19,7 +19,7 @@ from policy.families import language_model, patches_per_token, routed_experts, v
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
-from policy.sharding import reshard
+from policy.sharding import reshard, take_gradients
 
 T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
@@ -342,10 +342,8 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
 
 def recover(policy: Policy) -> None:
     """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
-    end_backward = policy._get_fsdp_state()._root_post_backward_final_callback
-    end_backward()
-    policy.set_requires_gradient_sync(True)
-    end_backward()  # turns what was accumulated in earlier micro-batches into gradients
+    policy._get_fsdp_state()._root_post_backward_final_callback()
+    take_gradients(policy)  # of earlier micro-batches
     reshard(policy)
     policy.zero_grad()
     if torch.cuda.is_available():
