@@ -166,10 +166,9 @@ def unsharded(policy: Policy) -> Iterator[None]:
 def reduce_gradients(policy: Policy, now: bool) -> None:
     """Set whether the next backward pass sums gradients over the processes (`now`), or leaves that to a later pass.
 
-    If every process holds all weights, gradients are accumulated in float32 until then. This saves time even for a
-    single process, because FSDP would otherwise copy each gradient twice (docs/log.md). If the weights are sharded,
-    only the sum over copies of the weights is left to the later pass: each process has memory for the gradients of its
-    shards alone.
+    If every process holds all weights, gradients are accumulated in float32 until then. If the weights are sharded, only
+    the sum over copies of the weights is left to the later pass: each process has memory for the gradients of its shards
+    alone.
     """
     if not isinstance(policy, FSDPModule):
         return
@@ -180,9 +179,10 @@ def reduce_gradients(policy: Policy, now: bool) -> None:
 
 
 def take_gradients(policy: Policy) -> None:
-    """Make what FSDP has accumulated without a sum over processes the gradients of `policy`. For a single process only.
+    """Turn what FSDP has accumulated into the gradients of `policy`. Only a single process, which sums nothing, may do so.
 
-    FSDP itself would copy all gradients to memory of another stream, beside the activations: 12 GB for a 3B model.
+    FSDP would copy each gradient twice, to memory that it cannot share with activations: 12 GB for a 3B model
+    (docs/log.md).
     """
     for parameter in _fsdp_parameters(policy):
         full = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered for the first time
