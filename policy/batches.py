@@ -34,8 +34,8 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         batch = pack(part)
         batch.dummy_vision = bool(any_images[i]) and not batch.vision
         batch.flop = count_flop(batch)
-        # Several processes sum their gradients after the last micro-batch. If the vision tower is trained, gradients are
-        # complete after every micro-batch, because the last one may not run the tower.
+        # Several processes sum their gradients after the last micro-batch. If the vision tower is trained, gradients
+        # are complete after every micro-batch, because the last one may not run the tower.
         reduce_gradients(policy, tower_is_trained or (i + 1 == num_batches and distributed.world_size() > 1))
         yield batch.to(device)
     if distributed.world_size() == 1:
