@@ -342,6 +342,7 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
 
 def recover(policy: Policy) -> None:
     """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
+    policy.set_requires_gradient_sync(True)  # otherwise, FSDP fails if a layer has never run
     policy._get_fsdp_state()._root_post_backward_final_callback()
     take_gradients(policy)  # of earlier micro-batches
     reshard(policy)

@@ -184,23 +184,24 @@ def take_gradients(policy: Policy) -> None:
     FSDP would copy each gradient twice, to memory that it cannot share with activations: 12 GB for a 3B model
     (docs/log.md).
     """
-    for parameter in _fsdp_parameters(policy):
-        full = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered for the first time
-        gradient = parameter.unsharded_accumulated_grad
-        if gradient is None and full is not None:  # not accumulated separately if computed in float32
-            gradient, full.grad = full.grad, None
-        if gradient is not None:
-            parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
-            parameter.unsharded_accumulated_grad = None
-
-
-def _fsdp_parameters(policy: Policy) -> Iterator[Any]:
-    """Yield FSDP's own record of each sharded parameter."""
     for unit in policy.modules():
-        if isinstance(unit, FSDPModule):
-            state = unit._get_fsdp_state()  # torch 2.11 has one group for each unit
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                yield from group.fsdp_params if group else ()
+        for parameter in (parameter for group in fsdp_groups(unit) for parameter in group.fsdp_params):
+            full = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered for the first time
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None and full is not None:  # not accumulated separately if computed in float32
+                gradient, full.grad = full.grad, None
+            if gradient is not None:
+                parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
+                parameter.unsharded_accumulated_grad = None
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's own records of the parameters that it gathers together for `module`."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group]  # torch 2.11 has one, or None
 
 
 def reshard(policy: Policy) -> None:

@@ -31,7 +31,7 @@ from packing import pack_groups
 from policy.batches import completion_logprobs
 from policy.memory import keep_unsharded
 from policy.model import load_policy
-from policy.sharding import apply_fsdp
+from policy.sharding import apply_fsdp, fsdp_groups
 from tests.helpers.models import fixed_groups
 from training.metrics import Clock
 
@@ -84,8 +84,7 @@ def count_gathers(policy) -> dict[str, int]:
     units = {name: unit for name, unit in policy.named_modules() if isinstance(unit, FSDPModule)}
     counts = dict.fromkeys(units, 0)
     for name, unit in units.items():
-        state = unit._get_fsdp_state()  # torch 2.11 has one group for each unit
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        for group in fsdp_groups(unit):
 
             def counted(wait=group.wait_for_unshard, group=group, name=name):
                 counts[name] += group._all_gather_result is not None

@@ -10,9 +10,11 @@ from common.errors import RunStopped, UserError
 from config import PolicyFlags
 from policy import memory
 from policy import sharding as sharding_module
+from policy.batches import micro_batches
 from policy.families import language_model
 from policy.model import load_policy
-from policy.sharding import apply_fsdp
+from policy.sharding import apply_fsdp, unsharded
+from tests.helpers.models import make_group
 
 GPU = torch.device("cuda")
 
@@ -228,3 +230,37 @@ def test_an_overflow_while_the_first_one_is_cleared_up_stops_with_advice(monkeyp
     monkeypatch.setattr(memory, "recover", overflow)
     with pytest.raises(RunStopped, match=r"out of GPU memory .*--activation_checkpointing full"):
         memory.with_oom_retry(policy, 100, overflow)
+
+
+@pytest.mark.parametrize("overflow_at", [1, 2])
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize("flags", [{}, {"train_vision": True}, {"lora_rank": 4}])
+def test_gradients_after_an_overflow_are_those_without_it(tiny_model, flags, hook, overflow_at):
+    """In bfloat16, as on a GPU: also if the very first pass overflows, before FSDP has gathered the last layers."""
+    device, calls = distributed.start(), []
+
+    def overflow(*_):
+        calls.append(1)
+        if len(calls) == overflow_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    def gradients(overflows: bool) -> list[torch.Tensor]:
+        policy = apply_fsdp(load_policy(tiny_model, PolicyFlags(**flags), device), device, torch.bfloat16)
+        if overflows:
+            getattr(language_model(policy.model).layers[1], hook)(overflow)
+        g = torch.Generator().manual_seed(0)
+        groups = [make_group(policy.model, "qwen2_5_vl", 9, [(4, 4)], [5, 3], g) for _ in range(2)]
+
+        def work(budget: int) -> None:
+            with unsharded(policy):
+                for batch in micro_batches(policy, groups, budget):
+                    policy(batch)[0].sum().backward()
+
+        budget, _ = memory.with_oom_retry(policy, 40 if overflows else 20, work)
+        assert budget == 20
+        return [p.grad.full_tensor() for p in policy.parameters() if p.grad is not None]
+
+    got, want = gradients(overflows=True), gradients(overflows=False)
+    assert len(calls) > overflow_at
+    assert any(gradient.any() for gradient in want)
+    assert all(map(torch.equal, got, want)) and len(got) == len(want)
