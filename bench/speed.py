@@ -102,12 +102,17 @@ class Config:
     """After the measured steps of each workload, take one more and print tables of its GPU kernels, phase by phase."""
 
     def __post_init__(self) -> None:
-        known = {field.name for field in fields(grpo.Config)}
-        for flag in self.flags:
-            if "=" not in flag or flag.split("=")[0] not in known:
-                raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
-        if min(self.steps, self.prompts, self.generations) < 1:
-            raise ValueError("steps, prompts and generations must be at least 1")
+        check_config(self.flags, self.steps, self.prompts, self.generations)
+
+
+def check_config(flags: tuple[str, ...], *counts: int) -> None:
+    """Raise ValueError if one of `flags` is not a flag of grpo.py, or if one of the `counts` of a bench is below 1."""
+    known = {field.name for field in fields(grpo.Config)}
+    for flag in flags:
+        if "=" not in flag or flag.split("=")[0] not in known:
+            raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
+    if min(counts) < 1:
+        raise ValueError("steps, prompts and generations must be at least 1")
 
 
 def model_shape(shape: str, tokenizer) -> PreTrainedConfig:

@@ -63,6 +63,11 @@ class Config:
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
 
+    def __post_init__(self) -> None:
+        speed.check_config(self.flags, self.steps, self.prompts, self.generations)
+        if not self.oversample or min(self.oversample) < 1:
+            raise ValueError("oversample needs values of at least 1")
+
 
 class Occupancy:
     """How many sequences a sampler runs at which time: `points` has pairs of seconds and sequences."""
