@@ -52,8 +52,8 @@ def start(timeout: float = 30.0) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if "OMP_NUM_THREADS" not in os.environ:
-            # As under torchrun. The host only packs batches, which more threads do not speed up: now and then, they wait
-            # for each other for 40 ms, and the GPU with them (docs/log.md).
+            # As under torchrun. More threads do not pack batches faster, but now and then they wait for each other for
+            # 40 ms, and the GPU may have to wait, too (docs/log.md).
             torch.set_num_threads(1)
     if not dist.is_initialized():
         max_wait = datetime.timedelta(minutes=timeout)
