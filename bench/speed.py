@@ -20,6 +20,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -375,11 +376,23 @@ def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
             seconds = time.perf_counter() - started
         table = profiler.key_averages()
         kernels = sum(event.self_device_time_total for event in table) / 1e6
-        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s")
+        spans = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        idle = sum(gap for gap in gaps([(span.start, span.end) for span in spans]) if gap > 100) / 1e6
+        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s; waits above 0.1 ms: {idle:.3f} s")
         print(table.table(sort_by=f"self_{activity.lower()}_time_total", row_limit=40, max_name_column_width=100))
         return result
 
     return run
+
+
+def gaps(spans: list[tuple[float, float]]) -> list[float]:
+    """Return the lengths of the times between the first and the last of these spans that no span covers."""
+    found, covered = [], -math.inf
+    for start, end in sorted(spans):
+        if start > covered > -math.inf:
+            found.append(start - covered)
+        covered = max(covered, end)
+    return found
 
 
 def print_times(label: str, row: dict[str, float]) -> None:
