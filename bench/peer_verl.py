@@ -65,13 +65,13 @@ class Config:
 
 
 def write_rows(cfg: Config, path: pathlib.Path) -> None:
-    """Write questions about noise images.
+    """Write questions about noise images: a batch for each step, and one that verl's partial rollouts draw ahead.
 
     Prompts differ in length: in a batch in which all prompts and all completions have one length, TransferQueue 0.1.11
     takes the four rows of M-RoPE positions for the dimension that varies, and verl stops.
     """
     rng, rows = np.random.default_rng(0), []
-    for i in range(cfg.prompts * cfg.steps):
+    for i in range(cfg.prompts * (cfg.steps + 1)):
         png = io.BytesIO()
         Image.fromarray(rng.integers(0, 255, (cfg.side, cfg.side, 3), dtype=np.uint8)).save(png, "PNG")
         question = f"<image>How many shapes? {i}" + "?" * (i % 3)
