@@ -376,9 +376,10 @@ def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
             seconds = time.perf_counter() - started
         table = profiler.key_averages()
         kernels = sum(event.self_device_time_total for event in table) / 1e6
-        spans = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        idle = sum(gap for gap in gaps([(span.start, span.end) for span in spans]) if gap > 100) / 1e6
-        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s; waits above 0.1 ms: {idle:.3f} s")
+        ranges = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        long_gaps = [gap for gap in gaps([(r.start, r.end) for r in ranges]) if gap > 100]  # in microseconds
+        waiting = sum(long_gaps) / 1e6
+        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s, waits above 0.1 ms {waiting:.3f} s")
         print(table.table(sort_by=f"self_{activity.lower()}_time_total", row_limit=40, max_name_column_width=100))
         return result
 

@@ -51,10 +51,6 @@ def start(timeout: float = 30.0) -> torch.device:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if "OMP_NUM_THREADS" not in os.environ:
-            # As under torchrun. More threads do not pack batches faster, but now and then they wait for each other for
-            # 40 ms, and the GPU may have to wait, too (docs/log.md).
-            torch.set_num_threads(1)
     if not dist.is_initialized():
         max_wait = datetime.timedelta(minutes=timeout)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

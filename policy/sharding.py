@@ -184,15 +184,15 @@ def take_gradients(policy: Policy) -> None:
     FSDP would copy each gradient twice, to memory that it cannot share with activations: 12 GB for a 3B model
     (docs/log.md).
     """
-    for unit in policy.modules():
-        for parameter in (parameter for group in fsdp_groups(unit) for parameter in group.fsdp_params):
-            full = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered for the first time
-            gradient = parameter.unsharded_accumulated_grad
-            if gradient is None and full is not None:  # not accumulated separately if computed in float32
-                gradient, full.grad = full.grad, None
-            if gradient is not None:
-                parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
-                parameter.unsharded_accumulated_grad = None
+    groups = [group for module in policy.modules() for group in fsdp_groups(module)]
+    for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+        full = getattr(parameter, "_unsharded_param", None)  # missing until it is gathered for the first time
+        gradient = parameter.unsharded_accumulated_grad
+        if gradient is None and full is not None:  # not accumulated separately if computed in float32
+            gradient, full.grad = full.grad, None
+        if gradient is not None:
+            parameter.sharded_param.grad = parameter.to_sharded_dtensor(gradient)
+            parameter.unsharded_accumulated_grad = None
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

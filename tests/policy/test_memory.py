@@ -263,4 +263,5 @@ def test_gradients_after_an_overflow_are_those_without_it(tiny_model, flags, hoo
     got, want = gradients(overflows=True), gradients(overflows=False)
     assert len(calls) > overflow_at
     assert any(gradient.any() for gradient in want)
-    assert all(map(torch.equal, got, want)) and len(got) == len(want)
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
