@@ -7,7 +7,8 @@
 departs from the paper in three ways. The loss is normalised over the whole batch, across all processes
 (`token_weights`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
 corrects for the small difference between the sampler's and the trainer's log-probabilities (Yao et al. 2025, "Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training"). The flags are defined in config.py.
+Efficient RL Framework Secretly Brings You Off-Policy RL Training"). The flags are defined in config.py, and
+training/run.py sets a run up.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch.
@@ -23,57 +24,39 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 
 import torch
 from torch import Tensor
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
-from common.records import Completion, Group, Prompt, Sample, Sampling, ScoredGroup
-from data import load_processor, load_split, max_images
+from common.records import Completion, Group, Prompt, Sampling, ScoredGroup
 from evaluation.held_out import score_policy
 from packing import PackedBatch, order_for_packing
 from policy.batches import completion_logprobs, micro_batches, vision_cost_per_token
 from policy.lora import has_dropout, reference_weights
-from policy.memory import (
-    check_gpu_memory,
-    choose_micro_batch_size,
-    choose_sharding,
-    plan_sampler,
-    with_oom_retry,
-)
-from policy.model import Policy, cache_image_features, check_trained, compute_dtype, load_policy
-from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, load_reference, unsharded
-from rewards import MAX_UNSCORED, Scorer
-from rollout import Engine, RequestLimits, choose_engine, make_engine
+from policy.memory import with_oom_retry
+from policy.model import Policy, cache_image_features
+from policy.sharding import unsharded
+from rewards import MAX_UNSCORED
 from training import guards
 from training.balance import rebalance
-from training.checkpoint import RUN_STATE, Saver, load_checkpoint
+from training.checkpoint import RUN_STATE
 from training.losses import (
     DEFAULT_OPTIONS,
     LOSSES,
     Loss,
     LossOptions,
-    clipped_objective,
     get_loss,
     importance_weights,
     kl_estimate,
     mean_by_row,
 )
 from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
-from training.partial_rollouts import (
-    Drawn,
-    Round,
-    from_saved_state,
-    partial_metrics,
-    sample_until_whole,
-    saved_state,
-)
-from training.prompt_stream import PromptStream, prompt_seed
-from training.run_folder import ResumePlan, RunFolder
-from training.run_log import RunLog, check_output_folder
+from training.partial_rollouts import Drawn, Round, partial_metrics, sample_until_whole, saved_state
+from training.prompt_stream import prompt_seed
+from training.run import Run, set_up
 
 __all__ = ["LOSSES", "Loss", "LossOptions"]  # for your own loss; see README.md
 
@@ -170,42 +153,6 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """Everything a training step needs, and the progress of the run."""
-
-    cfg: Config
-    stream: PromptStream
-    eval_samples: list[Sample]
-    policy: Policy
-    reference: Policy | None
-    engine: Engine
-    scorer: Scorer
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    log: RunLog
-    checkpoints: Saver
-    total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
-    step: int = 0  # completed steps
-    position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
-    in_flight: list[Drawn] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
-    clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
-    micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
-    best: dict[str, float] | None = None  # step and score of the best evaluation
-    skipped: int = 0  # consecutive updates skipped so far
-    skip_reason: str = ""  # why the most recent of these updates was skipped
-    eval_due: bool = False  # whether the policy has to be evaluated before the next step
-    interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
-    norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
-    features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
-
-    @property
-    def steps_left(self) -> int:
-        """Number of steps left. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
-        finished = self.position - len(self.in_flight)
-        return self.total_steps - (self.step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -640,127 +587,6 @@ def evaluate_policy(run: Run) -> dict[str, float]:
     return score_policy(
         run.policy, run.engine, run.stream.processor, run.eval_samples, run.scorer, run.cfg.max_completion_length
     )
-
-
-# --- setting up -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Inputs:
-    """What a run reads: rows, prompts and rewards."""
-
-    stream: PromptStream
-    eval_samples: list[Sample]
-    scorer: Scorer
-    limits: RequestLimits
-
-
-@dataclass
-class Models:
-    """The models of a run and the size of its micro-batches."""
-
-    policy: Policy
-    reference: Policy | None
-    engine: Engine
-    micro_batch_tokens: int
-
-
-def set_up(cfg: Config) -> Run:
-    """Check the flags and the data, load the models, and return a run that is ready to train.
-
-    The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
-    sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
-    sized once all other memory has been allocated. The output folder is changed last, after all checks have passed.
-    """
-    device = distributed.start(cfg.hang_timeout)
-    resolve_loss(cfg)
-    folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
-    resume = folder.plan_resume(cfg.resume)
-    check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
-    inputs = check_inputs(cfg)
-    models = load_models(cfg, inputs, device)
-    return restore(cfg, inputs, models, folder, resume)
-
-
-def resolve_loss(cfg: Config) -> None:
-    """Set clip bounds that the flags leave unset to the loss type's defaults. Raises UserError for an unknown type."""
-    try:
-        loss = get_loss(cfg.loss_type)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
-    cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
-    if cfg.dual_clip and loss.objective is not clipped_objective:
-        raise UserError(f"--dual_clip does nothing with --loss_type {cfg.loss_type}: leave it out")
-    if 0 < cfg.dual_clip <= 1 + cfg.clip_high:
-        raise UserError(f"--dual_clip {cfg.dual_clip:g} must be above 1 + clip_high ({1 + cfg.clip_high:g})")
-
-
-def check_inputs(cfg: Config) -> Inputs:
-    """Read and check every row and reward."""
-    scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    processor = load_processor(
-        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
-    samples = load_split(cfg, cfg.data, cfg.task, processor)
-    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
-    eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
-    longest = cfg.max_prompt_length + cfg.max_completion_length
-    return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
-
-
-def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
-    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep."""
-    dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
-    policy = load_policy(cfg.model, cfg, device, to_shard=True)
-    check_trained(policy, cfg)
-    sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
-    has_room, vllm_memory = plan_sampler(policy, cfg, device)
-    sampler = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
-    sampler_fraction = 0.0 if sampler.engine == "policy" else vllm_memory
-    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
-    engine = make_engine(sampler, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
-    engine.sleep()
-    policy = apply_fsdp(policy, device, dtype, sharding)
-    reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
-    micro_batch_tokens = choose_micro_batch_size(
-        policy, reference, cfg, inputs.limits.tokens, device, cfg.gpu_memory, sharding
-    )
-    return Models(policy, reference, engine, micro_batch_tokens)
-
-
-def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
-    """Make the optimizer, load the checkpoint to resume from, if any, and open the log files."""
-    stream = inputs.stream
-    total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
-    optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
-    state = {"step": 0, "position": 0, "lengths": {}, "eval_due": bool(inputs.eval_samples)}
-    torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
-    if resume.checkpoint:
-        config = asdict(cfg) | stream.fingerprint
-        state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
-    stream.lengths = state.get("lengths", {})
-    in_flight = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
-    resumed_step = state["step"] if resume.continues_output else None
-    folder.prepare(resumed_step)
-    run = Run(
-        cfg=cfg,
-        stream=stream,
-        eval_samples=inputs.eval_samples,
-        policy=models.policy,
-        reference=models.reference,
-        engine=models.engine,
-        scorer=inputs.scorer,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
-        checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
-        total_steps=total_steps,
-        in_flight=in_flight,
-        micro_batch_tokens=models.micro_batch_tokens,
-    )
-    vars(run).update({name: state[name] for name in RUN_STATE if name in state})
-    return run
 
 
 def main(cfg: Config) -> None:

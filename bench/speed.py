@@ -50,6 +50,7 @@ from data import load_split
 from demo import tiny
 from policy.families import language_model, routed_experts
 from training.prompt_stream import PromptStream
+from training.run import Run, set_up
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
@@ -276,7 +277,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         max_steps=1,
         report_every=1000,
     )
-    run = grpo.set_up(grpo.Config(**(settings | flags)))
+    run = set_up(grpo.Config(**(settings | flags)))
     run.engine.stop = run.engine.stop[:0]  # without stop tokens, every completion has exactly `tokens` tokens
     results = {}
     for name, work in workloads.items():
@@ -302,7 +303,7 @@ def measure(cfg: Config) -> dict[str, dict]:
     return results
 
 
-def save(run: grpo.Run) -> dict[str, float]:
+def save(run: Run) -> dict[str, float]:
     """Save a checkpoint and return its timings in seconds, its size in gigabytes, and its peak of host memory in GiB.
 
     The timings are: how long training waits, now and before the next optimizer step; how long the checkpoint takes to
@@ -334,7 +335,7 @@ def resident_gib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
-def step(run: grpo.Run, label: str) -> dict[str, float]:
+def step(run: Run, label: str) -> dict[str, float]:
     """Take one training step and return its metrics."""
     row = grpo.train_step(run)
     run.step += 1
@@ -343,7 +344,7 @@ def step(run: grpo.Run, label: str) -> dict[str, float]:
     return row
 
 
-def profile(run: grpo.Run, label: str) -> None:
+def profile(run: Run, label: str) -> None:
     """Take one training step, and print tables of the GPU kernels of each of its phases."""
     phases = {
         "prompts": "cache_image_features",

@@ -29,7 +29,10 @@ from common import cli, console, distributed
 from common.records import Sampling
 from data import load_split
 from policy.hf_engine import NOT_STARTED, Continuation, HFEngine
+from rollout import Engine
+from training.metrics import Clock
 from training.prompt_stream import PromptStream
+from training.run import Run, set_up
 
 
 @dataclass
@@ -72,14 +75,14 @@ class Config:
 class Occupancy:
     """How many sequences a sampler runs at which time: `points` has pairs of seconds and sequences."""
 
-    def __init__(self, engine: grpo.Engine):
+    def __init__(self, engine: Engine):
         self.points: list[tuple[float, int]] = []
         if isinstance(engine, HFEngine):
             self._watch_transformers(engine)
         else:
             self._watch_vllm(engine)
 
-    def _watch_vllm(self, engine: grpo.Engine) -> None:
+    def _watch_vllm(self, engine: Engine) -> None:
         llm_engine = engine.llm.llm_engine
         step, scheduler = llm_engine.step, llm_engine.engine_core.engine_core.scheduler
 
@@ -114,7 +117,7 @@ class Occupancy:
         return thin / sum(span for span, _ in spans) if spans else 0.0
 
 
-def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
+def force_lengths(engine: Engine, cfg: Config) -> None:
     """Let `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
 
     def max_tokens(how: Sampling, seed: int, completion: int) -> int:
@@ -130,7 +133,7 @@ def force_lengths(engine: grpo.Engine, cfg: Config) -> None:
     engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
 
 
-def compile_first(run: grpo.Run, data: str) -> None:
+def compile_first(run: Run, data: str) -> None:
     """Take a step with short completions, in which the sampler and the update compile what they need."""
     max_tokens, run.engine.max_tokens = run.engine.max_tokens, lambda how, *_: min(how.max_tokens, 256)
     restart(run, data, oversample=1.0, steps=1)
@@ -138,7 +141,7 @@ def compile_first(run: grpo.Run, data: str) -> None:
     run.engine.max_tokens = max_tokens
 
 
-def restart(run: grpo.Run, data: str, oversample: float, steps: int) -> None:
+def restart(run: Run, data: str, oversample: float, steps: int) -> None:
     """Let `run` begin anew with this value of --oversample."""
     run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
     samples = load_split(run.cfg, data, "count", run.stream.processor)
@@ -147,9 +150,9 @@ def restart(run: grpo.Run, data: str, oversample: float, steps: int) -> None:
     run.features.clear()
 
 
-def sample_only(run: grpo.Run) -> None:
+def sample_only(run: Run) -> None:
     """Sample what a step would train on. After a few such steps, completions of several steps are in flight."""
-    run.clock = grpo.Clock()
+    run.clock = Clock()
     run.engine.wake_up()
     run.engine.sync_weights(run.policy)
     grpo.collect(run)
@@ -157,7 +160,7 @@ def sample_only(run: grpo.Run) -> None:
     speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.clock.laps.items()})
 
 
-def measure(run: grpo.Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
+def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
     """Return the mean metrics of the measured steps with this value of --oversample, and their timeline."""
     warm_up = cfg.warm_up if oversample > 1 else 0
     steps = warm_up + cfg.steps
@@ -245,7 +248,7 @@ def main(cfg: Config) -> None:
         max_steps=1,
         report_every=0,
     )
-    run = grpo.set_up(grpo.Config(**(settings | speed.parse_flags(cfg.flags))))
+    run = set_up(grpo.Config(**(settings | speed.parse_flags(cfg.flags))))
     force_lengths(run.engine, cfg)
     compile_first(run, data)
     occupancy = Occupancy(run.engine)

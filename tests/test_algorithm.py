@@ -21,12 +21,12 @@ from grpo import (
     gdpo_advantages,
     group_advantages,
     grpo_loss,
-    resolve_loss,
     token_weights,
     training_groups,
 )
 from training.guards import is_spike
 from training.losses import importance_weights
+from training.run import resolve_loss
 
 NAN = math.nan
 

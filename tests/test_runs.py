@@ -30,6 +30,7 @@ from common.files import read_jsonl
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import export
+from training import run as training_run
 from training.run_folder import write_manifest
 
 SLOW = pytest.mark.slow
@@ -434,7 +435,7 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
 ):
     """A decoder layer runs out of memory in the second micro-batch, while the gradient is being accumulated."""
     loader = "load_reference" if where == "reference" else "load_policy"
-    calls, load = [], getattr(grpo, loader)
+    calls, load = [], getattr(training_run, loader)
 
     def overflow(*_):
         calls.append(1)
@@ -451,7 +452,7 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
         return policy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, loader, overflowing)
+        patch.setattr(training_run, loader, overflowing)
         grpo.main(config(tiny_model, shapes, tmp_path, **SPLIT))
     assert "reducing micro-batches to 100 tokens" in capsys.readouterr().err
     assert len(calls) > 4
@@ -464,7 +465,7 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
 
 
 def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monkeypatch):
-    load = grpo.load_policy
+    load = training_run.load_policy
 
     def overflow(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
@@ -474,7 +475,7 @@ def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monke
         policy.model.model.language_model.layers[1].register_forward_pre_hook(overflow)
         return policy
 
-    monkeypatch.setattr(grpo, "load_policy", overflowing)
+    monkeypatch.setattr(training_run, "load_policy", overflowing)
     with pytest.raises(RunStopped, match=r"out of GPU memory .CUDA out of memory.*--activation_checkpointing full"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
 

@@ -23,7 +23,6 @@ from grpo import (
     group_advantages,
     make_minibatches,
     map_completions,
-    resolve_loss,
     training_groups,
     update,
 )
@@ -34,6 +33,7 @@ from policy.model import load_policy
 from policy.sharding import apply_fsdp, fsdp_groups
 from tests.helpers.models import fixed_groups
 from training.metrics import Clock
+from training.run import resolve_loss
 
 VARIANTS = {  # name: (flags, order of the groups); each of n processes takes every n-th group
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),

@@ -26,6 +26,7 @@ from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
 from training.partial_rollouts import Round
+from training.run import resolve_loss
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
 
@@ -119,7 +120,7 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
     ]
     policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
     cfg = config(tiny_model, shapes, tmp_path, oversample=1.5)
-    grpo.resolve_loss(cfg)
+    resolve_loss(cfg)
     sample = Sample("How many?", "1", [], "a")
     scored = ScoredGroup(sample, prompts[0], rollouts, [Rewards(1.0, 1.0), Rewards(0.0, 0.0)], 0)
     groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]), step=1)
