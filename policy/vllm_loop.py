@@ -9,7 +9,7 @@ import numpy as np
 
 from policy.hf_engine import PAUSE_EVERY
 
-ENQUEUED_TOGETHER = 32  # preparing as many requests takes vLLM about as long as the GPU needs to compute their keys
+ENQUEUED_TOGETHER = 32  # the GPU takes longer to compute the keys of continued completions than vLLM to prepare them
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Output:
 def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Callable[[Set[int]], bool]) -> list[Output]:
     """Run `requests` until `is_enough`, which gets the indices of those that have ended. Return all outputs, in order.
 
-    vLLM gets a few of the requests per iteration. It prepares each in 2 to 3 ms, while the GPU works on those before.
+    vLLM gets a few of the requests per iteration. It prepares each in about 2 ms, while the GPU works on those before.
 
     `is_enough` is called every `PAUSE_EVERY` iterations, even if this process has nothing left to do, so that several
     processes can call each other. Requests that have not ended are then aborted; what they have sampled is read from
