@@ -232,7 +232,9 @@ def test_the_short_path_through_the_scheduler_changes_no_completion(tiny_model, 
         results.append(json.loads((tmp_path / "out.json").read_text()))
     vllms, eager, ours = results
     for name, round_ in eager.items():
-        assert round_["completions"] == vllms[name]["completions"]
+        pairs = list(zip(round_["completions"], vllms[name]["completions"], strict=True))
+        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
+        assert not differing, f"{name}: completions {differing} differ; the first: {pairs[differing[0]]}"
         assert round_["calls"]["schedule"] == vllms[name]["calls"]["schedule"]
     assert eager["crowded"]["calls"]["_preempt_request"] > 0
     assert {reason for *_, reason, _ in eager["crowded"]["completions"]} == {"stop", "length"}
