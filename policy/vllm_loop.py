@@ -9,8 +9,6 @@ import numpy as np
 
 from policy.hf_engine import PAUSE_EVERY
 
-ENQUEUED_TOGETHER = 32  # the GPU takes longer to compute the keys of continued completions than vLLM to prepare them
-
 
 @dataclass(frozen=True)
 class Output:
@@ -25,21 +23,17 @@ class Output:
 def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Callable[[Set[int]], bool]) -> list[Output]:
     """Run `requests` until `is_enough`, which gets the indices of those that have ended. Return all outputs, in order.
 
-    vLLM gets a few of the requests per iteration. It prepares each in about 2 ms, while the GPU works on those before.
-
     `is_enough` is called every `PAUSE_EVERY` iterations, even if this process has nothing left to do, so that several
     processes can call each other. Requests that have not ended are then aborted; what they have sampled is read from
     vLLM's own records before.
     """
-    engine, outputs, index_of = llm.llm_engine, {}, {}
+    engine, outputs = llm.llm_engine, {}
+    names = llm.enqueue(requests, params, use_tqdm=False) if requests else []
     states = engine.output_processor.request_states
+    index_of = {states[name].external_req_id: k for k, name in enumerate(names)}  # outputs have the external name
     for iteration in itertools.count():
         if iteration % PAUSE_EVERY == 0 and is_enough(outputs.keys()):
             break
-        start = len(index_of)
-        some = slice(start, start + ENQUEUED_TOGETHER)
-        names = llm.enqueue(requests[some], params[some], use_tqdm=False) if start < len(requests) else []
-        index_of |= {states[name].external_req_id: k for k, name in enumerate(names, start)}  # outputs have this name
         for output in engine.step() if len(outputs) < len(requests) else ():
             if output.finished:
                 (sampled,) = output.outputs

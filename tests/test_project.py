@@ -101,6 +101,11 @@ def test_no_circle_within_a_room(room):
             del arrows[name]
 
 
+def test_the_readme_states_the_import_rule_that_is_checked():
+    (rule,) = re.findall(r"^    common → .*?tests$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [re.findall(r"\w+", floor) for floor in rule.split("→")] == FLOORS
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_a_sign_on_its_door(room):
     """Each room's docstring says in three to six lines what the room contains, what it may import and where to start
