@@ -232,9 +232,11 @@ def test_the_short_path_through_the_scheduler_changes_no_completion(tiny_model, 
         results.append(json.loads((tmp_path / "out.json").read_text()))
     vllms, eager, ours = results
     for name, round_ in eager.items():
-        pairs = list(zip(round_["completions"], vllms[name]["completions"], strict=True))
-        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
-        assert not differing, f"{name}: completions {differing} differ; the first: {pairs[differing[0]]}"
+        for i, (one, other) in enumerate(zip(round_["completions"], vllms[name]["completions"], strict=True)):
+            (tokens, logprobs, *ending), (expected, expected_logprobs, *expected_ending) = one, other
+            assert (tokens, ending) == (expected, expected_ending), f"{name}: completion {i}"
+            # vLLM compiles its kernels in the first process and loads them in the next, which may round differently.
+            assert logprobs == pytest.approx(expected_logprobs, abs=0.05), f"{name}: completion {i}"
         assert round_["calls"]["schedule"] == vllms[name]["calls"]["schedule"]
     assert eager["crowded"]["calls"]["_preempt_request"] > 0
     assert {reason for *_, reason, _ in eager["crowded"]["completions"]} == {"stop", "length"}
