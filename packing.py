@@ -22,7 +22,6 @@ otherwise 1).
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TypeVar
@@ -31,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import flash_attention
 from common.gather import Gather, gather
 from common.records import Completion, Group
 
@@ -48,6 +48,10 @@ class Segments:
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
     k_lens: list[int]  # key lengths of the segments, on the host
     prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
+
+    def __post_init__(self) -> None:
+        """Find the longest segments; a compiled graph would be compiled anew for other lists."""
+        self.max_q, self.max_k = max(self.q_lens), max(self.k_lens)
 
     @functools.cached_property
     def sequences(self) -> tuple["Sequences", "Sequences"]:
@@ -289,49 +293,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
-    max_q, max_k = max(segments.q_lens), max(segments.k_lens)
-    # Only heads of 128 were measured. For others, such as 16 and 80, the backward pass of 4.0.0b19 is inconsistent.
-    if causal and q.shape[-1] == 128 and (flash_attention := _flash_attention_4()):
-        out, _ = flash_attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=segments.cu_q,
-            cu_seqlens_k=segments.cu_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            softmax_scale=scale,
-            causal=True,
-            pack_gqa=False,  # a quarter faster than with it (docs/log.md)
-        )
-        return out
+    if causal and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
+        return flash_attention.attend(q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, scale)
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, max_q, max_k, **options)
+    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
-
-
-@functools.cache
-def _flash_attention_4() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return FlashAttention 4, or None if it is not installed, or if this is not a Hopper GPU, on which it was tried.
-
-    It is faster than torch's kernel, but has to be compiled, once for each user and machine.
-    """
-    if torch.cuda.get_device_capability()[0] != 9:
-        return None
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", os.path.expanduser("~/.cache/flash_attention_4"))
-    try:
-        from flash_attn.cute import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
 
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from common import flash_attention
 from common.gather import gather
 from packing import PackedBatch, shared_prefix_attention
 from policy.delta_net import prepare_delta_nets
@@ -29,7 +30,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
     `compiled`: use torch.compile to fuse the small operations around each decoder layer's matrix products, and the
-    operations that compute the log-probabilities. Attention remains a separate call.
+    operations that compute the log-probabilities. Attention remains a call of its own, between the graphs or in them.
 
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
@@ -37,9 +38,10 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     # The vision towers that take pictures of any size attend to all windows in one call only if the attention's name
     # contains "flash"; otherwise they loop over the windows. The language model needs a name without "flash", because
     # transformers' mask code would look for the flash-attn package.
-    attention = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
-    for name in ("shared_prefix", "flash_shared_prefix"):
-        transformers.AttentionInterface.register(name, attention)
+    apart = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
+    within = shared_prefix_attention if attention_can_be_compiled(model) else apart
+    transformers.AttentionInterface.register("shared_prefix", within)
+    transformers.AttentionInterface.register("flash_shared_prefix", apart)
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
@@ -53,6 +55,13 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
         compile_layers(language_model(model).layers)
+
+
+def attention_can_be_compiled(model: nn.Module) -> bool:
+    """Return whether the decoder's attention is an operator that torch.compile takes into its graphs."""
+    config = language_model(model).config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim == flash_attention.HEAD_DIM and flash_attention.is_available()
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
