@@ -24,6 +24,7 @@ import torch
 
 import grpo
 import packing
+from common import flash_attention
 from common.errors import UserError
 from common.files import read_jsonl
 from config import PolicyFlags
@@ -78,7 +79,7 @@ def test_flash_attention_4_agrees_with_float32():
     model, g = build("qwen2_5"), torch.Generator().manual_seed(0)
     groups = [make_group(model, "qwen2_5", 90, [], [200, 1, 70], g) for _ in range(2)]
     segments = pack(groups).to("cuda").segments
-    assert packing._flash_attention_4() is not None
+    assert flash_attention.is_available()
     shapes = [(sum(segments.q_lens), 8, 128), (sum(segments.k_lens), 2, 128), (sum(segments.k_lens), 2, 128)]
     wide = [torch.randn(shape, generator=g).cuda().requires_grad_() for shape in shapes]
     narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
