@@ -293,20 +293,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | N
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, segments, scale, causal)
+    cu_q, cu_k = segments.cu_q, segments.cu_k
     if causal and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
-        return flash_attention.attend(q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return flash_attention.attend(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, segments.cu_q, segments.cu_k, segments.max_q, segments.max_k, **options)
+    return varlen_attn(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
+@torch.compiler.disable  # it would be compiled anew for other lengths
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
     out = []
     for q_seg, k_seg, v_seg in zip(q.split(segments.q_lens), k.split(segments.k_lens), v.split(segments.k_lens)):

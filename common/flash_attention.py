@@ -1,9 +1,8 @@
 """FlashAttention 4 as an operator of torch, which torch.compile takes into its graphs.
 
-Its own function is opaque to torch.compile, so that a decoder layer would become four graphs instead of one, and the
-host would need half as much time again for it (docs/log.md).
+The package's own function would divide a compiled decoder layer into four graphs, each with its cost on the host.
 
-Shapes: T packed tokens, K gathered keys, H query heads, H_kv key and value heads, E head dimension.
+Shapes: T queries, K keys, H query heads, H_kv key and value heads, E head dimension.
 """
 
 import functools
@@ -18,7 +17,7 @@ HEAD_DIM = 128  # the only one measured; for others, such as 16 and 80, the back
 @torch.compiler.assume_constant_result
 @functools.cache
 def is_available() -> bool:
-    """Return whether FlashAttention 4 is installed, and this is a Hopper GPU, on which it was tried.
+    """Return whether FlashAttention 4 is installed and this is a Hopper GPU, on which it was tried.
 
     It is faster than torch's kernel, but has to be compiled, once for each user and machine.
     """
@@ -33,20 +32,15 @@ def is_available() -> bool:
     return True
 
 
-def attend(  # noqa: PLR0913 - the lengths of the segments
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float | None
-) -> Tensor:
-    """Compute causal attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
-
-    `cu_q` and `cu_k` (segments + 1,) are the cumulative lengths of the segments, and `max_q` and `max_k` the longest.
-    """
-    return _forward(q, k, v, cu_q, cu_k, max_q, max_k, q.shape[-1] ** -0.5 if scale is None else scale)[0]
-
-
 @torch.library.custom_op("grpo_vlm::flash_attention", mutates_args=())
-def _forward(  # noqa: PLR0913
+def attend(  # noqa: PLR0913 - the lengths of the segments
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of queries (T, H, E) to keys and values (K, H_kv, E), one segment at a time.
+
+    `cu_q` and `cu_k` (segments + 1,) are the cumulative lengths of the segments, `max_q` and `max_k` the largest
+    lengths. Returns the result (T, H, E), and the logarithms of the softmax's denominators (H, T) for the gradients.
+    """
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out, lse, *_ = _flash_attn_fwd(
@@ -88,8 +82,8 @@ def _backward(  # noqa: PLR0913
         out,
         grad,
         lse,
-        scale,
-        True,
+        softmax_scale=scale,
+        causal=True,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
         max_seqlen_q=max_q,
@@ -97,13 +91,16 @@ def _backward(  # noqa: PLR0913
     )
 
 
-@_forward.register_fake
+# What torch.compile needs to know about the operators: the shapes of their results, and the gradient.
+
+
+@attend.register_fake
 def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -113,7 +110,7 @@ def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _gradients(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+attend.register_autograd(_gradients, setup_context=_save)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.attention.varlen
 
 import packing
+from common import flash_attention
 from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
 from packing import order_for_packing, pack, pack_groups, split_groups
@@ -269,27 +270,26 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
 def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, causal, want):
     called = []
 
-    def flash_attention_4(q, k, v, **options):
-        called.append(("4", options))
-        return q, None
+    def attend(*arguments):
+        called.append(("4", arguments))
+        return arguments[0], None
 
-    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options):
-        called.append(("torch", options))
-        return q
+    def varlen_attn(*arguments, **_):
+        called.append(("torch", arguments))
+        return arguments[0]
 
     monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(packing, "_flash_attention_4", lambda: flash_attention_4)
+    monkeypatch.setattr(flash_attention, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attention, "attend", attend)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     segments = pack(groups_of([[5, 3]])).segments
     q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
     packing.attend(q, k, k, segments, 0.5, causal)
-    ((name, options),) = called
+    ((name, (*_, cu_q, cu_k, max_q, max_k)),) = [(name, arguments[:7]) for name, arguments in called]
     assert name == want
-    if want == "4":
-        assert (options["softmax_scale"], options["causal"]) == (0.5, True)
-        assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (10, 15)
-        assert options["cu_seqlens_q"].tolist() == [0, 10, 15, 18]
-        assert options["cu_seqlens_k"].tolist() == [0, 10, 25, 38]
+    assert (max_q, max_k) == (10, 15)
+    assert cu_q.tolist() == [0, 10, 15, 18]
+    assert cu_k.tolist() == [0, 10, 25, 38]
 
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():

@@ -1,0 +1,106 @@
+"""FlashAttention 4 as an operator: its gradients, and the graphs that torch.compile makes with it.
+
+Its kernels need a Hopper GPU (tests/test_gpu.py). Here, functions of the same names compute the same on the CPU.
+"""
+
+import random
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+import packing
+from common import flash_attention
+from packing import pack
+from policy.forward import enable_packed_forward, token_logprobs
+from tests.helpers.models import build, make_group
+
+HEAD_DIM = 16  # of the tiny models
+
+
+def probabilities(q, k, cu_q, cu_k, scale):
+    """Yield the queries and keys of each segment as slices, and the probabilities (H, queries, keys)."""
+    for i in range(len(cu_q) - 1):
+        rows, cols = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        keys = k[cols].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qhe,khe->hqk", q[rows], keys) * scale
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+        yield rows, cols, scores.masked_fill(hidden, -torch.inf)
+
+
+def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
+    assert causal
+    assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
+    out, lse, per_head = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q)), q.shape[1] // k.shape[1]
+    for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
+        out[rows] = torch.einsum("hqk,khe->qhe", scores.softmax(-1), v[cols].repeat_interleave(per_head, 1))
+        lse[:, rows] = scores.logsumexp(-1)
+    return out, lse, None, None
+
+
+def backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, **_):
+    """Equation 4 of FlashAttention-2 (arXiv:2307.08691), without tiles: probabilities from the saved logarithms."""
+    dq, dk, dv, per_head = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
+    for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
+        p = (scores - lse[:, rows, None]).exp()
+        keys, values = (x[cols].repeat_interleave(per_head, 1) for x in (k, v))
+        dp = torch.einsum("qhe,khe->hqk", grad[rows], values)
+        ds = p * (dp - (grad[rows] * out[rows]).sum(-1).T[..., None]) * softmax_scale
+        dq[rows] = torch.einsum("hqk,khe->qhe", ds, keys)
+        of_heads = torch.einsum("hqk,qhe->khe", ds, q[rows]), torch.einsum("hqk,qhe->khe", p, grad[rows])
+        dk[cols], dv[cols] = (x.unflatten(1, (-1, per_head)).sum(2) for x in of_heads)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Let attention on the CPU take the way that it takes on a Hopper GPU."""
+    package = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
+    package["flash_attn.cute.interface"].__dict__.update(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    for name, module in package.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
+    monkeypatch.setattr(flash_attention, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attention, "HEAD_DIM", HEAD_DIM)
+
+
+def gradients(model, batch) -> torch.Tensor:
+    model.zero_grad()
+    logp, _ = token_logprobs(model, batch)
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+    return torch.cat([logp.detach(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+
+def random_batch(model, family: str, rng: random.Random):
+    lengths = [[rng.randint(1, 30) for _ in range(rng.randint(1, 8))] for _ in range(rng.randint(1, 4))]
+    g = torch.Generator().manual_seed(rng.randint(0, 1000))
+    return pack([make_group(model, family, rng.randint(3, 30), [], group, g) for group in lengths])
+
+
+@pytest.mark.parametrize(("family", "graphs"), [("qwen2_5_vl", 3), ("qwen3_vl", 3), ("aria", 7), ("qwen3_5", 7)])
+def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(family, graphs, on_cpu, monkeypatch):
+    """Three graphs are those of a layer, and of log-probabilities twice. Experts and linear attention divide layers.
+
+    No layer is compiled anew for other lengths.
+    """
+    model, rng = build(family), random.Random(0)
+    batches = [random_batch(model, family, rng) for _ in range(4)]
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_has_kernel", lambda q: False)
+        enable_packed_forward(model)
+        want = [gradients(model, batch) for batch in batches]
+
+    compile_with, compiled = torch.compile, []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()  # forget what was compiled before
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=count))
+    enable_packed_forward(model, compiled=True)
+    for batch, gradient in zip(batches, want):
+        torch.testing.assert_close(gradients(model, batch), gradient, rtol=1e-3, atol=1e-4)
+    assert len(compiled) == graphs
