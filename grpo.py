@@ -54,7 +54,7 @@ from training.losses import (
     mean_by_row,
 )
 from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
-from training.partial_rollouts import Drawn, Round, partial_metrics, sample_until_whole, saved_state
+from training.partial_rollouts import Drawn, StoppingRule, partial_metrics, sample_until_whole, saved_state
 from training.prompt_stream import prompt_seed
 from training.run import Run, set_up
 
@@ -115,7 +115,7 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
         weights = torch.ones_like(lengths, dtype=torch.float64) / (sequences * max_length)
     else:
         weights = 1 / (sequences * lengths.clamp(min=1))
-    return weights.float()
+    return torch.where(lengths > 0, weights, 0.0).float()
 
 
 def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
@@ -161,7 +161,7 @@ def train_step(run: Run) -> dict[str, float]:
     with run.clock("sync"):
         run.engine.wake_up()
         run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
-    groups, rewards, drawn = collect(run)  # lines 5, 7, 8: prompts, completions, rewards
+    groups, rewards, all_rewards = collect(run)  # lines 5, 7, 8: prompts, completions, rewards
     with run.clock("sleep"):
         run.engine.sleep()
     if cfg.gdpo:
@@ -178,12 +178,12 @@ def train_step(run: Run) -> dict[str, float]:
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
             updates.append(update(run, minibatch))  # line 11
-    if not cfg.max_steps:  # to the schedule, a further round of sampling is a step without updates
-        for _ in range((len(drawn.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
+    if not cfg.max_steps:  # the schedule counts rounds of sampling: step over further ones, which had no update
+        for _ in range((len(all_rewards.total) // cfg.prompts_per_step - 1) * cfg.updates_per_step):
             run.scheduler.step()
     freeze_garbage_collector()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    metrics = step_metrics(rollouts, drawn, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
+    metrics = step_metrics(rollouts, all_rewards, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
     return metrics | (
         partial_metrics(rollouts, run.in_flight, run.step, cfg.max_staleness) if cfg.oversample > 1 else {}
     )
@@ -206,11 +206,11 @@ def freeze_garbage_collector() -> None:
 def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     """Sample the groups to train on.
 
-    Returns this process's groups, the rewards of all groups to train on (P, G), and those of all groups sampled. With
-    dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are repeated
-    until P groups are kept or the limit is reached. The step trains on the kept groups. If there are none, it uses the
-    last round with rewards of 0, since only the lengths differ. Groups stay in data order on any number of processes.
-    Raises StepFailed when too many completions are unscored.
+    Returns this process's groups, the rewards of all groups to train on (K, G), and those of all groups sampled. K is
+    P; with dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are
+    repeated until P groups are kept or the limit is reached. If none is kept, the step uses the last round with rewards
+    of 0, since only the lengths differ. Groups stay in data order on any number of processes. Raises StepFailed when
+    too many completions are unscored.
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
@@ -227,12 +227,12 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
         if len(kept) == cfg.prompts_per_step:
             break
     if kept:
-        trained = concatenate(rounds).map(lambda values: values[[row for row, _ in kept]])
-    else:
+        kept_rewards = concatenate(rounds).map(lambda values: values[[row for row, _ in kept]])
+    else:  # of the last round, which `first`, `local` and `rewards` still describe
         kept = [(row, local.get(row)) for row in range(first, first + cfg.prompts_per_step)]
-        trained = rewards.map(torch.zeros_like)
+        kept_rewards = rewards.map(torch.zeros_like)
     groups = [replace(group, index=index) for index, (_, group) in enumerate(kept) if group is not None]
-    return groups, trained, concatenate(rounds)
+    return groups, kept_rewards, concatenate(rounds)
 
 
 def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
@@ -245,39 +245,24 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
     run.position += len(drawn) - len(run.in_flight)
     positions = [drawn[i].position for i in own]
     with run.clock("prompts"):
-        prompts = run.stream.get(positions)
-        cache_image_features(run.policy, prompts, run.features)
+        prompts = dict(zip(positions, run.stream.get(positions)))
+        cache_image_features(run.policy, list(prompts.values()), run.features)
     with run.clock("rollout"):
-        trained = sample_prompts(run, drawn, own, prompts)
-    index_of = {each.position: index for index, each in enumerate(trained)}
-    mine = [(index_of[position], prompt) for position, prompt in zip(positions, prompts) if position in index_of]
-    positions = [trained[index].position for index, _ in mine]
-    samples, rollouts = run.stream.rows(positions), [list(trained[index].rollouts) for index, _ in mine]
+        chosen, run.in_flight = sample_prompts(run, drawn, own, list(prompts.values()))
+    mine = {index: each for index, each in enumerate(chosen) if each.position in prompts}
+    positions = [each.position for each in mine.values()]
+    samples, rollouts = run.stream.rows(positions), [list(each.rollouts) for each in mine.values()]
     with run.clock("reward"):
         rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
     distributed.raise_first_error(error, StepFailed)
     groups = [
-        ScoredGroup(sample, prompt, completions, scores, index)
-        for sample, (index, prompt), completions, scores in zip(samples, mine, rollouts, rewards)
+        ScoredGroup(sample, prompts[each.position], completions, scores, index)
+        for (index, each), sample, completions, scores in zip(mine.items(), samples, rollouts, rewards)
     ]
-    return groups, share_results(run, groups, positions)
-
-
-def sample_prompts(run: Run, drawn: list[Drawn], own: list[int], prompts: list[Prompt]) -> list[Drawn]:
-    """Sample the completions of `prompts`, which are those of `drawn` with the indices `own`.
-
-    Returns the P prompts to train on, of all processes, with the completions of this process's own.
-    """
-    cfg = run.cfg
-    seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in own]
-    sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
-    sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
-    if run.in_flight or len(drawn) > cfg.prompts_per_step:
-        this_round = Round(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
-        trained, run.in_flight = sample_until_whole(sample, drawn, own, this_round)
-        return trained
-    sampled = dict(zip(own, sample()))
-    return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
+    all_rewards = gather_results(run, groups, positions)
+    upcoming, own = next_prompts(run)
+    run.stream.prefetch([upcoming[i].position for i in own])  # they are encoded while this step trains
+    return groups, all_rewards
 
 
 def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
@@ -292,20 +277,35 @@ def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
         target = min(target, max(run.steps_left, 1) * cfg.prompts_per_step)
     new = range(run.position, run.position + max(target - len(run.in_flight), 0))
     drawn = [*run.in_flight, *(Drawn(position, run.step) for position in new)]
-    own = run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
-    return drawn, sorted(own) if len(drawn) > cfg.prompts_per_step else own  # of many, the oldest are sampled first
+    return drawn, run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
 
 
-def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
-    """Gather the rewards of all processes, record completion lengths, and start encoding the next prompts."""
+def sample_prompts(
+    run: Run, drawn: list[Drawn], own: list[int], prompts: list[Prompt]
+) -> tuple[list[Drawn], list[Drawn]]:
+    """Sample the completions of `prompts`, which are those of `drawn` with the indices `own`.
+
+    Returns the P prompts to train on, and those that stay in flight. Completions of other processes may be missing.
+    """
+    cfg = run.cfg
+    seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in own]
+    sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
+    sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
+    if run.in_flight or len(drawn) > cfg.prompts_per_step:
+        rule = StoppingRule(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
+        return sample_until_whole(sample, drawn, own, rule)
+    sampled = dict(zip(own, sample()))
+    return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)], []
+
+
+def gather_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
+    """Gather the rewards of all processes' groups, in prompt order, and record the lengths of their completions."""
     lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
     local = [(g.index, position, sizes, g.rewards) for g, position, sizes in zip(groups, positions, lengths)]
     everyone = [row for rows in distributed.all_gather(local) for row in rows]
     everyone.sort(key=lambda row: row[0])  # by index within the step
     for _, position, sizes, _ in everyone:
         run.stream.record_length(position, sizes)
-    upcoming, own = next_prompts(run)
-    run.stream.prefetch([upcoming[i].position for i in own])
     rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
     return GroupRewards(
         total=torch.tensor([[each.total for each in group] for group in rewards]),
@@ -316,9 +316,9 @@ def share_results(run: Run, groups: list[ScoredGroup], positions: list[int]) -> 
     )
 
 
-def check_scored(run: Run, drawn: GroupRewards) -> None:
+def check_scored(run: Run, rewards: GroupRewards) -> None:
     """Raise StepFailed when too many of the step's completions are unscored."""
-    unscored = drawn.total.isnan().double().mean().item()
+    unscored = rewards.total.isnan().double().mean().item()
     if unscored > MAX_UNSCORED:
         reason = next(filter(None, distributed.all_gather(run.scorer.why_none)), "unknown")
         limit = f"at most {MAX_UNSCORED:.0%} may have none"
@@ -357,18 +357,17 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor, 
     totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
     weights = iter(weights.tolist())
-    trained = []
+    needed = []
     for group in groups:
         completions = []
-        for rollout, rewards, advantage in zip(group.rollouts, group.rewards, advantages[group.index].tolist()):
+        for rollout, advantage in zip(group.rollouts, advantages[group.index].tolist()):
             weight = next(weights)
-            if weight and not math.isnan(rewards.total) and (advantage or cfg.beta):
+            if weight and (advantage or cfg.beta):
                 stale = sum(tokens for sampled_in, tokens in rollout.tokens_by_step.items() if sampled_in < step)
-                has_image = bool(group.prompt.images)
-                completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, has_image, stale))
+                completions.append(Completion(rollout.ids, rollout.sampling_logp, advantage, weight, stale))
         if completions:
-            trained.append(Group(group.prompt, completions, group.index))
-    return trained
+            needed.append(Group(group.prompt, completions, group.index))
+    return needed
 
 
 def with_ref_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]:
@@ -454,7 +453,9 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[st
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `grpo_loss` of one micro-batch, and sums over its tokens for the metrics. `logp` is (C,)."""
     values = batch.values
-    trainer_logp = logp.detach() if values.old_logp is None else values.old_logp  # never with dropout
+    trainer_logp = (
+        logp.detach() if values.old_logp is None else values.old_logp
+    )  # with dropout, there is always an old_logp, because logp has its noise
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
     elif cfg.updates_per_step == 1:
@@ -464,8 +465,9 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     importance, is_capped = None, torch.zeros_like(logp, dtype=torch.bool)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_ratio = trainer_logp - values.sampling_logp
-        importance = importance_weights(log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode)
-        is_capped = importance == (0.0 if cfg.importance_mode == "sequence_mask" else cfg.importance_cap)
+        importance, is_capped = importance_weights(
+            log_ratio, batch.row_of_token, cfg.importance_cap, cfg.importance_mode
+        )
     options = LossOptions(**{option.name: getattr(cfg, option.name) for option in fields(LossOptions)})
     loss, stats = grpo_loss(
         logp, old_logp, values.advantages, values.weights, batch.row_of_token, options, values.ref_logp, importance
@@ -476,8 +478,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 
 def before_first_update(run: Run) -> bool:
-    """Return whether the policy has not been updated in this step yet."""
-    return "optimizer" not in run.clock.laps
+    """Return whether the first update of this step is still to come. A skipped update counts, too."""
+    return "optimizer" not in run.clock.laps  # each update records its time
 
 
 def raise_if_interrupted(run: Run) -> None:

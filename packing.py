@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from common import flash_attention
 from common.gather import Gather, gather
-from common.records import Completion, Group
+from common.records import Completion, Group, Prompt
 
 T = TypeVar("T")
 CHUNK = 64  # tokens that kernels of linear attention work on together
@@ -151,9 +151,6 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
     position_ids = torch.cat(positions, dim=1)  # (R, T)
     num_tokens = position_ids.shape[1]
-    with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
-    cached = bool(with_images) and all(prompt.features is not None for prompt in with_images)
-    inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
     return PackedBatch(
         input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
@@ -169,13 +166,25 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         targets=torch.cat([completion.ids for completion in completions]),
         row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
-        values=_token_values(completions, lengths),
-        vision={key: torch.cat([vision[key] for vision in inputs]) for key in (inputs or [{}])[0]},
+        values=_token_values(groups, lengths),
+        vision=vision_inputs(prompts),
         image_tokens=torch.cat([tokens[0] + prompt.image_positions for tokens, prompt in zip(indices, prompts)]),
     )
 
 
-def _token_values(completions: list[Completion], lengths: list[int]) -> TokenValues:
+def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    """Concatenate the vision inputs of `prompts`, or their cached features if all have them; {} without images."""
+    with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
+    if not with_images:
+        return {}
+    cached = all(prompt.features is not None for prompt in with_images)
+    inputs = [{"features": prompt.features} if cached else prompt.vision for prompt in with_images]
+    return {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
+
+
+def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
+    completions = [completion for group in groups for completion in group.completions]
+    has_image = [len(group.prompt.image_positions) > 0 for group in groups for _ in group.completions]
     repeats = torch.tensor(lengths)
 
     def join(tensors: list[Tensor | None]) -> Tensor | None:
@@ -185,7 +194,7 @@ def _token_values(completions: list[Completion], lengths: list[int]) -> TokenVal
         sampling_logp=torch.cat([completion.sampling_logp for completion in completions]),
         advantages=torch.tensor([completion.advantage for completion in completions]).repeat_interleave(repeats),
         weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
-        has_image=torch.tensor([completion.has_image for completion in completions]).repeat_interleave(repeats),
+        has_image=torch.tensor(has_image).repeat_interleave(repeats),
         stale=torch.cat([torch.arange(n) < completion.stale for n, completion in zip(lengths, completions)]),
         old_logp=join([completion.old_logp for completion in completions]),
         ref_logp=join([completion.ref_logp for completion in completions]),

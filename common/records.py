@@ -145,7 +145,6 @@ class Completion:
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
     advantage: float = 0.0  # advantage of the completion within its group
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
-    has_image: bool = False  # whether its prompt has an image
     stale: int = 0  # number of its first tokens, which the policies of earlier steps sampled
     old_logp: Tensor | None = None
     """(L,) log-probabilities under the policy before the step, if a step has several updates or they have dropout."""

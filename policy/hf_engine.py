@@ -19,6 +19,7 @@ from torch import Tensor
 from common import console
 from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
+from packing import vision_inputs
 from policy.experts import prepare_experts
 from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
@@ -211,10 +212,7 @@ class HFEngine:
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
         device = self.model.device
-        with_images = [p for p, _, _ in prefixes if len(p.image_positions)]
-        cached = all(p.features is not None for p in with_images)
-        inputs = [{"features": p.features} if cached else p.vision for p in with_images]
-        vision = {key: torch.cat([each[key] for each in inputs]).to(device) for key in (inputs or [{}])[0]}
+        vision = {name: x.to(device) for name, x in vision_inputs([p for p, _, _ in prefixes]).items()}
         ends = torch.arange(1, len(prefixes) + 1) * max(lengths)
         image_tokens = [end - n + p.image_positions for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
         logits, cache = self._forward(

@@ -235,7 +235,7 @@ def measure_memory(
     if is_quantised(policy):
         layers = sum(2 * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     vocab_size = decoder.embed_tokens.weight.shape[0]
-    total = limit * 2**30 or gpu_size
+    total = min(limit * 2**30 or gpu_size, gpu_size)
     return MemoryBudget(
         total=total,
         margin=MARGIN * total,
@@ -326,18 +326,23 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
     Before the retry, all gradients are discarded. Raises RunStopped if the retry also runs out of memory, or if there
     are other processes, which would be left waiting in the middle of the same work.
     """
-    for attempt in range(2):
-        try:
-            if attempt:
-                recover(policy)  # only here, where the first exception no longer holds the activations
-            return budget, work(budget)
-        except torch.OutOfMemoryError as error:
-            if attempt or distributed.world_size() > 1:
-                reason = str(error).split(". ")[0]
-                raise RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1) from None
-        budget //= 2
-        print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
-    raise AssertionError("unreachable")
+    try:
+        return budget, work(budget)
+    except torch.OutOfMemoryError as error:
+        if distributed.world_size() > 1:
+            raise _out_of_memory(error) from None
+    budget //= 2
+    print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
+    try:
+        recover(policy)  # only here, where the first exception no longer holds the activations
+        return budget, work(budget)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(error) from None
+
+
+def _out_of_memory(error: torch.OutOfMemoryError) -> RunStopped:
+    reason = str(error).split(". ")[0]
+    return RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1)
 
 
 def recover(policy: Policy) -> None:

@@ -117,7 +117,7 @@ def our_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
         weights = weights_of_a_step(case, batch, advantages)
     importance = None
     if case.importance:
-        importance = importance_weights((batch.old - batch.sampling)[batch.mask], rows, CAP, case.importance)
+        importance = importance_weights((batch.old - batch.sampling)[batch.mask], rows, CAP, case.importance)[0]
     tensors = logp[batch.mask], batch.old[batch.mask], advantages.flatten()[rows], weights[rows], rows
     return grpo_loss(*tensors, case.options, batch.ref[batch.mask], importance)[0]
 

@@ -102,7 +102,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode: str) -> Tensor:
+def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode: str) -> tuple[Tensor, Tensor]:
     """Return the weight π_old / π_sampler of each token's objective, bounded by `cap`. All tensors are (C,).
 
     `log_ratio` is the token's log(π_old / π_sampler). "token_truncate" takes min(ratio, cap) of each token (truncated
@@ -113,4 +113,5 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
     if mode != "token_truncate":
         log_ratio = sum_by_row(log_ratio, row_of_token)
     ratio = log_ratio.exp()
-    return torch.where(ratio > cap, 0.0, ratio) if mode == "sequence_mask" else ratio.clamp(max=cap)
+    is_capped = ratio > cap
+    return ratio.masked_fill(is_capped, 0.0) if mode == "sequence_mask" else ratio.clamp(max=cap), is_capped

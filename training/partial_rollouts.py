@@ -69,8 +69,8 @@ def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[Draw
 
 
 @dataclass(frozen=True)
-class Round:
-    """What decides when a round of sampling ends."""
+class StoppingRule:
+    """When a round of sampling ends."""
 
     step: int  # number of completed steps
     num_prompts: int  # P: how many prompts are trained on in a step
@@ -82,7 +82,7 @@ class Round:
 
         `steps` tells when each prompt was drawn, oldest first, and `whole` whether it is whole. The P oldest whole
         prompts are chosen if there are as many, and if the rest can still be trained on in time: at most k · P of them
-        may be due within k steps, for every k. Sampling also ends when it is finished.
+        may be due within k steps, for every k. If all prompts are whole, there is nothing left to sample.
         """
         chosen = [i for i, is_whole in enumerate(whole) if is_whole][: self.num_prompts]
         if len(chosen) < self.num_prompts:
@@ -95,7 +95,7 @@ class Round:
 
 
 def sample_until_whole(
-    sample: Callable[[Continuation], list[list[Rollout]]], drawn: list[Drawn], own: list[int], this_round: Round
+    sample: Callable[[Continuation], list[list[Rollout]]], drawn: list[Drawn], own: list[int], rule: StoppingRule
 ) -> tuple[list[Drawn], list[Drawn]]:
     """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
 
@@ -103,31 +103,34 @@ def sample_until_whole(
     the prompts to train on and those that stay in flight, of all processes, oldest first.
     """
     steps = [each.step for each in drawn]
-    started = [drawn[i].rollouts or (NOT_STARTED,) * this_round.num_generations for i in own]
+    started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in own]
 
     def is_enough(whole: list[bool]) -> bool:
         everywhere = dict(pair for pairs in distributed.all_gather(list(zip(own, whole))) for pair in pairs)
-        return this_round.choose(steps, [everywhere[i] for i in range(len(drawn))]) is not None
+        return rule.choose(steps, [everywhere[i] for i in range(len(drawn))]) is not None
 
     rollouts = sample(Continuation(started, is_enough))
     sampled = {
-        i: tuple(_dated(new, old, this_round.step) for new, old in zip(after, before))
+        i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
         for i, before, after in zip(own, started, rollouts)
     }
     everywhere = {i: group for part in distributed.all_gather(sampled) for i, group in part.items()}
     drawn = [replace(each, rollouts=everywhere[i]) for i, each in enumerate(drawn)]
-    chosen = this_round.choose(steps, [each.is_whole for each in drawn])
+    chosen = rule.choose(steps, [each.is_whole for each in drawn])
     return [drawn[i] for i in chosen], [each for i, each in enumerate(drawn) if i not in set(chosen)]
 
 
-def _dated(new: Rollout, old: Rollout, step: int) -> Rollout:
+def _with_token_counts(new: Rollout, old: Rollout, step: int) -> Rollout:
     """Return `new`, with the number of tokens it has beyond `old` counted under `step`."""
     tokens = len(new.ids) - len(old.ids)
     return replace(new, tokens_by_step=old.tokens_by_step | ({step: tokens} if tokens else {}))
 
 
 def partial_metrics(rollouts: list[Rollout], in_flight: list[Drawn], step: int, max_staleness: int) -> dict[str, float]:
-    """Return how old the tokens of this process's `rollouts` are, over all processes, and how much is in flight."""
+    """Return the share of tokens of each age in steps, over all processes, and how many groups are in flight.
+
+    `rollouts` are those that this process trains on, `in_flight` is the same on all processes.
+    """
     tokens = torch.zeros(max_staleness + 1, dtype=torch.float64)
     for rollout in rollouts:
         for sampled_in, count in rollout.tokens_by_step.items():

@@ -25,7 +25,7 @@ from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
-from training.partial_rollouts import Round
+from training.partial_rollouts import StoppingRule
 from training.run import resolve_loss
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
@@ -35,7 +35,7 @@ PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
 
 
 def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
-    choose = Round(step=5, num_prompts=2, num_generations=4, max_staleness=2).choose
+    choose = StoppingRule(step=5, num_prompts=2, num_generations=4, max_staleness=2).choose
     assert choose([4, 5, 5, 5], [False, True, False, False]) is None, "only one is whole"
     assert choose([4, 5, 5, 5], [False, True, False, True]) == [1, 3]
     assert choose([4, 5, 5, 5], [True, True, False, True]) == [0, 1]
