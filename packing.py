@@ -23,7 +23,7 @@ otherwise 1).
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -48,9 +48,10 @@ class Segments:
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
     k_lens: list[int]  # key lengths of the segments, on the host
     prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
+    max_q: int = field(init=False)  # a graph that takes the maximum of a list would be compiled anew for each list
+    max_k: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the longest segments; a compiled graph would be compiled anew for other lists."""
         self.max_q, self.max_k = max(self.q_lens), max(self.k_lens)
 
     @functools.cached_property

@@ -1,6 +1,7 @@
-"""FlashAttention 4 as an operator of torch, which torch.compile takes into its graphs.
+"""FlashAttention 4 as a custom operator (`torch.library.custom_op`), which torch.compile takes into its graphs.
 
-The package's own function would divide a compiled decoder layer into four graphs, each with its cost on the host.
+torch.compile cannot trace the package's own function. A decoder layer would have graph breaks around it, and each of
+its graphs costs time on the host.
 
 Shapes: T queries, K keys, H query heads, H_kv key and value heads, E head dimension.
 """
@@ -14,13 +15,17 @@ from torch import Tensor
 HEAD_DIM = 128  # the only one measured; for others, such as 16 and 80, the backward pass of 4.0.0b19 is inconsistent
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@torch.compiler.assume_constant_result  # has no effect on a function with a cache
 def is_available() -> bool:
     """Return whether FlashAttention 4 is installed and this is a Hopper GPU, on which it was tried.
 
     It is faster than torch's kernel, but has to be compiled, once for each user and machine.
     """
+    return _is_available()
+
+
+@functools.cache
+def _is_available() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -39,7 +44,7 @@ def attend(  # noqa: PLR0913 - the lengths of the segments
     """Compute causal attention of queries (T, H, E) to keys and values (K, H_kv, E), one segment at a time.
 
     `cu_q` and `cu_k` (segments + 1,) are the cumulative lengths of the segments, `max_q` and `max_k` the largest
-    lengths. Returns the result (T, H, E), and the logarithms of the softmax's denominators (H, T) for the gradients.
+    lengths. Returns the result (T, H, E), and the log-sum-exp of the scores (H, T), which the gradients need.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 

@@ -30,7 +30,8 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
     `compiled`: use torch.compile to fuse the small operations around each decoder layer's matrix products, and the
-    operations that compute the log-probabilities. Attention remains a call of its own, between the graphs or in them.
+    operations that compute the log-probabilities. Attention is one call: inside a layer's graph if it is FlashAttention
+    4 (common/flash_attention.py), otherwise between two graphs.
 
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
@@ -38,10 +39,12 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     # The vision towers that take pictures of any size attend to all windows in one call only if the attention's name
     # contains "flash"; otherwise they loop over the windows. The language model needs a name without "flash", because
     # transformers' mask code would look for the flash-attn package.
-    apart = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
-    within = shared_prefix_attention if attention_can_be_compiled(model) else apart
-    transformers.AttentionInterface.register("shared_prefix", within)
-    transformers.AttentionInterface.register("flash_shared_prefix", apart)
+    attention = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
+    transformers.AttentionInterface.register("flash_shared_prefix", attention)
+    if compiled and has_flash_attention(model):
+        attention = shared_prefix_attention
+    # The names are those of the process: of several models, the last one decides how all are compiled.
+    transformers.AttentionInterface.register("shared_prefix", attention)
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
@@ -57,8 +60,8 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
         compile_layers(language_model(model).layers)
 
 
-def attention_can_be_compiled(model: nn.Module) -> bool:
-    """Return whether the decoder's attention is an operator that torch.compile takes into its graphs."""
+def has_flash_attention(model: nn.Module) -> bool:
+    """Return whether the attention of the decoder's layers is FlashAttention 4."""
     config = language_model(model).config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return head_dim == flash_attention.HEAD_DIM and flash_attention.is_available()
@@ -66,6 +69,8 @@ def attention_can_be_compiled(model: nn.Module) -> bool:
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Let torch.compile fuse the small operations of each of `layers`, in place, for inputs of any length."""
+    # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     for layer in layers:
         # Compile the forward method, not the module, because FSDP's hooks must stay outside.
         layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import grpo
 import packing
@@ -89,6 +90,33 @@ def test_flash_attention_4_agrees_with_float32():
     got_gradients = torch.autograd.grad(got, narrow, upstream.bfloat16())
     for a, b in zip((got, *got_gradients), (want, *want_gradients)):
         assert (a.float() - b).norm() < 0.01 * b.norm()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_with_flash_attention_4_have_the_gradients_of_layers_without(checkpointed, monkeypatch):
+    """Heads of 128, bfloat16: compiled with the operator, against uncompiled with torch's kernel."""
+    pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
+    config = build("qwen2_5").config
+    config.hidden_size, config.num_attention_heads = 512, 4
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    g = torch.Generator().manual_seed(0)
+    batch = pack([make_group(model, "qwen2_5", 90, [], [200, 1, 70], g) for _ in range(2)]).to("cuda")
+    results = []
+    for compiled in (False, True):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(flash_attention, "_is_available", lambda: False)
+            enable_packed_forward(model, compiled)
+            model.zero_grad()
+            logp, _ = token_logprobs(model.train(), batch)
+            logp.mean().backward()
+            results.append((logp.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
+    (want, want_grad), (got, got_grad) = results
+    assert (got - want).abs().mean() < 0.03
+    assert torch.cosine_similarity(got_grad, want_grad, dim=0) > 0.99
 
 
 def test_logprobs_of_sampled_tokens_are_those_of_softmax():

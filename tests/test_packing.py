@@ -270,13 +270,14 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
 def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, causal, want):
     called = []
 
-    def attend(*arguments):
-        called.append(("4", arguments))
-        return arguments[0], None
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+        called.append(("4", cu_q, cu_k, max_q, max_k, scale))
+        return q, None
 
-    def varlen_attn(*arguments, **_):
-        called.append(("torch", arguments))
-        return arguments[0]
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **_):
+        called.append(("torch", cu_q, cu_k, max_q, max_k, scale))
+        assert window_size == ((-1, 0) if causal else (-1, -1))
+        return q
 
     monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
     monkeypatch.setattr(flash_attention, "is_available", lambda: True)
@@ -285,9 +286,9 @@ def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypa
     segments = pack(groups_of([[5, 3]])).segments
     q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
     packing.attend(q, k, k, segments, 0.5, causal)
-    ((name, (*_, cu_q, cu_k, max_q, max_k)),) = [(name, arguments[:7]) for name, arguments in called]
+    ((name, cu_q, cu_k, *numbers),) = called
     assert name == want
-    assert (max_q, max_k) == (10, 15)
+    assert numbers == [10, 15, 0.5]
     assert cu_q.tolist() == [0, 10, 15, 18]
     assert cu_k.tolist() == [0, 10, 25, 38]
 

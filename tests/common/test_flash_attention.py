@@ -30,8 +30,10 @@ def probabilities(q, k, cu_q, cu_k, scale):
         yield rows, cols, scores.masked_fill(hidden, -torch.inf)
 
 
-def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **_):
-    assert causal
+def forward(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, pack_gqa
+):
+    assert (causal, return_lse, pack_gqa) == (True, True, False)
     assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
     out, lse, per_head = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q)), q.shape[1] // k.shape[1]
     for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
@@ -40,8 +42,10 @@ def forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 
     return out, lse, None, None
 
 
-def backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, **_):
-    """Equation 4 of FlashAttention-2 (arXiv:2307.08691), without tiles: probabilities from the saved logarithms."""
+def backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """The backward pass of FlashAttention-2 (arXiv:2307.08691, algorithm 2), without tiles."""
+    assert causal
+    assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
     dq, dk, dv, per_head = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
     for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
         p = (scores - lse[:, rows, None]).exp()
@@ -62,7 +66,7 @@ def on_cpu(monkeypatch):
     for name, module in package.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(flash_attention, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attention, "_is_available", lambda: True)
     monkeypatch.setattr(flash_attention, "HEAD_DIM", HEAD_DIM)
 
 
@@ -79,9 +83,19 @@ def random_batch(model, family: str, rng: random.Random):
     return pack([make_group(model, family, rng.randint(3, 30), [], group, g) for group in lengths])
 
 
-@pytest.mark.parametrize(("family", "graphs"), [("qwen2_5_vl", 3), ("qwen3_vl", 3), ("aria", 7), ("qwen3_5", 7)])
+def test_it_is_an_operator_as_torch_requires(on_cpu):
+    """Shapes without data, the gradient's registration and traces, also for queries that are not contiguous."""
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 3, 10], dtype=torch.int32), 5, 7
+    q, k, v = (
+        torch.randn(heads, n, HEAD_DIM).transpose(0, 1).requires_grad_() for heads, n in ((4, 8), (2, 10), (2, 10))
+    )
+    for tensors in ((q, k, v), [x.detach().contiguous().requires_grad_() for x in (q, k, v)]):
+        torch.library.opcheck(flash_attention.attend, (*tensors, *lengths, 0.3))
+
+
+@pytest.mark.parametrize(("family", "graphs"), [("qwen2_5_vl", 2), ("qwen3_vl", 2), ("aria", 6), ("qwen3_5", 6)])
 def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(family, graphs, on_cpu, monkeypatch):
-    """Three graphs are those of a layer, and of log-probabilities twice. Experts and linear attention divide layers.
+    """The other graph computes log-probabilities. Only experts and linear attention divide a layer.
 
     No layer is compiled anew for other lengths.
     """
@@ -95,8 +109,9 @@ def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(f
     compile_with, compiled = torch.compile, []
 
     def count(graph, inputs):
-        compiled.append(graph)
-        return aot_eager(graph, inputs)
+        function = aot_eager(graph, inputs)
+        compiled.append(graph)  # only now: torch discards the first one, to take numbers for constants
+        return function
 
     torch.compiler.reset()  # forget what was compiled before
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=count))
