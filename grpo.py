@@ -63,23 +63,23 @@ __all__ = ["LOSSES", "Loss", "LossOptions"]  # for your own loss; see README.md
 # --- the maths: pure functions of tensors -----------------------------------------------------------------------------
 
 
-def group_advantages(rewards: Tensor, scale: str | bool = "group") -> Tensor:
+def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     """Return the advantages (P, G) of `rewards` (P, G) relative to the mean of each row (DeepSeekMath, section 4.1.2).
 
     A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
-    selects the divisor: the standard deviation of the row ("group" or True), the standard deviation of all rewards
-    ("batch"), or 1 ("none" or False, as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
+    selects the divisor: the standard deviation of the row ("group"), the standard deviation of all rewards
+    ("batch"), or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
     denominator and get ε = 1e-6 added, as in verl. If the rewards of a row are equal (`is_varied`), its advantages are
     exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     divisor = 1.0
-    if scale not in ("none", False):
+    if scale != "none":
         divisor = deviation(rewards.reshape(1, -1) if scale == "batch" else rewards) + EPSILON
     return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
 
 
-def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str | bool = "group") -> Tensor:
+def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str = "group") -> Tensor:
     """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
     Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
@@ -342,7 +342,7 @@ def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) ->
     return minibatches
 
 
-def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor, step: int = 0) -> list[Group]:
+def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor, step: int) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
     The loss depends on a completion if it is scored and has a non-zero advantage or a KL term. The weights count every

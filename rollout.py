@@ -6,7 +6,8 @@ cache, and it needs no GPU. Both hold a full copy of the weights, so each proces
 `PolicyEngine` (in the same file) has no copy: it samples from the trainer's own model, in a single process.
 
 The random numbers for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
-the same completions on any number of processes, up to rounding in matrix products of different shapes.
+the same completions on any number of processes, up to rounding in matrix products of different shapes. Only those of
+vLLM with partial rollouts also depend on the lengths at which a completion was interrupted (`request_seed`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from common.errors import UserError
 from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
+from policy.continuation import Continuation
 from policy.forward import float32_logits
-from policy.hf_engine import Continuation, HFEngine, PolicyEngine
+from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
@@ -209,13 +211,15 @@ def start_vllm(
 
 
 class VLLMEngine:
-    """vLLM inside the training process: one request per prompt, with weights from the trainer before every step.
+    """vLLM inside the training process, with weights from the trainer before every step.
+
+    A prompt is one request for all its completions or, with partial rollouts, one request per completion.
 
     vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
     frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
     resized images and computes the features itself. The first `generate` that sends images checks that vLLM's tower
-    gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders to the same
-    tokens as the trainer.
+    gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders of each
+    request that ends to the same tokens as the trainer.
     """
 
     def __init__(
@@ -280,11 +284,10 @@ class VLLMEngine:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         before = scheduler.interruptions
         rollouts = self._sample(prompts, seeds, how, continuation)
-        if before == 0 < scheduler.interruptions and console.is_main():
-            print(
+        if scheduler.interruptions and not before:  # once per run
+            console.warn(
                 f"vLLM's memory was full: in this step it interrupted a completion {scheduler.interruptions} times and "
-                "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster",
-                file=sys.stderr,
+                "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster"
             )
         return rollouts
 
@@ -337,10 +340,11 @@ class VLLMEngine:
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
             for ids, c, end, text in zip(token_ids, completions, stopped, texts)
         ]
-        return [rollouts[how.n * i : how.n * (i + 1)] for i in sorted(range(len(order)), key=order.__getitem__)]
+        rollouts_of = {i: rollouts[how.n * place : how.n * (place + 1)] for place, i in enumerate(order)}
+        return [rollouts_of[i] for i in range(len(prompts))]
 
     def max_tokens(self, how: Sampling, seed: int, completion: int) -> int:
-        """Return the maximum length of a completion. bench/tail.py replaces this, to have lengths of its own."""
+        """Return the maximum length of a continued completion. bench/tail.py replaces this, to have its own lengths."""
         return how.max_tokens
 
     def _params(self, how: Sampling, n: int, seed: int, max_tokens: int) -> Any:

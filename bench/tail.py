@@ -28,7 +28,8 @@ import grpo
 from common import cli, console, distributed
 from common.records import Sampling
 from data import load_split
-from policy.hf_engine import NOT_STARTED, Continuation, HFEngine
+from policy.continuation import NOT_STARTED, Continuation
+from policy.hf_engine import HFEngine
 from rollout import Engine
 from training.metrics import Clock
 from training.prompt_stream import PromptStream

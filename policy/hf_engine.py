@@ -8,7 +8,6 @@ otherwise 1).
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +19,7 @@ from common import console
 from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
 from packing import vision_inputs
+from policy.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_whole
 from policy.experts import prepare_experts
 from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
@@ -27,19 +27,6 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 
 Tokenizer = transformers.PreTrainedTokenizerBase
-
-PAUSE_EVERY = 16  # tokens after which a sampler asks whether there is enough
-NOT_STARTED = Rollout(torch.empty(0, dtype=torch.long), torch.empty(0), finished=False)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """Completions to continue, for partial rollouts, and what tells when to stop."""
-
-    started: Sequence[Sequence[Rollout]]  # the completions of each prompt so far
-    is_enough: Callable[[list[bool]], bool]
-    """Whether to stop, given which prompts of this process are whole. It is asked every few tokens, on all processes
-    together, until it returns True."""
 
 
 class HFEngine:
@@ -263,11 +250,6 @@ class PolicyEngine(HFEngine):
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)
-
-
-def which_are_whole(rollouts: Sequence[Sequence[Rollout]]) -> list[bool]:
-    """Return of each prompt's `rollouts` whether all are finished."""
-    return [all(rollout.finished for rollout in group) for group in rollouts]
 
 
 def _rows(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:

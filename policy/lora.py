@@ -255,9 +255,9 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reference_weights(model: nn.Module, switch: bool = True) -> Iterator[None]:
-    """Let `model` act as the reference inside the context, if `switch` is set and the model has an adapter."""
-    layers = list(adapted_layers(model).values()) if switch else []
+def reference_weights(model: nn.Module) -> Iterator[None]:
+    """Let `model` act as the reference inside the context, if it has an adapter."""
+    layers = list(adapted_layers(model).values())
     try:
         for layer in layers:  # PEFT's own methods would also change which parameters are trained
             if REFERENCE in layer.lora_A:

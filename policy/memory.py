@@ -1,6 +1,6 @@
 """GPU memory: estimate what a model needs; choose sharding, checkpointing and micro-batch size; handle overflows.
 
-The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile (docs/log.md).
+The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
 
 import sys
@@ -25,22 +25,26 @@ T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
+TRAINED_BYTES = 4  # a trained parameter's master weight, or its gradient, in float32
+MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
 SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
-def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool) -> tuple[int, int]:
-    """Return the size in bytes of a full copy of the training state, as (weights and moments, gradients).
+def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device) -> tuple[int, int]:
+    """Return the size in bytes of a full copy of the training state on `device`, as (weights and moments, gradients).
 
     The weights include those of a separate reference model. Weights and moments in host memory are not counted.
     """
+    size = compute_dtype(flags.dtype, device).itemsize
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    held = sum(min(p.element_size(), 2) * p.numel() for p in policy.parameters() if not p.requires_grad)
+    held = sum(min(p.element_size(), size) * p.numel() for p in policy.parameters() if not p.requires_grad)
     if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
-        held += 2 * sum(p.numel() for p in policy.parameters())
-    return held + (4 if flags.offload_optimizer else 12) * trained, 4 * trained
+        held += size * sum(p.numel() for p in policy.parameters())
+    moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
+    return held + (TRAINED_BYTES + moments) * trained, TRAINED_BYTES * trained
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
@@ -65,7 +69,7 @@ def choose_sharding(
         return flags.sharding
     if distributed.world_size() == 1 or device.type != "cuda":
         return "full"
-    state, total = sum(state_bytes(policy, flags, with_reference)), usable_bytes(device, limit)
+    state, total = sum(state_bytes(policy, flags, with_reference, device)), usable_bytes(device, limit)
     several_machines = distributed.local_world_size() < distributed.world_size()
     fits_machine = equal_machines and state / distributed.local_world_size() < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
@@ -84,9 +88,10 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device) -> tuple[boo
     if device.type != "cuda":
         return True, cfg.vllm_memory
     parameters = (p for name, p in policy.named_parameters() if ".lora_" not in name)
-    copy = 2 * sum(getattr(p, "quant_state", p).shape.numel() for p in parameters)  # in the compute dtype
+    size = compute_dtype(cfg.dtype, device).itemsize
+    copy = size * sum(getattr(p, "quant_state", p).shape.numel() for p in parameters)
     needed, total = copy / cfg.tensor_parallel + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
-    resting, _ = state_bytes(policy, cfg, bool(cfg.beta))
+    resting, _ = state_bytes(policy, cfg, bool(cfg.beta), device)
     has_room = distributed.world_size() > 1 or resting + needed <= total
     return has_room, max(cfg.vllm_memory, min(0.9, needed / total))
 
@@ -111,7 +116,7 @@ def check_gpu_memory(
         fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # the limit holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
-    resting, gradients = (size / shards for size in state_bytes(policy, flags, with_reference))
+    resting, gradients = (size / shards for size in state_bytes(policy, flags, with_reference, device))
     training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
         what = "weights, gradients and AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
@@ -211,7 +216,7 @@ class MemoryBudget:
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
     optimizer: float  # gradients and moments, which the first update allocates
     logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
-    layers: float  # two gathered layers or, beside 4-bit weights, the whole gathered adapter
+    layers: float  # two gathered layers with their gradients or, beside 4-bit weights, the whole gathered adapter
 
     @property
     def activations(self) -> float:
@@ -231,16 +236,17 @@ def measure_memory(
     free, gpu_size = torch.cuda.mem_get_info(device)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
     decoder = language_model(policy.model)
-    layers = 12 * sum(p.numel() for p in decoder.layers[0].parameters())
+    size = compute_dtype(flags.dtype, device).itemsize
+    layers = 2 * (size + TRAINED_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
     if is_quantised(policy):
-        layers = sum(2 * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
+        layers = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     vocab_size = decoder.embed_tokens.weight.shape[0]
     total = min(limit * 2**30 or gpu_size, gpu_size)
     return MemoryBudget(
         total=total,
         margin=MARGIN * total,
         in_use=gpu_size - free,
-        optimizer=(4 if flags.offload_optimizer else 12) * trained,
+        optimizer=(TRAINED_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
         logits=(12 if flags.compile else 28) * LOGIT_ROWS * vocab_size,
         layers=layers,
     )
@@ -260,14 +266,14 @@ def choose_micro_batch_size(
     The maximum is `flags.micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the free
     memory. Every process makes the same choice. `longest`: maximum number of tokens in a prompt plus one completion,
     which always share a micro-batch. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises
-    UserError if not even one prompt with one completion fits.
+    UserError if not even one prompt with one completion fits and `flags.micro_batch_tokens` is not set.
     """
     num_layers, requested = len(language_model(policy.model).layers), flags.micro_batch_tokens
     choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
     choice = choices[flags.activation_checkpointing]
     if device.type != "cuda":
         set_checkpointing(policy, choice[0])
-        keep_unsharded(policy, reference, flags, (0, 0))
+        choose_gathering(policy, reference, flags, (0, 0))
         return requested or CPU_MICRO_BATCH_TOKENS
     memory = measure_memory(policy, flags, device, limit, sharding)
     dtype = compute_dtype(flags.dtype, device)
@@ -288,7 +294,7 @@ def choose_micro_batch_size(
     # Without gradients, a token takes at most as much memory as with all layers checkpointed.
     forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, dtype)
     free = left[num_checkpointed] - size * token_bytes[num_checkpointed]
-    keep_unsharded(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
+    choose_gathering(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
     set_checkpointing(policy, num_checkpointed)
     if console.is_main():
         checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
@@ -303,7 +309,7 @@ def choose_micro_batch_size(
     return size
 
 
-def keep_unsharded(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
+def choose_gathering(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
     """Set `keep_unsharded` on `policy` and on `reference`, each to the same value on every process.
 
     `flags.gather` decides. With "auto", a model's layers stay gathered if its full weights fit into its free memory.
@@ -349,7 +355,7 @@ def recover(policy: Policy) -> None:
     """End an interrupted forward or backward pass in the way that FSDP ends a completed pass; discard all gradients."""
     policy.set_requires_gradient_sync(True)  # otherwise, FSDP fails if a layer has never run
     policy._get_fsdp_state()._root_post_backward_final_callback()
-    take_gradients(policy)  # of earlier micro-batches
+    take_gradients(policy)  # so that zero_grad discards those of earlier micro-batches, too
     reshard(policy)
     policy.zero_grad()
     if torch.cuda.is_available():

@@ -211,20 +211,9 @@ def reshard(policy: Policy) -> None:
             module.reshard()
 
 
-def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) for every model parameter. If there is an adapter, it is added to the weights.
-
-    The names are those that `named_parameters()` gives for the loaded model, without an adapter. Names in weight files
-    may differ. Each tensor has the dtype in which the policy stores the parameter: float32 for master weights, and the
-    compute dtype for frozen weights, such as the base of an adapter. Gathering is collective: every process must
-    iterate to the end.
-    """
-    return adapted_weights(policy.model)
-
-
 @torch.no_grad()
 def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same names and weights as `full_weights`, but in the compute dtype if `apply_fsdp` sharded the policy.
+    """Yield what `lora.adapted_weights` does, but in the compute dtype if `apply_fsdp` sharded the policy.
 
     Copy each weight before requesting the next weight. An FSDP unit is a layer, or the embedding with the lm_head. Its
     shards are gathered together while the previous unit is being read, and freed when the next unit is requested. At

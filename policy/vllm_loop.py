@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policy.hf_engine import PAUSE_EVERY
+from policy.continuation import PAUSE_EVERY
 
 
 @dataclass(frozen=True)

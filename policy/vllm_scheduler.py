@@ -6,9 +6,13 @@ before: the same requests, one more token each. `DecodeScheduler` keeps such req
 tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache, has
 sampled a stop token or reaches its maximum length. Before anything else can happen (waiting requests start, a request
 is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own
-code takes over until a batch can be formed again. Waiting requests start several at a time, and not in the last of the
-memory, which leaves a few places empty for a while. So a request may run later than with vLLM's scheduler, but apart
-from the GPU's rounding it samples the same completion.
+code takes over until a batch can be formed again.
+
+    vLLM's own code -> _form_batch -> _schedule_decode, _take_row, ... -> _dissolve_batch -> vLLM's own code -> ...
+
+Waiting requests start several at a time, and not in the last of the memory, which leaves a few places empty for a
+while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it samples the same
+completion.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
 scheduled before a batch was formed or dissolved, and arrive afterwards, are handled by vLLM's own code.
@@ -39,7 +43,7 @@ class Member:
     request: Request
     computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
     outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
-    left: int  # number of tokens that it may still sample
+    tokens_left: int  # number of tokens that it may still sample
 
 
 @dataclass(frozen=True)
@@ -64,25 +68,26 @@ class Batch:
         self.stop = {*(params.stop_token_ids or ()), params.eos_token_id}
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
-        self.rows: list[Row] = []  # one for each of the other iterations
+        self.rows: list[Row] = []  # the iterations whose tokens have arrived, in order
         self.members = {member.request.request_id: member for member in members}
-        self.lasts: dict[int, list[str]] = defaultdict(list)  # number of iterations -> members that need no more
+        self.ending_at: dict[int, list[str]] = defaultdict(list)  # number of iterations -> members that need no more
         for name, member in self.members.items():
-            self.lasts[member.left].append(name)
+            self.ending_at[member.tokens_left].append(name)
         self._set_active(self.members)
 
     def _set_active(self, active: dict[str, Member]) -> None:
         self.active = active
         self.num_scheduled_tokens = dict.fromkeys(active, 1)
-        self.due: dict[int, list[int]] = defaultdict(list)  # iteration modulo `block_size` -> indices of active members
+        # iteration modulo `block_size` -> indices of active members
+        self.needs_block_at: dict[int, list[int]] = defaultdict(list)
         for index, member in enumerate(active.values()):
-            self.due[-member.computed % self.block_size].append(index)
+            self.needs_block_at[-member.computed % self.block_size].append(index)
 
     def count_iteration(self) -> None:
         """Count an iteration that has been scheduled. Leave members that need no more out of further ones."""
         self.scheduled += 1
-        if self.scheduled in self.lasts:
-            self._set_active({name: m for name, m in self.active.items() if m.left > self.scheduled})
+        if self.scheduled in self.ending_at:
+            self._set_active({name: m for name, m in self.active.items() if m.tokens_left > self.scheduled})
 
     def remove(self, names: Collection[str]) -> None:
         """Forget these members, which have ended."""
@@ -91,7 +96,8 @@ class Batch:
 
     def sampled(self, name: str) -> tuple[list[int], LogprobsLists]:
         """Return the tokens of a request that have arrived, and their log-probabilities."""
-        places = [(row, row.index[name]) for row in self.rows[: self.members[name].left]]
+        rows = self.rows[: self.members[name].tokens_left]  # later ones do not contain the request
+        places = [(row, row.index[name]) for row in rows]
         tokens = [row.tokens[i] for row, i in places]
         logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
         no_ranks = np.zeros(len(tokens), np.int64)  # nobody asks for them
@@ -133,7 +139,7 @@ class DecodeScheduler(AsyncScheduler):
         return everything
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[tuple[str, int]]:
-        """Abort requests."""
+        """Abort requests. vLLM needs its own records of them for that, so the batch is dissolved first."""
         self._dissolve_batch()
         finished = super().finish_requests(request_ids, finished_status)
         self.unsent = [output for output in self.unsent if output.request_id in self.requests]
@@ -157,7 +163,7 @@ class DecodeScheduler(AsyncScheduler):
         first = self.running[0].sampling_params
         if not all(self._only_decodes(request, first.stop_token_ids) for request in self.running):
             return None
-        members = [member for member in map(self._member, self.running) if member.left > 0]
+        members = [member for member in map(self._member, self.running) if member.tokens_left > 0]
         if not members:
             return None
         block_sizes = (group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
@@ -166,8 +172,8 @@ class DecodeScheduler(AsyncScheduler):
     def _member(self, request: Request) -> Member:
         """Return the request as a member of a batch. If no tokens are left, its last one has been scheduled."""
         computed, outputs = request.num_computed_tokens, request.num_output_tokens + request.num_output_placeholders
-        left = min(request.max_tokens - outputs, self.max_model_len - 1 - computed)
-        return Member(request, computed, outputs, left)
+        tokens_left = min(request.max_tokens - outputs, self.max_model_len - 1 - computed)
+        return Member(request, computed, outputs, tokens_left)
 
     def _admits_more(self) -> bool:
         """Return whether enough waiting requests could start to dissolve the batch for them.
@@ -206,7 +212,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def _can_continue(self, batch: Batch) -> bool:
         """Return whether the next iteration is like the one before."""
-        due = len(batch.due.get(batch.scheduled % batch.block_size, ()))
+        due = len(batch.needs_block_at.get(batch.scheduled % batch.block_size, ()))
         blocks = due * len(self.kv_cache_config.kv_cache_groups)
         return (
             bool(batch.active)
@@ -220,7 +226,7 @@ class DecodeScheduler(AsyncScheduler):
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(members)
-        for index in batch.due.get(done % batch.block_size, ()):
+        for index in batch.needs_block_at.get(done % batch.block_size, ()):
             request = members[index].request
             request.num_computed_tokens = members[index].computed + done
             new_blocks[index] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
@@ -259,7 +265,7 @@ class DecodeScheduler(AsyncScheduler):
         logprobs = sampled.logprobs.logprobs[:, 0].tolist()
         batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs))
         ended = [name for name, i in sampled.req_id_to_index.items() if tokens[i] in batch.stop]
-        ended += batch.lasts.get(len(batch.rows), ())
+        ended += batch.ending_at.get(len(batch.rows), ())
         ended = [name for name in dict.fromkeys(ended) if name in batch.members]
         outputs = [self._end(batch, name) for name in ended]
         if ended:
@@ -278,12 +284,14 @@ class DecodeScheduler(AsyncScheduler):
         return EngineCoreOutput(name, tokens, logprobs, finish_reason=reason, stop_reason=request.stop_reason)
 
     def _dissolve_batch(self) -> None:
-        """Give the requests of the batch what they have sampled."""
+        """Give the requests of the batch, if there is one, what they have sampled."""
+        if self.batch is None:
+            return
         batch, self.batch = self.batch, None
-        for name, member in batch.members.items() if batch else ():
+        for name, member in batch.members.items():
             tokens, logprobs = batch.sampled(name)
             request = member.request
-            scheduled = min(batch.scheduled, member.left)
+            scheduled = min(batch.scheduled, member.tokens_left)
             request.num_computed_tokens = member.computed + scheduled
             request.num_output_placeholders += scheduled - len(tokens)
             request.append_output_token_ids(tokens)

@@ -96,8 +96,7 @@ def test_left_out_completions_count_for_nothing():
 def test_scales():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     torch.testing.assert_close(group_advantages(rewards, "none"), torch.tensor([[0.5, -0.5], [0.0, 0.0]]))
-    assert torch.equal(group_advantages(rewards, False), group_advantages(rewards, "none"))
-    assert torch.equal(group_advantages(rewards, True), group_advantages(rewards))
+    assert torch.equal(group_advantages(rewards, "group"), group_advantages(rewards))
     # batch: mean 0.25, standard deviation sqrt((0.75² + 3·0.25²)/3) = 0.5; each row is centred on its own mean
     torch.testing.assert_close(group_advantages(rewards, "batch"), torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
 
@@ -280,7 +279,7 @@ def test_masked_completions_are_not_trained_on(loss_type):
     rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated=n == 6) for n in (2, 6, 4)]
     groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, [Rewards(1.0, 1.0)] * 3, index=0)]
     cfg = Config(data="x", loss_type=loss_type, mask_truncated=True, max_completion_length=6, beta=0.1)
-    (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0]]))
+    (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0]]), step=0)
     weights = {len(completion.ids): completion.weight for completion in group.completions}
     want = {"grpo": {2: 1 / 6, 4: 1 / 12}, "dapo": {2: 1 / 6, 4: 1 / 6}, "dr_grpo": {2: 1 / 18, 4: 1 / 18}}[loss_type]
     assert weights == pytest.approx(want)

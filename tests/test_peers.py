@@ -136,7 +136,7 @@ def weights_of_a_step(case: Case, batch: Batch, advantages: Tensor) -> Tensor:
         ScoredGroup(None, prompt, rollouts[p * G : p * G + G], [Rewards(1.0, 1.0)] * G, index=p) for p in range(P)
     ]
     weights = torch.zeros(P * G)
-    for group in training_groups(cfg, groups, advantages):
+    for group in training_groups(cfg, groups, advantages, step=0):
         for completion in group.completions:
             weights[int(completion.ids[0])] = completion.weight
     return weights

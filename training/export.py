@@ -14,9 +14,8 @@ from transformers.utils import cached_file
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from policy.lora import POLICY, has_adapter, load_adapter, read_adapter, write_adapter
+from policy.lora import POLICY, adapted_weights, has_adapter, load_adapter, read_adapter, write_adapter
 from policy.model import Policy, check_saved_model, empty_model, load_model, saved_dtype
-from policy.sharding import full_weights
 
 
 def export(policy: Policy, source: str, folder: str) -> None:
@@ -59,7 +58,7 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
             message = str(error)
     distributed.raise_first_error(message, UserError)
     parameters = dict(model.named_parameters()) if model is not None else {}
-    for name, weight in full_weights(policy):  # gathers one weight at a time, on all processes
+    for name, weight in adapted_weights(policy.model):  # gathers one weight at a time, on all processes
         if model is not None:
             parameters[name].data.copy_(weight)
             if not parameters.pop(name).isfinite().all():

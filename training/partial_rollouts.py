@@ -28,7 +28,7 @@ import torch
 from common import distributed
 from common.errors import UserError
 from common.records import Rollout
-from policy.hf_engine import NOT_STARTED, Continuation
+from policy.continuation import NOT_STARTED, Continuation
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from grpo import (
     training_groups,
     update,
 )
-from packing import pack_groups
+from packing import split_groups
 from policy.batches import completion_logprobs
-from policy.memory import keep_unsharded
+from policy.memory import choose_gathering
 from policy.model import load_policy
 from policy.sharding import apply_fsdp, fsdp_groups
 from tests.helpers.models import fixed_groups
@@ -105,7 +105,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
-    keep_unsharded(policy, None, cfg, (0, 0))
+    choose_gathering(policy, None, cfg, (0, 0))
     groups = fixed_groups(processor, images_at_even_indices=interleave)
     groups = [replace(groups[old], index=new) for new, old in enumerate(order)]
     advantages = group_advantages(torch.tensor([[rewards.total for rewards in group.rewards] for group in groups]))
@@ -126,7 +126,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     if evened_out:
         (minibatch,) = make_minibatches(run, groups if console.is_main() else [], advantages)
     else:
-        minibatch = training_groups(cfg, distributed.shard(groups), advantages)
+        minibatch = training_groups(cfg, distributed.shard(groups), advantages, step=0)
     gathers = count_gathers(policy) if cfg.gather == "update" else {}
     if cfg.beta or gathers:
         completion_logprobs(policy, minibatch, 1.0, run.micro_batch_tokens)
@@ -134,10 +134,10 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     (minibatch,) = map_completions([minibatch], lambda c: replace(c, ref_logp=-10.5 - c.sampling_logp))
     stats = update(run, minibatch)
     assert set(gathers.values()) <= {2}, "each of the two passes must gather once"
-    everything = training_groups(cfg, groups, advantages)
+    everything = training_groups(cfg, groups, advantages, step=0)
     local, total = (sum(len(c.ids) for group in each for c in group.completions) for each in (minibatch, everything))
     stats["share"] = distributed.all_max(torch.tensor(local / total))
-    batches = len(pack_groups(everything, run.micro_batch_tokens))
+    batches = len(split_groups(everything, run.micro_batch_tokens))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 

@@ -148,7 +148,7 @@ def test_weights_are_sharded_where_they_take_much_of_a_gpu(
     policy, monkeypatch, world_size, local_world_size, fraction, want
 ):
     """`fraction` is the memory for weights, gradients and optimizer state, divided by the memory of one GPU."""
-    state = sum(memory.state_bytes(policy, PolicyFlags(), True))
+    state = sum(memory.state_bytes(policy, PolicyFlags(), True, GPU))
     assert state > 18 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / fraction)
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
@@ -160,7 +160,7 @@ def test_weights_are_sharded_where_they_take_much_of_a_gpu(
 
 @pytest.mark.parametrize("local_world_size", [8, 4])
 def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkeypatch, local_world_size):
-    state = sum(memory.state_bytes(policy, PolicyFlags(), True))
+    state = sum(memory.state_bytes(policy, PolicyFlags(), True, GPU))
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / 2)
     monkeypatch.setattr(distributed, "world_size", lambda: 12)
     monkeypatch.setattr(distributed, "local_world_size", lambda: local_world_size)

@@ -20,7 +20,8 @@ from common.records import Rewards, Sample, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
-from policy.hf_engine import NOT_STARTED, Continuation, HFEngine
+from policy.continuation import NOT_STARTED, Continuation
+from policy.hf_engine import HFEngine
 from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
