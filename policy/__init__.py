@@ -1,11 +1,9 @@
 """The trained model: loading, the packed forward pass, adapters, sharding, the optimizer and GPU memory.
 
 Imports `common`, `config` and `packing`. Start reading at `model.py`: its `Policy` turns a packed batch into token
-log-probabilities. `forward.py` implements this computation, `batches.py` builds micro-batches, `sharding.py` applies
-FSDP2, `optimizer.py` contains AdamW and its schedule, `lora.py` handles adapters, `families.py` knows the supported
-models, `hf_engine.py` samples without vLLM (the files whose names begin with `vllm_` serve `rollout.py`),
-`continuation.py` is what both are told about partial rollouts, and `memory.py` decides what fits on the GPU.
-`delta_net.py` and `experts.py` are layers that some families have.
+log-probabilities. `forward.py` implements this computation, `batches.py` builds micro-batches, `families.py` knows the
+supported models, `sharding.py` applies FSDP2, `optimizer.py` is AdamW with its schedule, `lora.py` handles adapters,
+`hf_engine.py` samples without vLLM (files named `vllm_...` serve `rollout.py`), `memory.py` decides what fits on a GPU.
 """
 
 import logging
