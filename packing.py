@@ -34,7 +34,7 @@ from common import flash_attention
 from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
 
-T = TypeVar("T")
+Record = TypeVar("Record")
 CHUNK = 64  # tokens that kernels of linear attention work on together
 
 
@@ -99,7 +99,7 @@ class PackedBatch:
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images."""
-    image_tokens: Tensor  # packed indices of the prompts' image tokens, which image features take the place of
+    image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
     flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
     dummy_vision: bool = False
     """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
@@ -110,7 +110,7 @@ class PackedBatch:
         return replace(_move_tensors(self, move), vision={name: move(tensor) for name, tensor in self.vision.items()})
 
 
-def _move_tensors(record: T, move: Callable[[Tensor], Tensor]) -> T:
+def _move_tensors(record: Record, move: Callable[[Tensor], Tensor]) -> Record:
     """Return a copy of a data class with `move` applied to its tensors, and to those of data classes in it."""
     moved = {name: move(value) for name, value in vars(record).items() if isinstance(value, Tensor)}
     inner = {name: _move_tensors(value, move) for name, value in vars(record).items() if is_dataclass(value)}
@@ -241,6 +241,7 @@ def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
 
 
 def _split(group: Group, budget: int) -> list[Group]:
+    """Cut the completions of `group` into groups that fit into `budget` tokens with the prompt, or have only one."""
     chunks: list[list[Completion]] = []
     remaining = 0
     for completion in group.completions:
@@ -279,7 +280,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        max_suffices = _has_kernel(q) and max_length_q is not None  # the kernels need only the longest window
+        max_suffices = _has_kernel(q) and max_length_q is not None  # no list then has to be copied to the host
         lengths = [int(max_length_q)] if max_suffices else cu_seq_lens_q.diff().tolist()
         nothing = torch.empty(0)
         windows = Segments(None, cu_seq_lens_q, cu_seq_lens_q, lengths, lengths, nothing)

@@ -111,12 +111,12 @@ class HFEngine:
         places = [(i, j) for i, members, _ in rows for j in members]  # of each sequence in `rollouts`
         if not places:
             return False
-        lengths = torch.tensor([len(rollouts[i][j].ids) for i, j in places])
-        limits = torch.tensor([self.max_tokens(how, seeds[i], j) for i, j in places])
-        limits = (limits - lengths).to(self.device)  # tokens left of each sequence
-        uniforms = {i: _uniforms(seeds[i], len(rollouts[i]), how.max_tokens) for i in batch}
-        left = [uniforms[i][j, length:] for (i, j), length in zip(places, lengths.tolist())]
-        left = torch.nn.utils.rnn.pad_sequence(left, batch_first=True).to(self.device)
+        lengths = [len(rollouts[i][j].ids) for i, j in places]
+        most_new = [self.max_tokens(how, seeds[i], j) - length for (i, j), length in zip(places, lengths)]
+        limits = torch.tensor(most_new, device=self.device)
+        of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), how.max_tokens) for i in batch}
+        unused = [of_prompt[i][j, length:] for (i, j), length in zip(places, lengths)]
+        uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)
 
         def pause(is_over: Tensor) -> bool:
             over = dict(zip(places, is_over.tolist()))
@@ -124,7 +124,7 @@ class HFEngine:
             return is_enough([all(each) for each in ends])
 
         prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in rows]
-        ids, logps, new, stopped, enough = self._decode(prefixes, left, limits, how, pause if is_enough else None)
+        ids, logps, new, stopped, enough = self._decode(prefixes, uniforms, limits, how, pause if is_enough else None)
         truncated = ~stopped & (new == limits.cpu())
         for row, (i, j) in enumerate(places):
             old, length = rollouts[i][j], new[row]
