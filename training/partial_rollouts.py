@@ -21,7 +21,7 @@ checkpoint.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from common import distributed
 from common.errors import UserError
 from common.records import Rollout
 from policy.continuation import NOT_STARTED, Continuation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,18 +108,23 @@ def sample_until_whole(
     started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in own]
 
     def is_enough(whole: list[bool]) -> bool:
-        everywhere = dict(pair for pairs in distributed.all_gather(list(zip(own, whole))) for pair in pairs)
-        return rule.choose(steps, [everywhere[i] for i in range(len(drawn))]) is not None
+        is_whole = _gather_by_index(dict(zip(own, whole)))
+        return rule.choose(steps, [is_whole[i] for i in range(len(drawn))]) is not None
 
     rollouts = sample(Continuation(started, is_enough))
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
         for i, before, after in zip(own, started, rollouts)
     }
-    everywhere = {i: group for part in distributed.all_gather(sampled) for i, group in part.items()}
-    drawn = [replace(each, rollouts=everywhere[i]) for i, each in enumerate(drawn)]
-    chosen = rule.choose(steps, [each.is_whole for each in drawn])
-    return [drawn[i] for i in chosen], [each for i, each in enumerate(drawn) if i not in set(chosen)]
+    all_sampled = _gather_by_index(sampled)
+    continued = [replace(each, rollouts=all_sampled[i]) for i, each in enumerate(drawn)]
+    chosen = rule.choose(steps, [each.is_whole for each in continued])
+    return [continued[i] for i in chosen], [each for i, each in enumerate(continued) if i not in set(chosen)]
+
+
+def _gather_by_index(own: dict[int, T]) -> dict[int, T]:
+    """Return the values of all processes, by the index of the prompt in `drawn`. Call it on every process."""
+    return {i: value for part in distributed.all_gather(own) for i, value in part.items()}
 
 
 def _with_token_counts(new: Rollout, old: Rollout, step: int) -> Rollout:

@@ -39,15 +39,17 @@ class PromptStream:
             raise UserError(
                 f"--drop_last drops every row: prompts_per_step is {batch}, and there are {len(samples)} rows"
             )
-        self.epoch_length = len(samples) - (len(samples) % batch if drop_last else 0)  # prompts in an epoch
-        self.order = functools.partial(
+        self.epoch_length = epoch_length(len(samples), batch, drop_last)
+        self.row_at = functools.partial(  # the index in `samples` of the row at a position
             row_at, sizes=self.sizes, seed=seed, weights=weights, batch=batch, drop_last=drop_last
         )
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
-        self.lengths: dict[str, float] = {}  # row -> mean completion length in tokens when the row was last trained on
+        self.lengths: dict[str, float] = {}
+        """The mean completion length in tokens of each row when it was last trained on. The keys are row indices as
+        text, because a checkpoint holds this dict as JSON."""
 
     def assign_prompts(
         self, drawn: Sequence[Drawn], generations: int, max_length: int, tensor_parallel: int = 1
@@ -61,7 +63,7 @@ class PromptStream:
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
         costs = []
         for each in drawn:
-            row = self.row(each.position)
+            row = self.row_at(each.position)
             expected = self.lengths.get(str(row), mean)
             tokens = sum(_expected_tokens(rollout, expected, max_length) for rollout in each.rollouts)
             costs.append(self.samples[row].tokens + (tokens if each.rollouts else generations * expected))
@@ -71,15 +73,11 @@ class PromptStream:
 
     def record_length(self, position: int, lengths: Sequence[int]) -> None:
         """Record the completion `lengths`, in tokens, of the prompt at `position`."""
-        self.lengths[str(self.row(position))] = sum(lengths) / len(lengths)
-
-    def row(self, position: int) -> int:
-        """Return the index of the sample at `position`."""
-        return self.order(position)
+        self.lengths[str(self.row_at(position))] = sum(lengths) / len(lengths)
 
     def rows(self, positions: Sequence[int]) -> list[Sample]:
         """Return the samples at `positions`."""
-        return [self.samples[self.row(position)] for position in positions]
+        return [self.samples[self.row_at(position)] for position in positions]
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Start encoding the prompts at `positions` in a background thread."""
@@ -100,7 +98,7 @@ class PromptStream:
             error = str(failure)
         distributed.raise_first_error(error, StepFailed)
         for position, prompt in zip(positions, prompts):
-            prompt.expected_length = self.lengths.get(str(self.row(position)), 0.0)
+            prompt.expected_length = self.lengths.get(str(self.row_at(position)), 0.0)
         return prompts
 
 
@@ -111,6 +109,11 @@ def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> floa
     """
     length = len(rollout.ids)
     return 0.0 if rollout.finished else min(max(expected - length, length), max_length - length)
+
+
+def epoch_length(rows: int, batch: int, drop_last: bool) -> int:
+    """Return the number of positions in an epoch over `rows` rows; for `drop_last`, see `row_at`."""
+    return rows - (rows % batch if drop_last else 0)
 
 
 def row_at(
@@ -130,8 +133,7 @@ def row_at(
     The stream is read `batch` positions at a time. The last batch of an epoch is filled up with other rows of the next
     epoch, so that without `weights` no batch has a row twice. With `drop_last`, an incomplete last batch is dropped.
     """
-    rows = sum(sizes)
-    epoch, index = divmod(position, rows - (rows % batch if drop_last else 0))
+    epoch, index = divmod(position, epoch_length(sum(sizes), batch, drop_last))
     return int(_epoch_order(tuple(sizes), seed, epoch, weights, 1 if drop_last else batch)[index])
 
 
