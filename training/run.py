@@ -136,10 +136,10 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
     has_room, vllm_memory = plan_sampler(policy, cfg, device)
-    sampler = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
-    sampler_fraction = 0.0 if sampler.engine == "policy" else vllm_memory
+    sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
+    sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
     check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
-    engine = make_engine(sampler, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
+    engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
