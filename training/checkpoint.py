@@ -76,11 +76,11 @@ class Config:
 class Saver:
     """Saves the checkpoints of a run in the background."""
 
-    def __init__(self, folder: RunFolder, resumed: int | None = None, timeout: float = 30.0):
-        """`resumed`: the step after which the run continues. `timeout`: minutes that a write may wait for a process."""
+    def __init__(self, folder: RunFolder, resumed_step: int | None = None, timeout: float = 30.0):
+        """`resumed_step`: the step after which the run continues. `timeout`: minutes a write waits for a process."""
         self.folder = folder
         # The step of the newest complete checkpoint. None after resuming from a superseded one, which is not kept.
-        self.newest = resumed if resumed in checkpoints_by_step(folder.path) else None
+        self.newest = resumed_step if resumed_step in checkpoints_by_step(folder.path) else None
         max_wait = datetime.timedelta(minutes=timeout)
         self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
         self.thread = ThreadPoolExecutor(1)

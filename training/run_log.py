@@ -27,6 +27,7 @@ from common.figures import thumbnail
 from common.files import atomic_write, git_commit, read_jsonl
 from common.records import TAG, ScoredGroup
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
+from training.run_folder import checkpoints_by_step
 from training.trackers import Trackers
 
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
@@ -35,12 +36,12 @@ GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 class RunLog:
     """Writes the log files of a run on the main process; does nothing on other processes."""
 
-    def __init__(self, folder: str, config: dict[str, Any], every: int, resumed: int | None = None):
-        """Create the log files of a new run, or continue those of a run resumed after step `resumed`.
+    def __init__(self, folder: str, config: dict[str, Any], every: int, resumed_step: int | None = None):
+        """Create the log files of a new run, or continue those of a run resumed after `resumed_step`.
 
         `every`: steps between two reports; 0 for none. Raises UserError when the folder cannot be written to.
         """
-        self.folder, self.every, self.resumed = pathlib.Path(folder), every, resumed
+        self.folder, self.every, self.resumed_step = pathlib.Path(folder), every, resumed_step
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
@@ -51,15 +52,15 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
-                rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed is not None else []
-                atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed]))
+                rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
+                atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed_step]))
             settings = hide_credentials(json.dumps(config | launch, indent=1))
             atomic_write(self.folder / "config.json", settings + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
-        self.trackers = Trackers(config.get("log_to", ()), self.folder, json.loads(settings), resumed)
+        self.trackers = Trackers(config.get("log_to", ()), self.folder, json.loads(settings), resumed_step)
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
@@ -71,7 +72,7 @@ class RunLog:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         self.trackers.metrics(row)
-        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics) if step == self.resumed else []
+        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics) if step == self.resumed_step else []
         try:
             if is_merged := bool(rows) and rows[-1]["step"] == step:
                 atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
@@ -164,18 +165,18 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def check_output_folder(folder: str, overwrite: bool, resumed: bool) -> None:
+def check_output_folder(folder: str, overwrite: bool, continued: bool) -> None:
     """Raise UserError when `folder` cannot be written to, is not shared by all machines, or contains another run.
 
-    An existing run in the folder is accepted if this run replaces it (`overwrite`) or continues it (`resumed`).
+    An existing run in the folder is accepted if this run replaces it (`overwrite`) or continues it (`continued`).
     """
     path = pathlib.Path(folder)
     existing = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"cannot write to {str(existing)!r}: choose another --output")
-    has_checkpoint = any(path.glob("checkpoint-*[0-9]"))
+    has_checkpoint = bool(checkpoints_by_step(path))
     holds_run = has_checkpoint or (path / "metrics.jsonl").exists() or (path / "final").exists()
-    if holds_run and not (overwrite or resumed):
+    if holds_run and not (overwrite or continued):
         if has_checkpoint:
             raise UserError(f"{folder!r} contains a run: continue it with --resume or replace it with --overwrite")
         raise UserError(f"{folder!r} contains a run without a checkpoint: replace it with --overwrite")

@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from PIL import Image
@@ -25,15 +25,15 @@ WANDB_ID = "wandb_id"  # file in the output folder with the id of the W&B run
 class Trackers:
     """Sends the rows of `metrics.jsonl` and `completions.jsonl` to the trackers. Used by the main process only."""
 
-    def __init__(self, names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed: int | None):
-        """Open the trackers `names` ("wandb", "tensorboard") for a new run, or for one resumed after step `resumed`.
+    def __init__(self, names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
+        """Open the trackers `names` ("wandb", "tensorboard") for a new run, or for one resumed after `resumed_step`.
 
         `config` is shown by W&B; it must not contain credentials.
         """
         self.open: dict[str, WandB | TensorBoard] = {}
         for name in names:
             with self._left_out_on_error(name):
-                self.open[name] = TRACKERS[name](folder, config, resumed)
+                self.open[name] = TRACKERS[name](folder, config, resumed_step)
 
     def metrics(self, row: dict[str, float | None]) -> None:
         """Log the numbers of a row under its step. Values that are not finite (None) have no point in the curve."""
@@ -50,7 +50,7 @@ class Trackers:
                 log(tracker)
 
     @contextlib.contextmanager
-    def _left_out_on_error(self, name: str):
+    def _left_out_on_error(self, name: str) -> Iterator[None]:
         """Report any exception in one line and leave the tracker out for the rest of the run."""
         try:
             yield
@@ -65,11 +65,11 @@ class Trackers:
 class WandB:
     """A W&B run named after the output folder. A resumed run continues the W&B run whose id is in the folder."""
 
-    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed: int | None):
+    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
         import wandb
 
         id_file = folder / WANDB_ID
-        if resumed is None or not id_file.is_file():
+        if resumed_step is None or not id_file.is_file():
             atomic_write(id_file, uuid.uuid4().hex)
         settings = wandb.Settings(
             silent=True,
@@ -115,11 +115,11 @@ class WandB:
 class TensorBoard:
     """Event files in the folder `tensorboard` of the output folder."""
 
-    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed: int | None):
+    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
         # TensorBoard hides what earlier event files have from this step on: a resumed run repeats these steps.
-        first_step = 0 if resumed is None else resumed + 1
+        first_step = 0 if resumed_step is None else resumed_step + 1
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def metrics(self, step: int, numbers: dict[str, float]) -> None:

@@ -431,7 +431,7 @@ def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
     for name, rows in lines.items():
         text = b"\n".join([*(json.dumps(row).encode() for row in rows), *odd, json.dumps(rows[0]).encode(), b'{"st'])
         (tmp_path / name).write_bytes(text)
-    RunLog(str(tmp_path), {}, every=10, resumed=2)
+    RunLog(str(tmp_path), {}, every=10, resumed_step=2)
     report.main(report.Config(run=str(tmp_path)))
     for name, rows in lines.items():
         assert read_jsonl(tmp_path / name) == [rows[0], rows[0]]
@@ -444,7 +444,7 @@ def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
 
 def test_the_scores_of_a_resumed_evaluation_wait_for_room(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    log = RunLog(str(tmp_path), {}, every=10, resumed=1)
+    log = RunLog(str(tmp_path), {}, every=10, resumed_step=1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -488,7 +488,7 @@ def test_metrics_wait_for_room(tmp_path, capsys):
             log.metrics(step, {"reward": 0.5})
         patch.setattr(pathlib.Path, "write_text", lambda *_, **__: full(tmp_path, "a"))
         with pytest.raises(UserError, match=r"cannot write to .*No space left"):
-            RunLog(str(tmp_path), {}, every=10, resumed=2)
+            RunLog(str(tmp_path), {}, every=10, resumed_step=2)
     assert capsys.readouterr().err.count("keeping its rows in memory") == 1
     log.metrics(3, {"reward": 0.5})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -44,7 +44,7 @@ def group() -> ScoredGroup:
 def log_run(folder: pathlib.Path, names: tuple[str, ...], steps: range, resumed: int | None = None) -> None:
     """Log steps as a run does. In a second attempt, the loss is 100 higher."""
     config = {"log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
-    log = RunLog(str(folder), config, every=2, resumed=resumed)
+    log = RunLog(str(folder), config, every=2, resumed_step=resumed)
     for step in steps:
         log.completions(step, [group()], torch.tensor([[-1.0, 1.0]]))
         loss = step / 7 + (0 if resumed is None else 100)
