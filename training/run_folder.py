@@ -88,9 +88,8 @@ class RunFolder:
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
         restarted = distributed.restarted() and self._is_same_launch()
-        if checkpoints_by_step(self.path) and (restarted or requested == "auto"):
-            requested = "newest"
-        if requested == "newest":
+        continue_if_possible = restarted or requested == "auto"
+        if requested == "newest" or (continue_if_possible and checkpoints_by_step(self.path)):
             checkpoint = self._newest_complete()
         elif not requested or requested == "auto":
             checkpoint = None
@@ -159,11 +158,11 @@ class RunFolder:
         """
         partial = self.partial(step)
         write_manifest(partial)
-        partial.rename(partial.with_suffix(""))
+        partial.rename(self.path / f"checkpoint-{step}")
         flush(self.path)
         checkpoints = checkpoints_by_step(self.path)
         steps = sorted(other for other in checkpoints if other <= step)
-        kept = {*steps[-self.keep_last :], best_step if self.keep_best else None}
+        kept = {*steps[-self.keep_last :], best_step if self.keep_best else None}  # the slice [-0:] is the whole list
         expired = [checkpoints[other] for other in steps if other not in kept]
         superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
         expired += [folder for other, folder in superseded.items() if other <= step]
@@ -196,7 +195,8 @@ def _delete(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rename(partial)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.unlink(missing_ok=True)  # if it was a file
+    with contextlib.suppress(OSError):  # a file server may keep a folder whose files are still open somewhere
+        partial.unlink()  # if it was a file
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------

@@ -302,6 +302,16 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_part_of_it(saved, tmp_pa
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_deleted(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "run")
+    folder = RunFolder(str(tmp_path / "run"), keep_last=1)
+    shutil.move(tmp_path / "run" / "checkpoint-4", folder.partial(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        folder.publish(4, best_step=None)
+    assert folder.plan_resume("newest").checkpoint == tmp_path / "run" / "checkpoint-4"
+
+
 def test_a_file_is_complete_at_all_times(tmp_path, monkeypatch):
     files.atomic_write(tmp_path / "a.json", "old")
     with monkeypatch.context() as patch:
