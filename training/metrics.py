@@ -38,7 +38,7 @@ class Clock:
         self.laps.setdefault(phase, []).append(time.perf_counter() - started)
 
 
-def slowest_ranks(laps: list[list[float]]) -> tuple[float, float]:
+def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
     """Return the total seconds of all rounds, and the mean fraction of this time that a rank spends waiting.
 
     `laps` holds the seconds that each rank takes for each round. A round lasts until the slowest rank is done.
@@ -99,22 +99,22 @@ def step_metrics(
         torch.stack([lengths.sum(), truncated.sum(), count])
     )
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
-    rollout_seconds, idle = slowest_ranks(distributed.all_gather(clock.laps["rollout"]))
+    rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
     seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
 
-    def mean(name: str, of: str = "tokens") -> float:
-        return (sum(u[name] for u in updates) / sum(u[of] for u in updates).clamp(min=1)).item()
+    def total(name: str) -> float:
+        return sum(update[name] for update in updates).item()
 
+    num_tokens, num_fresh, num_image_fresh = map(total, ("tokens", "fresh_tokens", "image_fresh_tokens"))
+    difference, image_difference = total("difference"), total("image_difference")
     step_time = time.perf_counter() - clock.started
-    total = rewards.total
-    scored = ~total.isnan()
     return {
-        "reward": total.nanmean().item(),
-        "reward_std": deviation(total).mean().item(),
+        "reward": rewards.total.nanmean().item(),
+        "reward_std": deviation(rewards.total).mean().item(),
         **{f"rewards/{name}": values.nanmean().item() for name, values in rewards.parts.items()},
-        "rewards/no_verdict": 1 - scored.double().mean().item(),
-        "frac_reward_zero_std": 1 - is_varied(total).double().mean().item(),
-        "groups_drawn": len(total),
+        "rewards/no_verdict": rewards.total.isnan().double().mean().item(),
+        "frac_reward_zero_std": 1 - is_varied(rewards.total).double().mean().item(),
+        "groups_drawn": len(rewards.total),
         "completions/mean_length": (total_length / num_rollouts).item(),
         "completions/max_length": max_length.item(),
         "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
@@ -122,34 +122,26 @@ def step_metrics(
         **{f"time/{phase}": taken for phase, taken in seconds.items()},
         "idle/rollout": idle,
         "tokens_per_second": total_length.item() / step_time,
-        "loss": sum(u["loss"] for u in updates).item() / len(updates),
-        "grad_norm": sum(u["grad_norm"] for u in updates).item() / len(updates),
-        "grad_norm_spike": float(any(u["spike"] for u in updates)),
-        "updates_skipped": sum(u["skipped"] for u in updates).item(),
-        "updates_empty": sum(u["empty"] for u in updates).item(),
-        "clip_ratio": mean("clip_ratio"),
-        "importance_capped": mean("importance_capped"),
-        "kl": mean("kl"),
-        "entropy": mean("entropy"),
-        "sampling/logp_difference_mean": mean("difference", of="fresh_tokens"),
-        "sampling/logp_difference_image": _ratio(updates, "image_difference", "image_fresh_tokens"),
-        "sampling/logp_difference_text": _ratio(updates, "difference", "fresh_tokens", minus="image_"),
-        "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item(),
-        "mfu": sum(u["flop"] for u in updates).item() / distributed.world_size() / seconds["train"] / peak_flops(),
+        "loss": total("loss") / len(updates),
+        "grad_norm": total("grad_norm") / len(updates),
+        "grad_norm_spike": float(any(update["spike"] for update in updates)),
+        "updates_skipped": total("skipped"),
+        "updates_empty": total("empty"),
+        "clip_ratio": total("clip_ratio") / max(num_tokens, 1),
+        "importance_capped": total("importance_capped") / max(num_tokens, 1),
+        "kl": total("kl") / max(num_tokens, 1),
+        "entropy": total("entropy") / max(num_tokens, 1),
+        "sampling/logp_difference_mean": difference / max(num_fresh, 1),
+        "sampling/logp_difference_image": _mean(image_difference, num_image_fresh),
+        "sampling/logp_difference_text": _mean(difference - image_difference, num_fresh - num_image_fresh),
+        "sampling/logp_difference_max": max(update["difference_max"] for update in updates).item(),
+        "mfu": total("flop") / distributed.world_size() / seconds["train"] / peak_flops(),
         "memory_gib": clock.memory / 2**30,
     }
 
 
-def _ratio(updates: list[dict[str, Tensor]], numerator: str, denominator: str, minus: str = "") -> float:
-    """Return the ratio of two sums over `updates`, or NaN if the denominator is 0.
-
-    If `minus` is given, the numerator and the denominator are each reduced by the sum of the same name with that
-    prefix.
-    """
-    top, bottom = (
-        sum(u[name] - (u[minus + name] if minus else 0) for u in updates).item() for name in (numerator, denominator)
-    )
-    return top / bottom if bottom else math.nan
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def peak_flops() -> float:

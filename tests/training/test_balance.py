@@ -6,7 +6,7 @@ import pytest
 
 from common.distributed import partition_lpt
 from training.balance import MIN_GAIN, GroupCost, plan_transfers
-from training.metrics import slowest_ranks
+from training.metrics import time_and_idle
 
 
 def loads(costs, lists):
@@ -34,8 +34,8 @@ def test_the_longest_prompt_has_a_process_to_itself():
 
 
 def test_processes_that_take_turns_at_being_slow_wait_too():
-    assert slowest_ranks([[3.0, 1.0], [1.0, 3.0]]) == (6.0, pytest.approx(1 / 3))
-    assert slowest_ranks([[2.0]]) == (2.0, 0.0)
+    assert time_and_idle([[3.0, 1.0], [1.0, 3.0]]) == (6.0, pytest.approx(1 / 3))
+    assert time_and_idle([[2.0]]) == (2.0, 0.0)
 
 
 def apply(costs_by_rank, transfers):
