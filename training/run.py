@@ -150,7 +150,10 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
 
 
 def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
-    """Make the optimizer, load the checkpoint to resume from, if any, and open the log files."""
+    """Make the optimizer, load the checkpoint to resume from, if any, then prepare the output folder and its log files.
+
+    A new run deletes what an earlier run has left in the output folder (`RunFolder.prepare`).
+    """
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
