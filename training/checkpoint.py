@@ -32,7 +32,12 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -43,7 +48,6 @@ from common.console import hide_credentials
 from common.errors import RunStopped, UserError
 from config import PolicyFlags, RunFlags
 from policy.model import Policy, load_policy
-from policy.optimizer import make_optimizer
 from training.export import export
 from training.run_folder import RunFolder, checkpoints_by_step, verify_checkpoint
 
@@ -363,13 +367,18 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
 def _load_tensors(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
     """Load parameters and moments. The optimizer keeps its own learning rate and weight decay."""
     parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
+    _read_tensors(folder, {"policy": parameters, "optimizer": {"state": moments["state"]}})
+    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
+
+
+def _read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Overwrite `tensors` with those of the checkpoint. Raises UserError if names or shapes differ."""
     try:
-        dcp.load({"policy": parameters, "optimizer": {"state": moments["state"]}}, checkpoint_id=folder)
+        dcp.load(tensors, checkpoint_id=folder)
     except CheckpointException as error:
         reason = str(error).strip().splitlines()[-1][:160]
         message = f"{folder} cannot be loaded into this model ({reason}): use the flags of the run that saved it"
         raise UserError(message) from None
-    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
 
 
 def main(cfg: Config) -> None:
@@ -382,8 +391,7 @@ def main(cfg: Config) -> None:
     saved = json.loads((folder / "state.json").read_text())["config"]
     flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags) if field.name in saved})
     policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
-    optimizer, _ = make_optimizer(policy, flags, 1)
-    _load_tensors(folder, policy, optimizer)
+    _read_tensors(folder, {"policy": get_model_state_dict(policy, options=TRAINED)})
     export(policy, saved["model"], cfg.output)
     print(f"wrote {'an adapter for ' + saved['model'] if flags.has_adapter else 'a model'} to {cfg.output}")
 
