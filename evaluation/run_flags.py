@@ -39,6 +39,8 @@ def run_flags(run: pathlib.Path, test_data: str, benchmark: bool) -> dict[str, A
         flags |= {"task": config["task"], "data": data}
         flags |= {name: config[name] for name in TASK_FLAGS if config.get(name)}
     flags |= {name: config[name] for name in COMMON_FLAGS if config.get(name) is not None}
+    if flags.get("engine") == "policy":  # for training only
+        del flags["engine"]
     return flags | {"max_tokens": config["max_completion_length"]}
 
 

@@ -111,8 +111,9 @@ def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "adapter_config.json").touch()
     cfg = grpo.Config(data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056)
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | {"engine": "policy"}))
     flags = run_flags(tmp_path, "test", benchmark=False)
+    assert "engine" not in flags, "evaluate.py refuses the engine policy"
     expected = {"model": "base", "adapter": f"{tmp_path}/final", "baseline": "sft", "data": "test", "max_pixels": 7056}
     assert expected.items() <= flags.items()
 
