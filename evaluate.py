@@ -24,14 +24,29 @@ from common.files import atomic_write
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
-from evaluation.benchmarks import BENCHMARKS, check_pairs, judge_benchmark, load_benchmark, to_sample
+from evaluation.benchmarks import (
+    BENCHMARKS,
+    check_pairs,
+    judge_benchmark,
+    judge_math,
+    judge_mathverse,
+    load_benchmark,
+    to_sample,
+)
 from evaluation.figures import draw_scores, write_differences
 from evaluation.held_out import PROGRESS, SamplingFlags, judge_task, open_progress, sample_rows
-from evaluation.metrics import difference, pairs, pass_at_k, summarise, summarise_benchmark, table
+from evaluation.metrics import (
+    format_table,
+    pair_predictions,
+    pass_at_k,
+    score_difference,
+    summarise,
+    summarise_benchmark,
+)
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
-from policy.model import Policy, auto_class, compute_dtype, load_config, load_policy
+from policy.model import Policy, compute_dtype, empty_model, load_policy
 from rewards import Scorer, check_math
 from rollout import Engine, RequestLimits, choose_engine, make_engine
 
@@ -230,9 +245,7 @@ def load_baseline(cfg: Config) -> Policy:
         ) from None
     if is_adapter:
         return policy
-    with torch.device("meta"):
-        config = load_config(cfg.model)
-        shapes = {name: param.shape for name, param in auto_class(config).from_config(config).named_parameters()}
+    shapes = {name: param.shape for name, param in empty_model(cfg.model).named_parameters()}
     if differing := [name for name, param in policy.model.named_parameters() if shapes.get(name) != param.shape]:
         raise UserError(
             f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}; score the baseline "
@@ -267,7 +280,7 @@ class Judge:
         if cfg.benchmark is None:
             self.scorer = Scorer(cfg.task, cfg)
             return
-        if cfg.benchmark in ("math500", "geometry3k", "mathverse"):
+        if BENCHMARKS[cfg.benchmark].judge in (judge_math, judge_mathverse):
             check_math()
         if BENCHMARKS[cfg.benchmark].server_role:
             self.server = make_verifier(cfg, cfg.judge_cache)
@@ -317,17 +330,17 @@ def write_results(
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     matched, comparison = [], {}
     if baseline:
-        matched = pairs(cfg.benchmark, baseline[1], predictions)
+        matched = pair_predictions(cfg.benchmark, baseline[1], predictions)
         scored = [pair for pair in matched if None not in (*pair[0].get("rewards", []), *pair[1].get("rewards", []))]
         if not scored:
             raise UserError(f"--baseline {cfg.baseline}: it has no row in common with this evaluation")
         baseline_scores = {"model": cfg.baseline} | baseline[0]
-        comparison = {"baseline": baseline_scores, "paired": difference(cfg.benchmark, scored)}
+        comparison = {"baseline": baseline_scores, "paired": score_difference(cfg.benchmark, scored)}
         _write_predictions(folder / "baseline", baseline_scores, baseline[1])
     _write_predictions(folder, scores | comparison, predictions)
     draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
-    print(table(scores, **comparison))
+    print(format_table(scores, **comparison))
     if baseline:
         lost, won = write_differences(folder, scores, matched, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")

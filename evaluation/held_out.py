@@ -1,6 +1,7 @@
 """Sample and judge held-out rows, during training (`score_policy`) or for evaluate.py (`sample_rows`, `judge_task`).
 
-Each process samples its share of the rows and then receives the results of all rows. Every function is a collective.
+Each process samples and judges its share of the rows and then receives the results of all rows, so all processes must
+call these functions together.
 """
 
 import json
@@ -92,8 +93,8 @@ def sample_rows(
             error = str(problem)
         distributed.raise_first_error(error, UserError)
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
-        how = Sampling(flags.n, flags.max_tokens, flags.temperature, flags.top_p)
-        groups = engine.generate(prompts, seeds, how)
+        sampling = Sampling(flags.n, flags.max_tokens, flags.temperature, flags.top_p)
+        groups = engine.generate(prompts, seeds, sampling)
         local_outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],

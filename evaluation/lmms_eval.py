@@ -16,7 +16,7 @@ from data import load_processor, processor_template
 from inputs.rows import read_text
 from rewards import get_task
 
-TASKS = "mme,mmstar,mathvista_testmini,mathverse_testmini"
+LMMS_EVAL_TASKS = "mme,mmstar,mathvista_testmini,mathverse_testmini"
 # `{{ content }}` of the training prompt stands between the two texts, which are put before and after each question.
 WRAPPER = """{{%- set wrapped = namespace(messages=[]) -%}}
 {{%- set before, after = {before}, {after} -%}}
@@ -76,7 +76,7 @@ def main(folder: str) -> None:
     options = {name: config.get(name, value) for name, value in pictures.vllm_options.items()} if pictures else {}
     arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"
     print(
-        f"  lmms-eval --model vllm --tasks {TASKS} --batch_size 64 --process-docs-parallel 1 --log_samples "
+        f"  lmms-eval --model vllm --tasks {LMMS_EVAL_TASKS} --batch_size 64 --process-docs-parallel 1 --log_samples "
         f"--output_path {run}/lmms-eval \\\n    --model_args "
         f"'{arguments},mm_processor_kwargs={json.dumps(options, separators=(',', ':'))}'"
     )

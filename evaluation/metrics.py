@@ -124,16 +124,20 @@ def summarise(predictions: list[dict], task: str) -> dict:
     Completions without a verdict count only in `no_verdict`; the other scores leave them out. Raises UserError when
     more than a tenth of the completions have no verdict.
     """
-    completions = [(r, reward) for row in predictions for r, reward in zip(row["responses"], row["rewards"])]
-    no_verdict = mean([reward is None for _, reward in completions])
+    responses = [response for row in predictions for response in row["responses"]]
+    rewards = [reward for row in predictions for reward in row["rewards"]]
+    no_verdict = mean([reward is None for reward in rewards])
     if no_verdict > MAX_UNSCORED:
         raise UserError(f"{no_verdict:.0%} of the completions have no verdict (at most 10% may): is the verifier up?")
-    exact_by_row = [[e for e, r in zip(row["exact"], row["rewards"]) if r is not None] for row in predictions]
+    exact_by_row = [
+        [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]
+        for row in predictions
+    ]
     exact_by_row = [exact for exact in exact_by_row if exact]
     exact_match = mean_score([mean(exact) for exact in exact_by_row])
     return _shared_scores("exact_match", exact_match, exact_by_row, predictions) | {
-        "reward": mean([reward for _, reward in completions if reward is not None]),
-        "format_rate": mean([TASKS[task].format(response) for response, _ in completions]),
+        "reward": mean([reward for reward in rewards if reward is not None]),
+        "format_rate": mean([TASKS[task].format(response) for response in responses]),
         "no_verdict": no_verdict,
     }
 
@@ -204,7 +208,7 @@ def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str,
 # --- two models -------------------------------------------------------------------------------------------------------
 
 
-def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+def pair_predictions(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
     """Pair the predictions of two models for the same row.
 
     Two rows are the same when their columns match and, if all predictions record their images, the images match too.
@@ -223,7 +227,7 @@ def pairs(name: str | None, before: list[dict], after: list[dict]) -> list[tuple
     return [pair for old, new in matched if len(old) == len(new) for pair in zip(old, new)]
 
 
-def difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
+def score_difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
     """Return the score of the second model minus that of the first, with the interval of the paired difference."""
     before, after = (score_of(name, [pair[side] for pair in paired]) for side in (0, 1))
     total = after.total() - before.total()
@@ -241,7 +245,7 @@ def subset_score(scores: dict, column: str, name: str) -> float | None:
     return scores.get("parts", {}).get(column, {}).get(name, {}).get("score")
 
 
-def table(scores: dict, baseline: dict | None = None, paired: dict | None = None) -> str:
+def format_table(scores: dict, baseline: dict | None = None, paired: dict | None = None) -> str:
     """Return the scores as lines of text, next to those of the baseline."""
     models = [baseline, scores] if baseline else [scores]
     lines: list[tuple[str, list]] = [(title(scores), ["baseline", "model"][-len(models) :])]

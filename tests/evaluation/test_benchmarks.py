@@ -31,7 +31,7 @@ from evaluation.benchmarks import (
     normalise_mathvista,
 )
 from evaluation.held_out import open_progress
-from evaluation.metrics import pairs, summarise_benchmark, table
+from evaluation.metrics import format_table, pair_predictions, summarise_benchmark
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
@@ -341,7 +341,7 @@ def test_mathvista_by_hand():
         "free_form": {"n": 3, "score": pytest.approx(2 / 3)},
         "multi_choice": {"n": 1, "score": 1.0},
     }
-    assert table(scores).startswith("mathvista (rule-scored)")
+    assert format_table(scores).startswith("mathvista (rule-scored)")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -635,9 +635,9 @@ def test_unequal_numbers_of_responses_and_rows():
     scores = summarise_benchmark("aime24", rows)
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
-    assert len(pairs("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
+    assert len(pair_predictions("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
     with_images = [row | {"pictures": "a"} for row in rows]
-    assert len(pairs("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
+    assert len(pair_predictions("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
 
 
 def test_other_settings_start_anew(tmp_path, capsys):
