@@ -257,13 +257,13 @@ def load_baseline(cfg: Config) -> Policy:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
-    key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "baseline")}
+    key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "load_in_4bit", "baseline")}
     digest = hashlib.sha1()
     for sample in samples:
         digest.update(repr((sample.prompt, sample.system, sample.images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
-        weights = sorted(pathlib.Path(key[name] or "/none").glob("*.safetensors"))
+        weights = sorted(pathlib.Path(key[name]).glob("*.safetensors")) if key[name] else []
         key[f"weights of the {name}"] = [path.stat().st_mtime for path in weights]
     return key
 

@@ -652,6 +652,11 @@ def test_other_settings_start_anew(tmp_path, capsys):
     assert "predictions.old was sampled with different n" in capsys.readouterr().err
 
 
+def test_an_evaluation_in_4_bits_is_not_resumed_in_another_precision():
+    four_bit, other = (Config(model="m", adapter="a", data="rows", load_in_4bit=each) for each in (True, False))
+    assert evaluate.resume_key(four_bit, []) != evaluate.resume_key(other, [])
+
+
 def test_outputs_after_a_damaged_line_are_sampled_again(tmp_path, capsys):
     """Row i of the file belongs to sample i, so the rows after a damaged line must not move up."""
     path = open_progress(tmp_path, {"n": 1})
