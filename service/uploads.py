@@ -11,8 +11,9 @@ import resource
 
 from common.errors import UserError
 from common.records import TAG, Sample
+from config import DataFlags
 from inputs.images import allow_megapixels, check_image, decode_image, fitted_size, read_source
-from inputs.rows import open_zip, read_rows
+from inputs.rows import Problem, open_zip, read_rows
 from rewards import gold_problem
 
 FUNCTIONS = [f"{pathlib.Path(__file__).resolve()}:{name}" for name in ("inspect_zip", "draw_thumbnail", "to_png")]
@@ -70,7 +71,11 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
             raise UserError(f"main.csv has {size / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
         for row in read_rows(path):
             rows += 1
-            if problem := _problem(row, images):
+            problem = ": ".join(row) if isinstance(row, Problem) else _image_problem(row)
+            if problem is None:
+                images.add(str(row.images[0]))
+                problem = _text_problem(row)
+            if problem is not None:
                 problems.append(problem.replace(path, name))
     except UserError as error:
         return {"error": str(error).replace(path, name)}
@@ -81,20 +86,22 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
     return {"rows": rows, "images": len(images), "usable": usable, "problems": problems[:MAX_PROBLEMS] + more}
 
 
-def _problem(row: Sample | tuple[str, str], images: set[str]) -> str | None:
-    """Return where and why a row cannot be used, or None. Adds the path of a usable image to `images`."""
-    if not isinstance(row, Sample):
-        return ": ".join(row)
+def _image_problem(row: Sample) -> str | None:
+    """Return where and why a row's image cannot be used, or None."""
     image = row.images[0]
     try:
         height, width = check_image(read_source(image))
-        fitted_size(height, width, 56 * 56, 1280 * 28 * 28)  # raises ValueError for an extreme aspect ratio
+        fitted_size(height, width, DataFlags.min_pixels, DataFlags.max_pixels)  # refuses an extreme aspect ratio
     except FileNotFoundError:
         name = image.at.removeprefix("images/images/").removeprefix("images/")
         return f"{row.source}: there is no image {name!r} in the ZIP or in its folder images/"
     except (ValueError, OSError) as error:
         return f"{row.source}: {error}"
-    images.add(str(image))
+    return None
+
+
+def _text_problem(row: Sample) -> str | None:
+    """Return where and why a row's answer or question cannot be used, or None."""
     if problem := gold_problem("count", row.answer):
         return f"{row.source}: {problem}"
     if len(row.prompt) > MAX_QUESTION_CHARS:
