@@ -45,8 +45,8 @@ from starlette.datastructures import State
 from common.errors import CallFailed, UserError, require
 from common.records import TAG
 from grading.sandbox import WorkerPool
-from service.connections import Connection, limit_connections
-from service.jobs import ROOT, Job, Store, arguments
+from service.connections import Connection, max_connections
+from service.jobs import ROOT, Job, Store, as_arguments
 from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
@@ -397,7 +397,7 @@ def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, q
     flags |= {"max_megapixels": state.cfg.max_megapixels}
     flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
     flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
-    command = [sys.executable, "evaluate.py", *arguments(flags)]
+    command = [sys.executable, "evaluate.py", *as_arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -502,5 +502,5 @@ def main(cfg: Config) -> None:
     shown_token = "TOKEN" if given else token  # a generated token is shown only here
     hint = f"/?token={shown_token}" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)
-    options = {"http": Connection, "backlog": limit_connections(), "log_config": None, "log_level": "warning"}
+    options = {"http": Connection, "backlog": max_connections(), "log_config": None, "log_level": "warning"}
     uvicorn.run(app, host=cfg.host, port=cfg.port, access_log=False, timeout_graceful_shutdown=3, **options)

@@ -12,7 +12,7 @@ MIN_BYTES = 10_000  # bytes of an unfinished body that must arrive between two c
 NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-def limit_connections() -> int:
+def max_connections() -> int:
     """Return the maximum number of connections. Each may use two open files, and the service itself needs some."""
     return max(8, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
@@ -25,9 +25,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.timer, self.received = None, 0
-        self._wait()
-        if len(self.connections) > limit_connections():
+        self.timer = None
+        self._restart_timer()
+        if len(self.connections) > max_connections():
             waiting = [other for other in self.connections if other is not self and other._unfinished()]
             if waiting:
                 longest = min(waiting, key=lambda other: other.since)
@@ -46,25 +46,25 @@ class Connection(H11Protocol):
         super().data_received(data)
         self.received += len(data)
         if in_header and self.conn.their_state is h11.SEND_BODY:
-            self._wait()
+            self._restart_timer()
 
     def on_response_complete(self) -> None:
-        self._wait()
+        self._restart_timer()
         super().on_response_complete()
 
-    def _wait(self) -> None:
-        """Reset the progress, and check this connection again in `PATIENCE` seconds."""
+    def _restart_timer(self) -> None:
+        """Count the bytes of a body anew, and check this connection in `PATIENCE` seconds."""
         if self.timer:
             self.timer.cancel()
         self.since, self.received = self.loop.time(), 0
-        self.timer = self.loop.call_later(PATIENCE, self._look)
+        self.timer = self.loop.call_later(PATIENCE, self._close_if_stalled)
 
     def _unfinished(self) -> bool:
         """Return whether this connection is waiting for the rest of a request or for the next request."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.flow.read_paused
 
-    def _look(self) -> None:
+    def _close_if_stalled(self) -> None:
         if self._unfinished() and (self.conn.their_state is h11.IDLE or self.received < MIN_BYTES):
             self.transport.abort()
         elif self.conn.their_state is h11.SEND_BODY:
-            self._wait()
+            self._restart_timer()

@@ -78,7 +78,7 @@ class Job:
         return "training" if self.waiting else self.status
 
 
-def arguments(flags: dict[str, Any]) -> list[str]:
+def as_arguments(flags: dict[str, Any]) -> list[str]:
     """Return `flags` as arguments of a script. A flag that is True has no value, and one that is False is left out."""
     switches = [f"--{name}" for name, value in flags.items() if value is True]
     return switches + [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, bool)]
@@ -259,7 +259,7 @@ class Store:
                     self._finish(job)
                 elif job.cancelled_at is not None:
                     self._ask_to_stop(job)
-                    if time.time() > job.cancelled_at + STOP_GRACE + 3 * self._newest(job).get("step_time", 0.0):
+                    if time.time() > job.cancelled_at + STOP_GRACE + 3 * self._last_metrics(job).get("step_time", 0.0):
                         self._signal(job, signal.SIGKILL)
             if not self.jobs("training") and (queued := self.jobs("queued")):
                 self._start(queued[0])
@@ -299,7 +299,7 @@ class Store:
         """Return the job's flags for grpo.py."""
         flags = {"task": "count", "model": job.model, "data": self.zip_path(job.file_id)} | job.settings["flags"]
         flags |= {"output": self.run_folder(job.job_id), "skip_bad_rows": True, "save_every": 10, "report_every": 5}
-        return arguments(flags)
+        return as_arguments(flags)
 
     def _ask_to_stop(self, job: Job) -> None:
         """Send SIGTERM once per attempt: a second SIGTERM makes grpo.py exit without saving a checkpoint."""
@@ -369,13 +369,13 @@ class Store:
             text = file.read().decode(errors="replace")
         return TRACEBACK.sub("", text)
 
-    def _newest(self, job: Job) -> dict[str, Any]:
+    def _last_metrics(self, job: Job) -> dict[str, Any]:
         path = self.run_folder(job.job_id) / "metrics.jsonl"
         return _last_row(path, path.stat().st_mtime_ns) if path.is_file() else {}
 
     def progress(self, job: Job) -> dict[str, Any]:
         """Return the step, the finished percentage, and the newest loss and reward."""
-        last = self._newest(job)
+        last = self._last_metrics(job)
         step = last.get("step", 0)
         progress = round(100 * min(step / job.total_steps, 1.0), 1) if job.total_steps else 0.0
         return {"current_step": step, "progress": progress, "loss": last.get("loss"), "reward": last.get("reward")}

@@ -97,7 +97,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
         return None
 
     def _same_origin(self, request: Request) -> bool:
-        """Refuse requests that a page of a different site makes in a visitor's browser.
+        """Return False for a request that a page of a different site makes in a visitor's browser.
 
         Without a token, the Host header must name this machine: the name of another site may resolve to this machine.
         """
@@ -107,7 +107,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
         return bool(self.token) or re.sub(r":\d+$", "", host) in LOCAL
 
     def _authorised(self, request: Request) -> bool:
-        """Accept the token in the header, in the page's cookie or, for the page's first request, in the URL."""
+        """Return whether the header, the page's cookie or, for the page's first request, the URL has the token."""
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         tokens = [urllib.parse.unquote(request.cookies.get("token", "")), *request.query_params.getlist("token")]
         if scheme.lower() == "bearer":
