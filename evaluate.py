@@ -181,10 +181,10 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sample], list[dict]]]:
+def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None]:
     """Load the rows and sample responses to them.
 
-    Returns the rows with the model's outputs and, if the baseline is a model, the rows with the baseline's outputs.
+    Returns the rows, the model's outputs and, if the baseline is a model, the baseline's outputs, else None.
     """
     task = "math" if cfg.benchmark else cfg.task
     processor = load_processor(
@@ -197,16 +197,17 @@ def generate_responses(cfg: Config, device: torch.device) -> list[tuple[list[Sam
     baseline = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_adapted(cfg, device) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples), adapted, device)
-    settings, output = resume_key(cfg, samples), pathlib.Path(cfg.output)
+    settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
+    baseline_outputs = None
     try:
-        evaluations = [(samples, sample_rows(engine, processor, samples, cfg, open_progress(output, settings)))]
+        outputs = sample_rows(engine, processor, samples, cfg, open_progress(folder, settings))
         if baseline is not None:
             engine.sync_weights(baseline)
-            progress = open_progress(output / "baseline", settings)
-            evaluations.append((samples, sample_rows(engine, processor, samples, cfg, progress)))
+            progress = open_progress(folder / "baseline", settings)
+            baseline_outputs = sample_rows(engine, processor, samples, cfg, progress)
     except KeyboardInterrupt:
         raise RunStopped(f"interrupted; run the same command to resume from {cfg.output}", 130) from None
-    return evaluations
+    return samples, outputs, baseline_outputs
 
 
 def load_adapted(cfg: Config, device: torch.device) -> Policy:
@@ -302,46 +303,55 @@ def main(cfg: Config) -> None:
             f"--baseline {cfg.baseline!r} has no predictions.jsonl, and --predictions gives no model to sample it with"
         )
     judge = Judge(cfg)
-    saved_baseline = [read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg)] if cfg.baseline_is_saved else []
-    evaluations = [read_predictions(cfg.predictions, cfg)] if cfg.predictions else generate_responses(cfg, device)
+    baseline = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if cfg.baseline_is_saved else None
+    if cfg.predictions:
+        samples, outputs = read_predictions(cfg.predictions, cfg)
+    else:
+        samples, outputs, baseline_outputs = generate_responses(cfg, device)
+        if baseline_outputs is not None:
+            baseline = samples, baseline_outputs
     if console.is_main():  # now, so that nothing is lost if the folder cannot be written to
         try:
             pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
-    judged = [judge(samples, outputs) for samples, outputs in evaluations + saved_baseline]
+    results, baseline_results = judge(samples, outputs), None
+    if baseline is not None:
+        baseline_samples, baseline_outputs = baseline
+        baseline_results = judge(baseline_samples, baseline_outputs)
     if console.is_main():
-        write_results(cfg, evaluations[0][0], *judged)
+        write_results(cfg, samples, results, baseline_results)
     distributed.barrier()
 
 
 def write_results(
     cfg: Config,
     samples: list[Sample],
-    model: tuple[dict, list[dict]],
-    baseline: tuple[dict, list[dict]] | None = None,
+    results: tuple[dict, list[dict]],
+    baseline_results: tuple[dict, list[dict]] | None,
 ) -> None:
     """Write every file of the evaluation and print a table of the scores.
 
-    `model` and `baseline` each hold scores and predictions. Raises UserError when they have no row in common.
+    `results` and `baseline_results` each hold scores and predictions. Raises UserError when they have no row in common.
     """
-    folder, (scores, predictions) = pathlib.Path(cfg.output), model
+    folder, (scores, predictions) = pathlib.Path(cfg.output), results
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     matched, comparison = [], {}
-    if baseline:
-        matched = pair_predictions(cfg.benchmark, baseline[1], predictions)
+    if baseline_results:
+        baseline_scores, baseline_predictions = baseline_results
+        matched = pair_predictions(cfg.benchmark, baseline_predictions, predictions)
         scored = [pair for pair in matched if None not in (*pair[0].get("rewards", []), *pair[1].get("rewards", []))]
         if not scored:
             raise UserError(f"--baseline {cfg.baseline}: it has no row in common with this evaluation")
-        baseline_scores = {"model": cfg.baseline} | baseline[0]
+        baseline_scores = {"model": cfg.baseline} | baseline_scores
         comparison = {"baseline": baseline_scores, "paired": score_difference(cfg.benchmark, scored)}
-        _write_predictions(folder / "baseline", baseline_scores, baseline[1])
+        _write_predictions(folder / "baseline", baseline_scores, baseline_predictions)
     _write_predictions(folder, scores | comparison, predictions)
     draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
     print(format_table(scores, **comparison))
-    if baseline:
+    if baseline_results:
         lost, won = write_differences(folder, scores, matched, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
     print(f"{folder}/scores.json, {folder}/scores.png")
