@@ -38,6 +38,7 @@ STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addi
 # A traceback, whose lines may start with torchrun's rank prefix.
 TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\):\n((\[rank\d+\]: )?([ \t].*)?\n)*")
 DATABASE = "service.sqlite"
+MAX_LOG_BYTES = 100_000  # how much of the end of a job's log is shown
 HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt starts
 _parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
 SCHEMA = """
@@ -359,13 +360,13 @@ class Store:
             return [], position
         return [_parse(line) for line in lines], (stat.st_ino, start + sum(map(len, lines)))
 
-    def log(self, job_id: str, max_bytes: int = 100_000) -> str:
+    def log(self, job_id: str) -> str:
         """Return the end of the job's log, with only the last line of each traceback."""
         path = self.job_folder(job_id) / "log.txt"
         if not path.is_file():
             return ""
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - max_bytes))
+            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
             text = file.read().decode(errors="replace")
         return TRACEBACK.sub("", text)
 

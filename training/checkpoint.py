@@ -80,7 +80,7 @@ class Config:
 class Saver:
     """Saves the checkpoints of a run in the background."""
 
-    def __init__(self, folder: RunFolder, resumed_step: int | None = None, timeout: float = 30.0):
+    def __init__(self, folder: RunFolder, resumed_step: int | None, timeout: float):
         """`resumed_step`: the step after which the run continues. `timeout`: minutes a write waits for a process."""
         self.folder = folder
         # The step of the newest complete checkpoint. None after resuming from a superseded one, which is not kept.

@@ -30,6 +30,7 @@ from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 from training.run_folder import checkpoints_by_step
 from training.trackers import Trackers
 
+SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 
 
@@ -184,14 +185,14 @@ def check_output_folder(folder: str, overwrite: bool, continued: bool) -> None:
         _check_shared_folder(path)
 
 
-def _check_shared_folder(path: pathlib.Path, timeout: float = 10.0) -> None:
-    """Raise UserError, on every process, unless all machines see a file of rank 0 in `path` within `timeout` s."""
+def _check_shared_folder(path: pathlib.Path) -> None:
+    """Raise UserError, on every process, unless all machines see a file of rank 0 in `path` within `SHARE_WAIT`."""
     marker = path / f".marker-{distributed.all_gather(uuid.uuid4().hex)[0]}"
     if console.is_main():
         path.mkdir(parents=True, exist_ok=True)
         marker.touch()
     distributed.barrier()
-    deadline = time.monotonic() + timeout  # a shared file system may show a new file late
+    deadline = time.monotonic() + SHARE_WAIT
     while not (visible := marker.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
     missing = [rank for rank, visible in enumerate(distributed.all_gather(visible)) if not visible]
