@@ -157,7 +157,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
-    state = {"step": 0, "position": 0, "lengths": {}, "eval_due": bool(inputs.eval_samples)}
+    state = {}
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
         config = asdict(cfg) | stream.fingerprint
@@ -180,7 +180,10 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
         total_steps=total_steps,
         in_flight=in_flight,
+        eval_due=bool(inputs.eval_samples),
         micro_batch_tokens=models.micro_batch_tokens,
     )
-    vars(run).update({name: state[name] for name in RUN_STATE if name in state})
+    for name in RUN_STATE:
+        if name in state:
+            setattr(run, name, state[name])
     return run
