@@ -141,6 +141,7 @@ def step_metrics(
 
 
 def _mean(total: float, count: float) -> float:
+    """Return `total` / `count`, or NaN if nothing was counted."""
     return total / count if count else math.nan
 
 

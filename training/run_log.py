@@ -73,16 +73,21 @@ class RunLog:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
         self.trackers.metrics(row)
-        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics) if step == self.resumed_step else []
-        try:
-            if is_merged := bool(rows) and rows[-1]["step"] == step:
-                atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
-        except OSError:
-            is_merged = False
-        if not is_merged:
+        if not (step == self.resumed_step and self._merge(row)):
             self._append("metrics.jsonl", [row])
         if self.every and step % self.every == 0 and step:
             self.refresh()
+
+    def _merge(self, row: dict) -> bool:
+        """Add `row` to the last line of `metrics.jsonl` if that is of the same step. Return whether it was added."""
+        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics)
+        if not rows or rows[-1]["step"] != row["step"]:
+            return False
+        try:
+            atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
+        except OSError:
+            return False
+        return True
 
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
