@@ -79,6 +79,16 @@ class Job:
         return "training" if self.waiting else self.status
 
 
+def used_bytes(folder: pathlib.Path) -> int:
+    """Return the total size of the files in `folder`. Files that a running job deletes meanwhile count as 0."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
 def as_arguments(flags: dict[str, Any]) -> list[str]:
     """Return `flags` as arguments of a script. A flag that is True has no value, and one that is False is left out."""
     switches = [f"--{name}" for name, value in flags.items() if value is True]
@@ -138,11 +148,10 @@ class Store:
 
     def require_space(self, needed: int = 0) -> None:
         """Raise HTTPException if `needed` more bytes would exceed the quota or fill the disk."""
-        with contextlib.suppress(FileNotFoundError):  # a running job deletes old checkpoints
-            used = sum(path.lstat().st_size for name in ("files", "jobs") for path in (self.folder / name).rglob("*"))
-            if used + needed > self.max_gigabytes * 1e9:
-                sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
-                raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
+        used = sum(used_bytes(self.folder / name) for name in ("files", "jobs"))
+        if used + needed > self.max_gigabytes * 1e9:
+            sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
+            raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
 

@@ -35,7 +35,7 @@ from common.errors import UserError
 from common.files import release_locks
 from demo import tiny
 from service.app import Config, job_info, read_token
-from service.jobs import Store
+from service.jobs import Store, used_bytes
 from service.middleware import AccessMiddleware, OncePerSecond
 from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
@@ -575,6 +575,20 @@ def test_only_the_owner_can_read_the_files(shared, archive):
     paths = [shared.folder, *shared.folder.rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_file_that_is_deleted_meanwhile_leaves_the_others_counted(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"12345")
+    walk = os.walk
+
+    def walk_and_delete(folder):
+        for found in walk(folder):
+            (tmp_path / "b").unlink()
+            yield found
+
+    monkeypatch.setattr(os, "walk", walk_and_delete)
+    assert used_bytes(tmp_path) == 10
 
 
 def test_a_full_quota_is_reported(tmp_path, tiny_model, archive):
