@@ -400,22 +400,33 @@ class Scorer:
 
         The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
         """
-        columns = {name: value for name, value in sample.fields.items() if value is not None}
-        fields: dict[str, Any] = {"question": sample.prompt} | columns
+        fields: dict[str, Any] = {"question": sample.prompt}
+        fields |= {column: value for column, value in sample.fields.items() if value is not None}
         if isinstance(fields["question"], str):
             fields["question"] = fields["question"].replace(TAG, "").strip()
-        if name not in self.user_functions:
-            fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
-            try:
-                value = self.built_in[name](rollout.text, sample.answer, verifier=self.verifier, **fields)
-            except WorkerLost as error:
-                self.why_none = f"{name}: {error}"
-                return math.nan, None
-            if value is None:
-                self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
-            return math.nan if value is None else value, None
+        if name in self.user_functions:
+            return self._user_value(name, rollout.text, sample.answer, fields)
+        return self._built_in_value(name, rollout.text, sample.answer, fields), None
+
+    def _built_in_value(self, name: str, completion: str, answer: str, fields: dict[str, Any]) -> float:
+        """Compute the reward of a task or `format_reward`; NaN if the completion is unscored."""
+        fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
+        try:
+            value = self.built_in[name](completion, answer, verifier=self.verifier, **fields)
+        except WorkerLost as error:
+            self.why_none = f"{name}: {error}"
+            return math.nan
+        if value is not None:
+            return value
+        self.why_none = f"{name} returned None"
+        if name == "math":  # it does so only if the verifier gives no verdict
+            self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
+        return math.nan
+
+    def _user_value(self, name: str, completion: str, answer: str, fields: dict[str, Any]) -> tuple[float, str | None]:
+        """Compute a user-defined reward in a worker; see `_value`."""
         function, parameters = self.user_functions[name], self.parameters[name]
-        fields |= {"completion": rollout.text, "answer": sample.answer}
+        fields = fields | {"completion": completion, "answer": answer}
         fields = {k: v for k, v in fields.items() if parameters is None or k in parameters}
         try:
             value = self.workers.call(function, self.flags.reward_timeout, fields)

@@ -406,6 +406,14 @@ def test_none_means_no_verdict(user_file):
     assert "user.py:nothing returned None" in scorer.why_none
 
 
+def test_a_task_of_ones_own_may_return_none(monkeypatch):
+    monkeypatch.setitem(rewards.TASKS, "silent", rewards.Task(lambda completion, answer, **_: None))
+    scorer = Scorer("silent", RewardFlags())
+    [group], error = scorer([Sample("?", "3", [], "r")], [rollouts("3")])
+    assert error is None and group[0].total != group[0].total
+    assert scorer.why_none == "silent returned None"
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
