@@ -26,30 +26,9 @@ from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading import answers
-from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
+from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
 from grading.sandbox import PARAMETERS, WorkerPool
-from grading.verifier import Verifier, make_verifier, parse_verdict
-
-__all__ = [
-    "MAX_UNSCORED",
-    "TASKS",
-    "Reward",
-    "Scorer",
-    "Task",
-    "check_math",
-    "count_format",
-    "count_reward",
-    "extract_choice",
-    "format_reward",
-    "get_task",
-    "gold_problem",
-    "math_reward",
-    "overlong_penalty",
-    "parse_verdict",
-    "same_answer",
-    "vqa_exact_match",
-    "vqa_reward",
-]
+from grading.verifier import Verifier, make_verifier
 
 Reward = Callable[..., float | None]
 
@@ -136,7 +115,7 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
-MAX_ANSWER_CHARS = 2000  # longer answers are wrong, and are not sent to the verifier, whose context they could overflow
+MAX_ANSWER_CHARS = 2000  # unless the gold answer is long; see `_max_chars`
 MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
@@ -149,17 +128,22 @@ def _math_workers() -> WorkerPool:
     return WorkerPool(min(max(cores, 1), 8), [MATH_EQUAL])
 
 
+def _math_equal(candidate: str, gold: str, seconds: float) -> bool:
+    """Call `math_equal` in a worker. Raises the same errors as `WorkerPool.call`."""
+    with _worker_pool_lock:  # of many threads, only the first starts the workers
+        workers = _math_workers()
+    return workers.call(MATH_EQUAL, seconds, {"candidate": candidate, "gold": gold})
+
+
 def check_math() -> None:
     """Raise UserError if math-verify does not work here, because it would then find every answer wrong."""
-    problem = "it does not find 0.5 equal to 1/2"
     try:
-        with _worker_pool_lock:
-            workers = _math_workers()
-        works = workers.call(MATH_EQUAL, 60.0, {"candidate": "0.5", "gold": "\\frac{1}{2}"})
+        if _math_equal("0.5", "\\frac{1}{2}", seconds=60.0):
+            return
+        problem = "it does not find 0.5 equal to 1/2"
     except CallFailed as error:
-        works, problem = False, str(error)
-    if not works:
-        raise UserError(f"math-verify does not work here ({problem}): install requirements.txt; see its output above")
+        problem = str(error)
+    raise UserError(f"math-verify does not work here ({problem}): install requirements.txt; see its output above")
 
 
 def same_answer(candidate: str, gold: str) -> bool:
@@ -172,19 +156,25 @@ def same_answer(candidate: str, gold: str) -> bool:
         return True
     if not balanced(candidate):  # `1} \boxed{2` would be read as two answers
         return False
-    with _worker_pool_lock:
-        workers = _math_workers()
     try:
-        return workers.call(MATH_EQUAL, MATH_TIMEOUT, {"candidate": candidate, "gold": gold})
+        return _math_equal(candidate, gold, MATH_TIMEOUT)
     except WorkerLost:
         raise
     except CallFailed:
         return False
 
 
+def _max_chars(gold: str) -> int:
+    """Return the length above which an answer is neither compared as a whole nor sent to the verifier.
+
+    It could overflow the verifier's context.
+    """
+    return max(MAX_ANSWER_CHARS, 4 * len(gold))
+
+
 def find_answer(text: str, gold: str) -> str | None:
     """Return the part of an answer that equals the gold answer, or None. Used in training and in evaluation."""
-    candidates = answers.math_candidates(text, max(MAX_ANSWER_CHARS, 4 * len(gold)))
+    candidates = answers.math_candidates(text, _max_chars(gold))
     return next((candidate for candidate in candidates if same_answer(candidate, gold)), None)
 
 
@@ -192,15 +182,15 @@ def math_reward(
     completion: str,
     answer: str,
     question: str = "",
-    verifier: Callable[[str, str, str], bool | str | None] | None = None,
+    verifier: Callable[[str, str, str], bool | None] | None = None,
     **_: object,
 ) -> float | None:
     """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
     or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate, or the formula or
-    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides; it
-    returns a verdict or the text of a reply. Without a verifier, the reward is then −1.
+    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides. Without
+    a verifier, the reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
     several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
@@ -212,10 +202,9 @@ def math_reward(
     if find_answer(blocks[1], str(answer)) is not None:
         return 1.0
     candidate = (last_boxed(blocks[1]) or blocks[1]).strip()
-    if verifier is None or len(candidate) > max(MAX_ANSWER_CHARS, 4 * len(str(answer))):
+    if verifier is None or len(candidate) > _max_chars(str(answer)):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
-    verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
     return None if verdict is None else 1.0 if verdict else -1.0
 
 
@@ -311,7 +300,7 @@ class Scorer:
         self.built_in = {name: each.reward for name, each in TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
-        self.parameters: dict[str, set[str] | None] = {}  # parameters of each function; None if it accepts any
+        self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
         for text in flags.reward:
             self._add(text)
         if "math" in self.weights:
