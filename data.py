@@ -12,6 +12,7 @@ The trainer gets the same prompt with each image expanded to its tokens.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -26,17 +27,19 @@ import jinja2
 import torch
 import transformers
 import tyro
+from PIL import Image
 from torch import Tensor
 from transformers.utils import cached_file
 
 import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
+from common.files import partial_path
 from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
-from common.templates import parse_template, template_variables, write_chat
+from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
-from inputs.rows import Problem, Row, data_sets, easyr1_row, image_paths, read_rows, read_text, write_parquet
+from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family, load_image_processor
 
 
@@ -100,29 +103,33 @@ def load_processor(
         if family.vision:
             image_processor = load_image_processor(family.vision, model)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
-        problem = (
-            f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the "
-            "hub can be reached; `python -m demo.tiny` builds a small model"
-        )
-        if (pathlib.Path(model) / "adapter_config.json").is_file():
-            problem = f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
-        elif pathlib.Path(model).is_dir():
-            reason = str(error).splitlines()[0][:160]
-            problem = f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
-        raise UserError(problem) from None
+        raise UserError(_why_no_model(model, offline, error)) from None
     tokenizer.chat_template = tokenizer.chat_template or processor_template(model)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, text = rewards.get_task(task).system, rewards.get_task(task).template
-    if template is not None:
-        system, text = None, read_text(template, "--template")
-    user_turn = parse_template(text, f"--template {template}", ["content"])
+    if template is None:
+        user_turn = parse_template(text, f"the template of --task {task}", ["content"])
+    else:
+        system, user_turn = None, read_template(template, "--template", ["content"])
     pictures = None
     if family.vision:
         pictures = family.vision.pictures(image_processor, config, ImageLimits(min_pixels, max_pixels, max_side))
     variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
     return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn, variables)
+
+
+def _why_no_model(model: str, offline: bool, error: Exception) -> str:
+    if (pathlib.Path(model) / "adapter_config.json").is_file():
+        return f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
+    if pathlib.Path(model).is_dir():
+        reason = str(error).splitlines()[0][:160]
+        return f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
+    place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
+    return (
+        f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the hub "
+        "can be reached; `python -m demo.tiny` builds a small model"
+    )
 
 
 def processor_template(model: str) -> str | None:
@@ -133,6 +140,7 @@ def processor_template(model: str) -> str | None:
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     """Build a one-layer model from `config` on the meta device, to compute token positions without using memory."""
+    config = copy.deepcopy(config)
     for sub_config in (config, getattr(config, "text_config", None)):
         if hasattr(sub_config, "num_hidden_layers"):
             sub_config.num_hidden_layers = 1
@@ -164,8 +172,8 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     UserError, naming the row, if an image can no longer be read.
     """
     engine_ids = _engine_ids(sample, processor)
-    ids = torch.tensor(engine_ids)
     if not sample.images:
+        ids = torch.tensor(engine_ids)
         return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}), source=sample.source)
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
@@ -178,13 +186,29 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         digest.update(b"%d x %d:" % image.size + image.tobytes())
     prepared = processor.image_processor(images=images, return_tensors="pt", **processor.pictures.options)
     vision = processor.family.vision.inputs(prepared)
-    token = processor.image_token_id
-    expansions = iter(processor.image_ids(processor.pictures.count(image.height, image.width)) for image in images)
-    ids = torch.tensor([i for id in engine_ids for i in (next(expansions) if id == token else [id])])
-    positions = prompt_positions(processor.skeleton, ids, vision)
+    ids = torch.tensor(_expand_images(engine_ids, images, processor))
     return Prompt(
-        ids, engine_ids, positions, images, vision, sample.source, image_token=token, image_digest=digest.digest()
+        ids,
+        engine_ids,
+        prompt_positions(processor.skeleton, ids, vision),
+        images,
+        vision,
+        sample.source,
+        image_token=processor.image_token_id,
+        image_digest=digest.digest(),
     )
+
+
+def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
+    """Replace the placeholder of each image, in order, with the image's tokens."""
+    remaining, ids = iter(images), []
+    for token_id in engine_ids:
+        if token_id == processor.image_token_id:
+            image = next(remaining)
+            ids += processor.image_ids(processor.pictures.count(image.height, image.width))
+        else:
+            ids.append(token_id)
+    return ids
 
 
 def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
@@ -247,7 +271,8 @@ def validate_rows(
     """Check the gold answers, images and prompts of `rows`, read from `data`, and return the usable rows.
 
     Images are not kept in memory. Prompts are checked only if there is a `processor`: with their image tokens, they
-    must not be longer than `max_prompt_length`. Without a `task`, a gold answer only has to be non-empty.
+    must not be longer than `max_prompt_length`, and their lengths are stored as `Sample.tokens`. Without a `task`, a
+    gold answer only has to be non-empty.
 
     Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves out both kinds;
     `keep_repeats`, which is set for test sets, keeps duplicates. Raises UserError if a row is bad and `skip_bad_rows`
@@ -342,6 +367,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     length = len(_engine_ids(sample, processor))
     for size in sizes:
         fitted = processor.pictures.fit(*size)
+        # The image's tokens, and those around them that `image_ids` adds, replace one placeholder.
         length += processor.pictures.count(*fitted) + len(processor.image_ids(0)) - 1
     if max_length is not None and length > max_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_length}")
@@ -386,7 +412,7 @@ def convert(cfg: Config) -> int:
         raise UserError(f"{cfg.output_jsonl!r} is not a file: choose another --output_jsonl")
     allow_megapixels(cfg.max_megapixels)
     rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
-    partial = output.with_name(output.name + ".partial")
+    partial = partial_path(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         bar = console.progress(rows, "writing", unit="row")
@@ -395,7 +421,7 @@ def convert(cfg: Config) -> int:
         else:
             with partial.open("w", encoding="utf-8", errors="replace") as file:
                 for sample in bar:
-                    row = easyr1_row(sample, image_paths(sample, output))
+                    row = easyr1_row(sample, save_images(sample, output))
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:

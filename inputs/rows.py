@@ -563,14 +563,14 @@ def easyr1_row(sample: Sample, images: list) -> dict:
     return row | {name: value for name, value in sample.fields.items() if name not in row}
 
 
-def image_paths(sample: Sample, output: pathlib.Path) -> list[str]:
-    """Return the paths of the images of `sample` for a row of the JSONL file `output`.
+def save_images(sample: Sample, output: pathlib.Path) -> list[str]:
+    """Save the images of `sample` that are not files on disk, and return the paths of all for a row of `output`.
 
-    Images that are not files on disk are saved as PNG in a folder next to `output`: STEM_images for STEM.jsonl. They
-    are named by their content, so that no other row or file is changed. The path of an image inside the output's folder
-    is written relative to that folder; other paths are absolute.
+    They are saved as PNG in a folder next to the JSONL file `output`: STEM_images for STEM.jsonl. They are named by
+    their content, so that no other row or file is changed. The path of an image inside the output's folder is relative
+    to that folder; other paths are absolute.
     """
-    base, images = pathlib.Path(os.path.abspath(output.parent)), []
+    base, paths = pathlib.Path(os.path.abspath(output.parent)), []
     for source in sample.images:
         path = read_source(source)
         if not isinstance(path, str | pathlib.Path):
@@ -582,8 +582,8 @@ def image_paths(sample: Sample, output: pathlib.Path) -> list[str]:
                 partial_path(path).write_bytes(file.getvalue())
                 partial_path(path).rename(path)
         path = pathlib.Path(os.path.abspath(path))
-        images.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
-    return images
+        paths.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
+    return paths
 
 
 def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
