@@ -94,7 +94,7 @@ def load_processor(
     invalid; if `max_pixels` or `max_side` is too small for one image token; or if the chat template lacks a variable of
     `chat_template_kwargs`.
     """
-    offline = not pathlib.Path(model).exists() and hub.is_offline()
+    offline = not pathlib.Path(model).exists() and hub.go_offline_if_unreachable()
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         family = find_family(config, model)

@@ -9,8 +9,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 
 @functools.cache
-def is_offline() -> bool:
-    """Return whether the hub is turned off (HF_HUB_OFFLINE) or cannot be reached, in which case it is turned off now.
+def go_offline_if_unreachable() -> bool:
+    """Turn the hub off (HF_HUB_OFFLINE) if it cannot be reached, and return whether it is off.
 
     Otherwise, each request would be repeated for half a minute.
     """

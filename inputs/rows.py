@@ -53,7 +53,7 @@ ANSWER_COLUMNS = ("answer", "ground_truth")
 IMAGE_COLUMNS = ("images", "image")
 CHAT_COLUMNS = ("conversations", "messages")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
-MAX_BLANK_ROWS = 2**20  # maximum number of rows of a spreadsheet
+MAX_BLANK_ROWS = 2**20  # the number of rows in an Excel sheet, all of which a careless export may write
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
@@ -62,7 +62,7 @@ Locate = Callable[[str], Folder]  # returns where an image is, given its path in
 
 
 class RowError(ValueError):
-    """A row that cannot be used. The message states the problem."""
+    """Raised for a row that cannot be used, or yielded in its place. The message states the problem."""
 
 
 class Problem(NamedTuple):
@@ -79,7 +79,7 @@ def read_rows(data: str, image_dir: str | None = None, columns: Columns | None =
     """Yield the rows of `data` in order. Raises UserError when a data set cannot be read at all."""
     columns = columns or Columns()
     for source_index, spec in enumerate(data_sets(data)):
-        for source, row, locate in raw_rows(spec, image_dir, columns=columns):
+        for source, row, locate in raw_rows(spec, image_dir, columns=columns, split_json=True):
             try:
                 sample = parse_row(row, source, locate, columns)
                 sample.source_index = source_index
@@ -97,13 +97,17 @@ def data_sets(data: str) -> list[str]:
 
 
 def raw_rows(
-    spec: str, image_dir: str | None = None, default_split: str = "train", columns: Columns | None = None
+    spec: str,
+    image_dir: str | None = None,
+    default_split: str = "train",
+    columns: Columns | None = None,
+    split_json: bool = False,
 ) -> Iterator[tuple[str, dict | RowError, Locate]]:
     """Yield (source, row, locate) for each row of one data set. A row that is not a dictionary is a RowError.
 
-    `default_split` is read when there are several splits and `spec` has no `@split`. `columns` is None for benchmarks
-    and predictions: then every row of a JSON file is read, even if it is of another split. Raises UserError when the
-    data set cannot be read.
+    `default_split` is read when there are several splits and `spec` has no `@split`. The rows of a JSON file are all
+    yielded, as they are, unless `split_json` is set (see `_split_rows`). `columns` names the columns of a main.csv.
+    Raises UserError when the data set cannot be read.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -115,13 +119,13 @@ def raw_rows(
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
     if suffix in (".json", ".jsonl"):
         locate = functools.partial(_locate, (folder, folder / OSF_IMAGES))
-        rows = _json_rows(path, split, is_raw=columns is None)
+        rows = _split_rows(path, split) if split_json else _json_rows(path)
     elif suffix == ".zip" or (path / "main.csv").is_file():
         if split is not None:
             raise UserError(f"{name!r} has no splits: remove @{split}")
         root = open_zip(path) if suffix == ".zip" else path
-        folder = pathlib.Path(image_dir) if image_dir and root is path else root
-        locate = functools.partial(_locate, (folder, folder / "images"))
+        base = pathlib.Path(image_dir) if image_dir and root is path else root
+        locate = functools.partial(_locate, (base, base / "images"))
         rows = _counting_rows(root / "main.csv", columns or Columns())
     else:
         locate = functools.partial(_locate, (folder, path))
@@ -160,11 +164,11 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     is_conversation = any(name in row for name in CHAT_COLUMNS) and "prompt" not in row and columns.prompt is None
-    adapter = _from_conversation if is_conversation else _from_columns
+    take_texts = _from_conversation if is_conversation else _from_columns
     image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
     images = _images(row.pop(_column(row, image_columns, columns.images), None))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    prompt, answer, system, turn_images = adapter(row, columns)
+    prompt, answer, system, turn_images = take_texts(row, columns)
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
     answer = _answer_text(answer)
@@ -220,9 +224,9 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
 
 
 def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Do the same as `_from_columns` for a conversation whose only reply is its last turn.
+    """Do the same as `_from_columns` for a conversation whose only reply is its last turn: the gold answer.
 
-    If the reply has an `<answer>` block, its content is the gold answer.
+    A column "answer" is dropped. If the reply has an `<answer>` block, its content is the gold answer.
     """
     name = next(name for name in CHAT_COLUMNS if name in row)
     turns = row.pop(name)
@@ -369,21 +373,31 @@ def drop_images(row: dict) -> dict:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json_rows(path: pathlib.Path, split: str | None, is_raw: bool) -> Iterator[tuple[str, dict | RowError]]:
-    """Yield the rows of a JSON file. For VQA-RAD (OSF), yield only the rows in `split`, unless `is_raw` is set."""
-    left_out = 0
+def _json_rows(path: pathlib.Path) -> Iterator[tuple[str, dict | RowError]]:
+    """Yield (source, row) for each row of a JSON file."""
     for number, row in _json_values(path):
-        source = f"{path} row {number}"
-        if not isinstance(row, dict):
-            yield source, row if isinstance(row, RowError) else RowError("not an object with columns")
+        if not isinstance(row, dict | RowError):
+            row = RowError("not an object with columns")
+        yield f"{path} row {number}", row
+
+
+def _split_rows(path: pathlib.Path, split: str | None) -> Iterator[tuple[str, dict | RowError]]:
+    """Yield the rows of a JSON file. For VQA-RAD (OSF), whose file holds both splits, yield only the rows in `split`.
+
+    Raises UserError if there is a `split`, but a row does not tell its own.
+    """
+    left_out = 0
+    for source, row in _json_rows(path):
+        if isinstance(row, RowError):
+            yield source, row
             continue
-        is_osf = "image_name" in row and "prompt" not in row and not is_raw
+        is_osf = "image_name" in row and "prompt" not in row
         if is_osf and isinstance(row.get("phrase_type"), str):
             row_split = "test" if row["phrase_type"].strip().startswith("test_") else "train"
             if row_split not in (split or "train").split("+"):
                 left_out += 1
                 continue
-        elif split is not None and not is_raw:
+        elif split is not None:
             raise UserError(f"{source} has no 'phrase_type' column to tell its split: remove @{split}")
         types = [name for name in ("answer_type", "question_type") if is_osf and isinstance(row.get(name), str)]
         yield source, row | {name: row[name].strip() for name in types}
@@ -425,28 +439,29 @@ def open_table(name: str, split: str | None, default_split: str = "train") -> "d
     opened. Raises UserError when the data cannot be read or the requested split does not exist.
     """
     path = pathlib.Path(name)
-    offline = not path.exists() and hub.is_offline()
-    import datasets
+    offline = not path.exists() and hub.go_offline_if_unreachable()
+    import datasets  # after the line above, whose result it reads once
 
     try:
         if path.is_file():
-            splits = datasets.Dataset.from_parquet(name)
+            loaded = datasets.Dataset.from_parquet(name)
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            splits = datasets.load_from_disk(name)
+            loaded = datasets.load_from_disk(name)
         elif path.is_dir():
-            splits = datasets.load_dataset(name)
+            loaded = datasets.load_dataset(name)
         else:
             name_on_hub, *config = name.split(":", 1)  # owner/name or owner/name:config
             folder = hub.cached_dataset(name_on_hub) if offline else None
-            splits = datasets.load_dataset(folder or name_on_hub, *config)
+            loaded = datasets.load_dataset(folder or name_on_hub, *config)
     except Exception as error:
         problem = f"no data at {name!r}: not a local path, and not on the hub or the hub cannot be reached"
         if path.exists():
             problem = f"no data in {name!r}: `datasets` cannot read it and it has no main.csv"
         reason = str(error).strip().partition("\n")[0][:160]
         raise UserError(f"{problem} ({type(error).__name__}: {reason})") from error
-    if isinstance(splits, datasets.Dataset):  # a single split, which may have no name
-        splits = {str(splits.split or default_split): splits, default_split: splits}
+    splits = loaded
+    if isinstance(loaded, datasets.Dataset):  # a single split, which may have no name
+        splits = {str(loaded.split or default_split): loaded, default_split: loaded}
     if split is None:
         split = default_split if default_split in splits or len(splits) > 1 else next(iter(splits))
     requested, present = split.split("+"), ", ".join(splits)
@@ -504,9 +519,10 @@ def open_zip(path: pathlib.Path) -> zipfile.Path:
 
 def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
     """Raise UserError for files that are too large, links, and names that are unsafe, unusual or repeated."""
-    total, limit = sum(member.file_size for member in archive.infolist()) / 2**30, MAX_UNPACKED_BYTES / 2**30
-    if total > limit:
-        raise UserError(f"{path} would unpack to {total:.1f} GiB; the limit is {limit:.0f} GiB")
+    total = sum(member.file_size for member in archive.infolist())
+    if total > MAX_UNPACKED_BYTES:
+        limit = MAX_UNPACKED_BYTES / 2**30
+        raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; the limit is {limit:.0f} GiB")
     for member in archive.infolist():
         where, names = f"{path}: {member.filename!r}", member.filename.replace("\\", "/").split("/")
         if names[0] == "" or ".." in names or ":" in names[0]:
@@ -598,7 +614,7 @@ def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
     try:
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path.stem}: {error}: write NAME.jsonl instead") from None
+        raise UserError(f"{path.name.removesuffix('.partial')}: {error}: write NAME.jsonl instead") from None
 
 
 def _image_cell(source: ImageSource) -> dict[str, bytes | str | None]:

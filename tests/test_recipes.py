@@ -128,9 +128,9 @@ def test_an_unreachable_hub_is_turned_off(monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    hub.is_offline.cache_clear()
-    assert hub.is_offline() and hub.constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-    hub.is_offline.cache_clear()
+    hub.go_offline_if_unreachable.cache_clear()
+    assert hub.go_offline_if_unreachable() and hub.constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    hub.go_offline_if_unreachable.cache_clear()
 
 
 # --- templates and rewards --------------------------------------------------------------------------------------------
