@@ -234,12 +234,15 @@ def math_answers(text: str) -> list[str]:
 
 
 def math_candidates(text: str, max_chars: int) -> list[str]:
-    """Return what may equal the gold answer: the last box or, without one, the whole text, the text after "answer:",
-    and what `math_answers` finds in a sentence. Only the last is used if the text is longer than `max_chars`."""
+    """Return the texts that may equal the gold answer, without repeats; all of them are compared.
+
+    They are the whole text, the text after "answer:", and the results of `math_answers`. If the text has a box or is
+    longer than `max_chars`, only the latter are returned.
+    """
     candidates = math_answers(text)
     if last_boxed(text) is None and len(text) <= max_chars:
-        stated, is_marked = short_answer(text)
-        candidates = [text.strip(), *([stated] if is_marked else []), *candidates]
+        stated, explicit = short_answer(text)
+        candidates = [text.strip(), *([stated] if explicit else []), *candidates]
     return list(dict.fromkeys(candidates))
 
 

@@ -151,7 +151,7 @@ def _split_unit(text: str) -> tuple[str, str | None]:
     match = UNIT.fullmatch(text)
     if match is None:
         return text, None
-    value, space, unit, squared, name, per, power = match.groups()
+    value, space, unit, power_word, name, per, power = match.groups()
     if unit.startswith("\\degree"):
         return value, "".join(unit.split()).replace("\\degree", "degree")
     symbol = unit_symbol(name)
@@ -160,7 +160,7 @@ def _split_unit(text: str) -> tuple[str, str | None]:
         is_unit = bool(space) and name in UNIT_LETTERS
     if not is_unit:
         return text, None
-    power = power or {"sq": "2", "cu": "3"}.get((squared or "")[:2], "")
+    power = power or {"sq": "2", "cu": "3"}.get((power_word or "")[:2], "")
     return value, (symbol or name.lower().rstrip("s")) + power + (f"/{unit_symbol(per) or per}" if per else "")
 
 

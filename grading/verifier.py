@@ -14,7 +14,6 @@ import os
 import pathlib
 import re
 import sqlite3
-import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Coroutine
@@ -161,7 +160,8 @@ class Verifier:
     def __init__(self, url: str, model: str | None, flags: VerifierFlags, cache: str | None = None):
         url = parse_url(url)
         self.client = make_client(url, flags.verifier_retries)
-        self.url, self.model, self.flags = hide_credentials(url), model, flags
+        self.url = hide_credentials(url)  # for messages
+        self.model, self.flags = model, flags
         path, names = flags.verifier_template, ["question", "gold", "answer"]
         self.template = read_template(path, "--verifier_template", names) if path else None
         self.last_error = ""
@@ -201,7 +201,9 @@ class Verifier:
             self.last_error = self._describe(error)
             return None
         finally:
-            self.requests.pop(key, None)  # if its answer is not in the cache, the question is asked again
+            with self.lock:
+                if self.requests.get(key) is request:  # each thread that shares it comes here
+                    del self.requests[key]  # if its answer is not in the cache, the question is asked again
 
     def _start(self, coroutine: Coroutine) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -284,9 +286,9 @@ class Verifier:
                 f"the verifier at {self.url} cannot be used ({self._describe(error)}): "
                 "start it, correct --verifier_url or REWARD_MODEL_URL, or set neither to judge without a verifier"
             ) from None
-        if parse_verdict(reply) is None and console.is_main():
-            note = f"note: asked whether 1 + 1 is 2, the verifier replied {reply[:80]!r}, which is not a verdict"
-            print(note, file=sys.stderr)
+        if parse_verdict(reply) is None:
+            reason = f"the verifier replied {reply[:80]!r}, which is not a verdict"
+            console.warn(f"note: asked whether 1 + 1 is 2, {reason}")
 
 
 def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | None:
