@@ -64,7 +64,7 @@ def merge_lora(
         raise UserError(f"--output_path {output_path!r} already exists: remove it or choose another folder")
     base = _folder(base_model, cache_dir)
     load_config(base)  # raises if the base cannot be used
-    saved = saved_dtype(base) if dtype == "auto" else getattr(torch, dtype)
+    output_dtype = saved_dtype(base) if dtype == "auto" else getattr(torch, dtype)
     partial = partial_path(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -73,45 +73,49 @@ def merge_lora(
         raise UserError(f"--output_path {output_path!r} cannot be created ({error.strerror})") from None
     try:
         inputs = _example_inputs(base)
-        base_logits, adapted_logits = _merge(base, lora_model, cache_dir, saved, inputs, partial)
+        base_logits, adapted_logits = _merge(base, lora_model, cache_dir, output_dtype, inputs, partial)
         gc.collect()  # the saved model needs the memory
-        merged_logits = _logits(load_model(str(partial), saved), inputs)
+        merged_logits = _logits(load_model(str(partial), output_dtype), inputs)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    difference = _check(base_logits, adapted_logits, merged_logits, TOLERANCE[saved], partial)
+    difference = _check(base_logits, adapted_logits, merged_logits, TOLERANCE[output_dtype], partial)
     partial.rename(target)
     return difference
 
 
 @torch.no_grad()
 def _merge(
-    base: str, source: str, cache_dir: str | None, dtype: torch.dtype, inputs: dict[str, Tensor], output: pathlib.Path
+    base: str,
+    lora_model: str,
+    cache_dir: str | None,
+    output_dtype: torch.dtype,
+    inputs: dict[str, Tensor],
+    output: pathlib.Path,
 ) -> tuple[Tensor, Tensor]:
-    """Merge the adapter `source` into `base` and write the merged model to `output`.
+    """Merge the adapter `lora_model` into `base` and write the merged model to `output`.
 
     Returns the logits of the base and of the adapted model.
     """
-    config, tensors = read_adapter(source, cache_dir)
-    model = load_model(
-        base, torch.promote_types(saved_dtype(base), dtype)
-    )  # so that rounding happens only after the merge
+    config, tensors = read_adapter(lora_model, cache_dir)
+    # The larger of the two dtypes, so that rounding happens only after the merge.
+    model = load_model(base, torch.promote_types(saved_dtype(base), output_dtype))
     base_logits = _logits(model, inputs)
     if any(re.search(r"\b(embed_tokens|lm_head)\.", key) for key in tensors):
         _untie(model)
-    tuner = load_adapter(model, config, tensors, [POLICY], source)
+    tuner = load_adapter(model, config, tensors, [POLICY], lora_model)
     adapted_logits = _logits(model, inputs)
     for layer in adapted_layers(model).values():
         layer.base_layer.float()  # otherwise PEFT would round the adapter's change before adding it
         layer.merge(safe_merge=True)
-        layer.base_layer.to(dtype)
-    model = tuner.unload().to(dtype)
+        layer.base_layer.to(output_dtype)
+    model = tuner.unload().to(output_dtype)
     model.generation_config = transformers.GenerationConfig()  # transformers refuses to save some configs that it loads
     model.save_pretrained(output, max_shard_size=MAX_SHARD_SIZE)
-    (output / "generation_config.json").unlink()
+    (output / "generation_config.json").unlink()  # that of the base, copied below, replaces it, if there is one
     for path in pathlib.Path(base).iterdir():
-        settings = path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name
-        if path.is_file() and settings and path.name != "config.json":
+        is_settings = path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name
+        if path.is_file() and is_settings and path.name != "config.json":
             shutil.copy(path, output)
     write_preprocessor_config(output)
     return base_logits, adapted_logits
@@ -126,7 +130,7 @@ def _untie(model: transformers.PreTrainedModel) -> None:
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
-    """Return the largest difference between the logits of the `merged` model and those of the `adapted` model.
+    """Print how the logits differ; return the largest difference of the `merged` model's from the `adapted` model's.
 
     Raises RunStopped if it is more than rounding error. The `base` logits show how much the adapter changes.
     """
@@ -150,7 +154,7 @@ def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, fold
 
 
 def _folder(name: str, cache_dir: str | None) -> str:
-    """Return the folder of the model `name`; if `name` is not a folder, download the model from the hub."""
+    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub."""
     if pathlib.Path(name).is_dir():
         return name
     try:
