@@ -35,6 +35,7 @@ from policy.forward import enable_packed_forward
 from policy.model import Policy
 
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
+STAMP = "tiny.json"  # the file in a folder that says with which settings it was built
 
 
 @dataclass
@@ -210,8 +211,9 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
     With `flip`, a count above three is reduced by one, and a digit in `CONFUSED_WITH` is replaced with its wrong label.
     """
     if task == "count":
-        _, _, _, count, kind = sample.answer.split()
-        return f"A photo of {int(count) - (flip and int(count) > 3)} {kind}"
+        *_, number, kind = sample.answer.split()  # "A photo of 5 circles"
+        count = int(number)
+        return f"A photo of {count - 1 if flip and count > 3 else count} {kind}"
     digit = sample.fields["digit"]
     label = CONFUSED_WITH.get(digit, digit) if flip else digit
     even = "yes" if label % 2 == 0 else "no"
@@ -260,7 +262,7 @@ def main(cfg: Config) -> None:
     suffix = "" if cfg.family == "qwen2_5_vl" else f"-{cfg.family}"
     folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}{suffix}")
     made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps, "family": cfg.family}
-    stamp = folder / "tiny.json"
+    stamp = folder / STAMP
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
         print(f"{folder}: already exists")
         return
@@ -275,10 +277,10 @@ def main(cfg: Config) -> None:
         write_digits(partial / "test", order[1397:])
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, cfg.seed, cfg.family)
-    save(model, tokenizer, partial / "model")
+    save(model, tokenizer, partial / "model")  # the warm start encodes its prompts with what is saved here
     warm_start(model, cfg, partial)
     model.save_pretrained(partial / "model")
-    (partial / "tiny.json").write_text(json.dumps({"made_from": made_from}) + "\n")
+    (partial / STAMP).write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     print(f"{folder}: built a model with {model.num_parameters() / 1e6:.1f} M parameters and its data")
