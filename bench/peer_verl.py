@@ -98,7 +98,7 @@ def length_settings(cfg: Config, folder: pathlib.Path) -> dict[str, object]:
     return {f"{agent}.default_agent_loop": loop["name"], f"{agent}.agent_loop_config_path": path}
 
 
-def settings(cfg: Config, data: pathlib.Path) -> dict[str, object]:
+def workload_settings(cfg: Config, data: pathlib.Path) -> dict[str, object]:
     """Return verl's settings for the workload."""
     model, actor, rollout = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
@@ -167,7 +167,7 @@ def main(cfg: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "noise.parquet"
     write_rows(cfg, data)
-    flags = [f"{name}={value}" for name, value in (settings(cfg, data) | length_settings(cfg, folder)).items()]
+    flags = [f"{name}={value}" for name, value in (workload_settings(cfg, data) | length_settings(cfg, folder)).items()]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *flags, *cfg.settings]
     environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
     verl = subprocess.Popen(

@@ -201,10 +201,10 @@ def make_model(folder: pathlib.Path, shape: str) -> None:
 
 
 def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
-    """Write questions about noise images as EasyR1 JSONL, unless the file exists, and return its path."""
+    """Write questions about noise images as EasyR1 JSONL, unless a file with enough rows exists; return its path."""
     path = folder / f"noise-{side}" / "data.jsonl"
-    if not path.is_file():
-        path.parent.mkdir(parents=True)
+    if not path.is_file() or len(path.read_text().splitlines()) < rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(0)
         lines = []
         for i in range(rows):
@@ -299,11 +299,11 @@ def measure(cfg: Config) -> dict[str, dict]:
         means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]
         results[name] = means
     if cfg.checkpoint:
-        results[name] |= save(run)
+        results[name] |= measure_checkpoint(run)
     return results
 
 
-def save(run: Run) -> dict[str, float]:
+def measure_checkpoint(run: Run) -> dict[str, float]:
     """Save a checkpoint and return its timings in seconds, its size in gigabytes, and its peak of host memory in GiB.
 
     The timings are: how long training waits, now and before the next optimizer step; how long the checkpoint takes to
@@ -366,7 +366,7 @@ def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
     """Return `function`, changed to print a table of the GPU kernels that it runs."""
 
     @functools.wraps(function)
-    def run(*args, **kwargs):
+    def call(*args, **kwargs):
         # With the profiler's record of the host, too, the launches would become slower than the kernels.
         activity = "CUDA" if torch.cuda.is_available() else "CPU"
         with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, activity)]) as profiler:
@@ -384,7 +384,7 @@ def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
         print(table.table(sort_by=f"self_{activity.lower()}_time_total", row_limit=40, max_name_column_width=100))
         return result
 
-    return run
+    return call
 
 
 def gaps(spans: list[tuple[float, float]]) -> list[float]:
