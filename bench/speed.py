@@ -460,7 +460,7 @@ def main(cfg: Config) -> None:
         ours = folder / "ours"
         environment = os.environ | {"BENCH_PEER": "no"}
         subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(ours)], check=True, env=environment)
-        results = json.loads(max(ours.glob("*.json")).read_text())["workloads"]
+        results = json.loads(max(ours.glob("*.json"), key=os.path.getmtime).read_text())["workloads"]
     else:
         results = measure(cfg)
     report = provenance() | {"workloads": results}
