@@ -123,7 +123,7 @@ class Rewards:
 
     total: float = math.nan  # weighted sum of the rewards
     raw: float = math.nan  # the weighted sum before the overlong penalty
-    parts: dict[str, float] = field(default_factory=dict)  # each reward by name; NaN when it returned no verdict
+    parts: dict[str, float] = field(default_factory=dict)  # each reward by name; NaN if it gave none, or failed
 
 
 @dataclass(frozen=True)
