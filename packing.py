@@ -202,6 +202,11 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     )
 
 
+def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
+    """Cut `groups` into micro-batches of at most `budget` tokens (see `split_groups`), and pack each micro-batch."""
+    return [pack(part) for part in split_groups(groups, budget)]
+
+
 def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
     """Return `groups` in an order for which `split_groups` needs few micro-batches of `budget` tokens.
 

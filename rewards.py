@@ -26,9 +26,30 @@ from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading import answers
-from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
+from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.sandbox import PARAMETERS, WorkerPool
-from grading.verifier import Verifier, make_verifier
+from grading.verifier import Verifier, make_verifier, parse_verdict
+
+__all__ = [
+    "MAX_UNSCORED",
+    "TASKS",
+    "Reward",
+    "Scorer",
+    "Task",
+    "check_math",
+    "count_format",
+    "count_reward",
+    "extract_choice",
+    "format_reward",
+    "get_task",
+    "gold_problem",
+    "math_reward",
+    "overlong_penalty",
+    "parse_verdict",
+    "same_answer",
+    "vqa_exact_match",
+    "vqa_reward",
+]
 
 Reward = Callable[..., float | None]
 
@@ -182,15 +203,15 @@ def math_reward(
     completion: str,
     answer: str,
     question: str = "",
-    verifier: Callable[[str, str, str], bool | None] | None = None,
+    verifier: Callable[[str, str, str], bool | str | None] | None = None,
     **_: object,
 ) -> float | None:
     """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
     or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate, or the formula or
-    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides. Without
-    a verifier, the reward is then −1.
+    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides; it
+    returns a verdict or the text of a reply. Without a verifier, the reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
     several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
@@ -205,6 +226,7 @@ def math_reward(
     if verifier is None or len(candidate) > _max_chars(str(answer)):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
+    verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
     return None if verdict is None else 1.0 if verdict else -1.0
 
 

@@ -23,7 +23,7 @@ from common.gather import Gather
 from common.records import Completion, Group, Prompt
 from config import Config as TrainingConfig
 from data import encode_prompts, load_processor, load_samples
-from packing import PackedBatch, Segments, pack, split_groups
+from packing import PackedBatch, Segments, pack, pack_groups
 from policy.families import language_model
 from policy.memory import choose_micro_batch_size
 from policy.model import Policy, compute_dtype, load_policy
@@ -133,8 +133,7 @@ def measure(cfg: Config, policy: Policy, side: int, budget: int, device: torch.d
         Group(prompt, [Completion(ids, torch.zeros(cfg.tokens)) for ids in torch.randint(0, 250, sizes, generator=g)])
         for prompt in prompts
     ]
-    shared = [pack(part) for part in split_groups(groups, budget)]
-    ways = {"shared": shared, "whole": whole_sequences(groups, budget)}
+    ways = {"shared": pack_groups(groups, budget), "whole": whole_sequences(groups, budget)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     peaks = dict.fromkeys(ways, 0.0)
     for _ in console.progress(range(cfg.rounds + 1), desc=f"{side}x{side}", unit="round"):

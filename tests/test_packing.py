@@ -16,7 +16,7 @@ import packing
 from common import flash_attention
 from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
-from packing import order_for_packing, pack, split_groups
+from packing import order_for_packing, pack, pack_groups, split_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
@@ -99,7 +99,7 @@ def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
-    batches = [pack(part) for part in split_groups(groups, budget)]
+    batches = pack_groups(groups, budget)
     assert [length for batch in batches for length in batch.lengths] == whole.lengths
     for batch in batches:
         assert batch.input_ids.shape[1] <= budget or len(batch.lengths) == 1

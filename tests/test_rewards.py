@@ -6,7 +6,6 @@ import pytest
 
 import rewards
 from grading import answers
-from grading.verifier import parse_verdict
 from tests.helpers.scripts import VECTORS
 
 
@@ -182,14 +181,14 @@ def test_overlong_vectors(case):
 
 @pytest.mark.parametrize("case", cases("verdict"), ids=lambda c: c["reply"])
 def test_verdict_vectors(case):
-    assert parse_verdict(case["reply"]) is case["want"]
+    assert rewards.parse_verdict(case["reply"]) is case["want"]
 
 
 @pytest.mark.parametrize("case", [c for c in cases("math") if c["verifier_called"]], ids=lambda c: c["note"])
 def test_verdicts_of_the_math_vectors(case):
     if case["verifier_reply"] != "<exception>":
         want = {1.0: True, -1.0: False, None: None}[case["want"]]
-        assert parse_verdict(case["verifier_reply"]) is want
+        assert rewards.parse_verdict(case["verifier_reply"]) is want
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_verdicts_of_the_math_vectors(case):
     ],
 )
 def test_verdicts_beyond_the_vectors(reply, want):
-    assert parse_verdict(reply) is want
+    assert rewards.parse_verdict(reply) is want
 
 
 @pytest.mark.parametrize("case", cases("choice"), ids=lambda c: c["completion"])

@@ -20,7 +20,6 @@ from config import RewardFlags
 from evaluation.benchmarks import judge_math
 from grading import answers
 from grading.sandbox import WorkerPool
-from grading.verifier import parse_verdict
 from rewards import Scorer
 from tests.helpers.scripts import ROOT, VECTORS
 
@@ -40,7 +39,7 @@ def test_math_vectors(case):
 
     def verifier(question, gold, candidate):
         calls.append((question, gold, candidate))
-        return None if case["verifier_reply"] == "<exception>" else parse_verdict(case["verifier_reply"])
+        return None if case["verifier_reply"] == "<exception>" else case["verifier_reply"]
 
     verifier_or_none = verifier if case["verifier_reply"] is not None else None
     assert rewards.math_reward(case["completion"], case["answer"], "q", verifier_or_none) == case["want"]
@@ -506,7 +505,7 @@ FUNCTIONS = {
     "vqa": rewards.vqa_reward,
     "math": rewards.math_reward,
     "choice": lambda text, _: answers.extract_choice(text),
-    "verdict": lambda text, _: parse_verdict(text),
+    "verdict": lambda text, _: rewards.parse_verdict(text),
 }
 
 

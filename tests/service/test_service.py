@@ -572,6 +572,7 @@ def test_the_token_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch
 
 def test_only_the_owner_can_read_the_files(shared, archive):
     shared.upload(archive)
+    wait_for(lambda: not any(shared.folder.glob("scratch-*")), 30)  # deleted after the answer
     paths = [shared.folder, *shared.folder.rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
