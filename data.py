@@ -107,16 +107,20 @@ def load_processor(
     tokenizer.chat_template = tokenizer.chat_template or processor_template(model)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
-    system, text = rewards.get_task(task).system, rewards.get_task(task).template
-    if template is None:
-        user_turn = parse_template(text, f"the template of --task {task}", ["content"])
-    else:
-        system, user_turn = None, read_template(template, "--template", ["content"])
+    system, user_turn = prompt_template(task, template)
     pictures = None
     if family.vision:
         pictures = family.vision.pictures(image_processor, config, ImageLimits(min_pixels, max_pixels, max_side))
     variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
     return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn, variables)
+
+
+def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
+    """Return the system message and the template of the user's turn: those of `task`, or only the one at `path`."""
+    if path is not None:
+        return None, read_template(path, "--template", ["content"])
+    defaults = rewards.get_task(task)
+    return defaults.system, parse_template(defaults.template, f"the template of --task {task}", ["content"])
 
 
 def _why_no_model(model: str, offline: bool, error: Exception) -> str:

@@ -11,10 +11,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from common.templates import parse_template, template_variables
-from data import load_processor, processor_template
-from inputs.rows import read_text
-from rewards import get_task
+from common.templates import template_variables
+from data import load_processor, processor_template, prompt_template
 
 LMMS_EVAL_TASKS = "mme,mmstar,mathvista_testmini,mathverse_testmini"
 # `{{ content }}` of the training prompt stands between the two texts, which are put before and after each question.
@@ -44,10 +42,7 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None, se
     """
     from transformers import AutoTokenizer  # takes seconds to import
 
-    system, text = get_task(task).system, get_task(task).template
-    if template is not None:
-        system, text = None, read_text(template, "--template")
-    prompt = parse_template(text, f"--template {template}", ["content"])
+    system, prompt = prompt_template(task, template)
     before, _, after = prompt.render(content="\0").partition("\0")
     texts = {"before": before, "after": after, "system": system or ""}
     quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}

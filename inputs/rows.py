@@ -107,7 +107,7 @@ def raw_rows(
 
     `default_split` is read when there are several splits and `spec` has no `@split`. The rows of a JSON file are all
     yielded, as they are, unless `split_json` is set (see `_split_rows`). `columns` names the columns of a main.csv.
-    Raises UserError when the data set cannot be read.
+    Raises UserError when the data set cannot be read, or has no splits to choose from.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -117,12 +117,13 @@ def raw_rows(
     if path.is_file() != (suffix in FILE_TYPES) or suffix == ".csv":
         raise UserError(f"no data at {name!r}: it is not a folder or a .jsonl, .json, .parquet or .zip file")
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
-    if suffix in (".json", ".jsonl"):
+    is_json, has_main_csv = suffix in (".json", ".jsonl"), suffix == ".zip" or (path / "main.csv").is_file()
+    if split is not None and (has_main_csv or (is_json and not split_json)):
+        raise UserError(f"{name!r} has no splits: remove @{split}")
+    if is_json:
         locate = functools.partial(_locate, (folder, folder / OSF_IMAGES))
         rows = _split_rows(path, split) if split_json else _json_rows(path)
-    elif suffix == ".zip" or (path / "main.csv").is_file():
-        if split is not None:
-            raise UserError(f"{name!r} has no splits: remove @{split}")
+    elif has_main_csv:
         root = open_zip(path) if suffix == ".zip" else path
         base = pathlib.Path(image_dir) if image_dir and root is path else root
         locate = functools.partial(_locate, (base, base / "images"))
@@ -143,14 +144,14 @@ def _locate(folders: Sequence[Folder], image: str) -> Folder:
     return folders[0] / image
 
 
-def read_text(path: str | Folder, flag: str) -> str:
-    """Read a UTF-8 text file that the user named with `flag`. Raises UserError when it cannot be read."""
+def _read_text(path: str | Folder) -> str:
+    """Read a UTF-8 text file that the user named with `--data`. Raises UserError when it cannot be read."""
     try:
         return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{str(path)!r} is not UTF-8 text ({error}): save it as UTF-8") from None
     except UNREADABLE as error:
-        raise UserError(f"cannot read {str(path)!r} ({error}): check {flag}") from None
+        raise UserError(f"cannot read {str(path)!r} ({error}): check --data") from None
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ def _split_rows(path: pathlib.Path, split: str | None) -> Iterator[tuple[str, di
 
 def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:
     """Yield (row number, value). For a line that is not JSON, the value is a RowError."""
-    text = read_text(path, "--data")
+    text = _read_text(path)
     if path.suffix.lower() == ".json":
         try:
             rows = json.loads(text)
@@ -541,7 +542,7 @@ def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
 def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict | RowError]]:
     """Yield the rows of main.csv under the column names that `parse_row` expects."""
     image, prompt = columns.images or "images_path", columns.prompt or "question"
-    reader, num_blank = csv.reader(io.StringIO(read_text(path, "--data")), strict=True), 0
+    reader, num_blank = csv.reader(io.StringIO(_read_text(path)), strict=True), 0
     try:
         header = [name.strip() for name in next(reader, [])]
         if missing := ", ".join(sorted({image, prompt, columns.answer or "answer"} - set(header))):

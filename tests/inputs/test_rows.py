@@ -304,6 +304,8 @@ def test_osf_json_with_its_splits(folder, capsys):
     assert "2 rows of" in err
     assert "VQA_RAD.json@test" in err
     assert len(list(raw_rows(f"{folder}/VQA_RAD.json"))) == 4, "predictions on the test split must not be left out"
+    with pytest.raises(UserError, match=r"VQA_RAD.json' has no splits: remove @test"):  # instead of ignoring it
+        list(raw_rows(f"{folder}/VQA_RAD.json@test"))
     assert len(load_samples(f"{folder}/VQA_RAD.json@test", "vqa")) == 2
     assert len(load_samples(f"{folder}/VQA_RAD.json@train+test", "vqa")) == 4
     with pytest.raises(UserError, match="no 'phrase_type' column to tell its split: remove @test"):
