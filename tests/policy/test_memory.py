@@ -108,6 +108,13 @@ def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
     assert cost[2] - cost[0] > cost[3] - cost[1] > 0, "checkpointing must also reduce the cost of the tower's blocks"
 
 
+def test_a_reference_in_float32_takes_twice_as_much(policy):
+    weights = sum(p.numel() for p in policy.parameters())
+    sizes = [memory.state_bytes(policy, PolicyFlags(dtype=dtype), True, GPU)[0] for dtype in ("bfloat16", "float32")]
+    frozen = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
+    assert sizes[1] - sizes[0] == 2 * (weights + frozen)
+
+
 class SmallGPU:
     total_memory = 2 * 2**20
 
