@@ -67,10 +67,9 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     """Return the advantages (P, G) of `rewards` (P, G) relative to the mean of each row (DeepSeekMath, section 4.1.2).
 
     A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
-    selects the divisor: the standard deviation of the row ("group"), the standard deviation of all rewards
-    ("batch"), or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
-    denominator and get ε = 1e-6 added, as in verl. If the rewards of a row are equal (`is_varied`), its advantages are
-    exactly 0.
+    selects the divisor: the standard deviation of the row ("group"), the standard deviation of all rewards ("batch"),
+    or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the denominator and get ε = 1e-6
+    added, as in verl. If the rewards of a row are equal (`is_varied`), its advantages are exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     divisor = 1.0

@@ -270,12 +270,12 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
 def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, causal, want):
     called = []
 
-    def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale):
-        called.append(("4", cu_q, cu_k, max_q, max_k, scale))
+    def attend(q, k, v, *lengths_and_scale):
+        called.append(("4", *lengths_and_scale))
         return q, None
 
-    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, **_):
-        called.append(("torch", cu_q, cu_k, max_q, max_k, scale))
+    def varlen_attn(q, k, v, *lengths, scale, window_size, **_):
+        called.append(("torch", *lengths, scale))
         assert window_size == ((-1, 0) if causal else (-1, -1))
         return q
 

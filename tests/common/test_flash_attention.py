@@ -1,8 +1,9 @@
-"""FlashAttention 4 as an operator: its gradients, and the graphs that torch.compile makes with it.
+"""FlashAttention 4 as a custom operator: its gradients, and the graphs that torch.compile makes with it.
 
 Its kernels need a Hopper GPU (tests/test_gpu.py). Here, functions of the same names compute the same on the CPU.
 """
 
+import itertools
 import random
 import sys
 from types import ModuleType
@@ -20,38 +21,37 @@ from tests.helpers.models import build, make_group
 HEAD_DIM = 16  # of the tiny models
 
 
-def probabilities(q, k, cu_q, cu_k, scale):
-    """Yield the queries and keys of each segment as slices, and the probabilities (H, queries, keys)."""
+def masked_scores(q, k, options):
+    """Check the options of a call; yield the queries and keys of each segment as slices, and their scores (H, q, k)."""
+    cu_q, cu_k = (options[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (cu_q, cu_k)]
+    assert longest == [options["max_seqlen_q"], options["max_seqlen_k"]]
+    assert options["causal"]
     for i in range(len(cu_q) - 1):
         rows, cols = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
         keys = k[cols].repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = torch.einsum("qhe,khe->hqk", q[rows], keys) * scale
+        scores = torch.einsum("qhe,khe->hqk", q[rows], keys) * options["softmax_scale"]
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
         yield rows, cols, scores.masked_fill(hidden, -torch.inf)
 
 
-def forward(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, pack_gqa
-):
-    assert (causal, return_lse, pack_gqa) == (True, True, False)
-    assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
+def forward(q, k, v, **options):
+    assert options["return_lse"]
     out, lse, per_head = q.new_empty(q.shape), q.new_empty(q.shape[1], len(q)), q.shape[1] // k.shape[1]
-    for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
+    for rows, cols, scores in masked_scores(q, k, options):
         out[rows] = torch.einsum("hqk,khe->qhe", scores.softmax(-1), v[cols].repeat_interleave(per_head, 1))
         lse[:, rows] = scores.logsumexp(-1)
     return out, lse, None, None
 
 
-def backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+def backward(q, k, v, out, grad, lse, **options):
     """The backward pass of FlashAttention-2 (arXiv:2307.08691, algorithm 2), without tiles."""
-    assert causal
-    assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
     dq, dk, dv, per_head = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
-    for rows, cols, scores in probabilities(q, k, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), softmax_scale):
+    for rows, cols, scores in masked_scores(q, k, options):
         p = (scores - lse[:, rows, None]).exp()
         keys, values = (x[cols].repeat_interleave(per_head, 1) for x in (k, v))
         dp = torch.einsum("qhe,khe->hqk", grad[rows], values)
-        ds = p * (dp - (grad[rows] * out[rows]).sum(-1).T[..., None]) * softmax_scale
+        ds = p * (dp - (grad[rows] * out[rows]).sum(-1).T[..., None]) * options["softmax_scale"]
         dq[rows] = torch.einsum("hqk,khe->qhe", ds, keys)
         of_heads = torch.einsum("hqk,qhe->khe", ds, q[rows]), torch.einsum("hqk,qhe->khe", p, grad[rows])
         dk[cols], dv[cols] = (x.unflatten(1, (-1, per_head)).sum(2) for x in of_heads)
