@@ -302,11 +302,10 @@ def cache_image_features(
         while uncached and (not batch or values + uncached[-1].vision["pixel_values"].numel() <= at_once):
             batch.append(uncached.pop())
             values += batch[-1].vision["pixel_values"].numel()
-        vision = {name: torch.cat([p.vision[name] for p in batch]) for name in batch[0].vision}
+        device = parameters[0].device
+        vision = {name: torch.cat([p.vision[name].to(device) for p in batch]) for name in batch[0].vision}
         with without_dropout(policy):
-            features = image_features(
-                policy.model, {name: tensor.to(parameters[0].device) for name, tensor in vision.items()}
-            ).cpu()
+            features = image_features(policy.model, vision).cpu()
         for prompt, prompt_features in zip(batch, features.split([len(p.image_positions) for p in batch])):
             feature_cache[prompt.image_digest] = prompt_features.clone()
     for prompt in prompts:
