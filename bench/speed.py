@@ -287,7 +287,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         rows = [step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
         if cfg.profile:
             profile(run, name)
-        others = ("memory_gib", "mfu", "idle/rollout")
+        others = ("memory_gib", "memory_flushes", "mfu", "idle/rollout")
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in others]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
         means = {key: value for key, value in means.items() if np.isfinite(value)}

@@ -39,6 +39,7 @@ from rollout import choose_engine
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, record, save_tiny, write_rows
 from tests.helpers.scripts import ROOT
 from tests.helpers.versions import loaded_packages
+from training.metrics import memory_flushes
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
 pytestmark = [pytest.mark.gpu, no_gpu]
@@ -533,10 +534,12 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
     torch.cuda.empty_cache()
     fraction = (torch.cuda.memory_reserved() + 0.75 * needed) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(fraction)
+    flushes = memory_flushes()
     try:
         run.step, stats = 0, grpo.update(run, groups)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "reducing micro-batches to 7000 tokens" in capsys.readouterr().err
     assert run.micro_batch_tokens == 7000
+    assert memory_flushes() > flushes
     assert stats["grad_norm"].isfinite()

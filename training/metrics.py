@@ -25,6 +25,7 @@ class Clock:
         self.started = time.perf_counter()
         self.laps: dict[str, list[float]] = {}  # phase -> duration of each of its runs, in seconds
         self.memory = 0  # maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
+        self.flushes_before = memory_flushes()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -137,7 +138,13 @@ def step_metrics(
         "sampling/logp_difference_max": max(update["difference_max"] for update in updates).item(),
         "mfu": total("flop") / distributed.world_size() / seconds["train"] / peak_flops(),
         "memory_gib": clock.memory / 2**30,
+        "memory_flushes": memory_flushes() - clock.flushes_before,
     }
+
+
+def memory_flushes() -> int:
+    """Return how often PyTorch had to give its cached GPU memory back because it could not allocate more."""
+    return torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"] if torch.cuda.is_initialized() else 0
 
 
 def _mean(total: float, count: float) -> float:

@@ -46,6 +46,7 @@ class RunLog:
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
+        self.flushes_reported = False  # whether full GPU memory has been reported
         if not console.is_main():
             return
         launch = {"launch": distributed.launcher_ids(), "world_size": distributed.world_size()}
@@ -108,6 +109,12 @@ class RunLog:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
         console.warn("  ".join(columns))
+        if self.steps > 1 and metrics.get("memory_flushes") and not self.flushes_reported:  # the first step compiles
+            self.flushes_reported = True
+            console.warn(
+                f"GPU memory was full: in step {step}, PyTorch emptied its cache {metrics['memory_flushes']} times, "
+                "which takes long; a smaller --micro_batch_tokens, --offload_reference or --offload_optimizer helps"
+            )
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log the first groups of the main process and write the page, at step 1 and every `every` steps.

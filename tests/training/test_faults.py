@@ -517,6 +517,15 @@ def test_the_longest_line_of_a_step_fits_on_a_terminal(tmp_path, capsys):
     ]
 
 
+def test_full_gpu_memory_is_reported_once_and_not_for_the_step_that_compiles(tmp_path, capsys):
+    log = RunLog(str(tmp_path), {}, every=0)
+    metrics = {"reward": 0.5, "loss": 0.1, "completions/mean_length": 10.0, "step_time": 1.0}
+    for step, flushes in ((1, 5), (2, 0), (3, 17), (4, 9)):
+        log.print_step(step, 4 - step, metrics | {"memory_flushes": flushes})
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "memory" in line]
+    assert "in step 3, PyTorch emptied its cache 17 times" in line
+
+
 @pytest.mark.parametrize(
     ("broken", "error"),
     [("_write_model", OSError(28, "No space left on device")), ("load_model", UserError("the base is gone"))],
