@@ -164,7 +164,7 @@ def train_step(run: Run) -> dict[str, float]:
     with run.clock("sleep"):
         run.engine.sleep()
     if cfg.gdpo:
-        advantages = gdpo_advantages(rewards.parts, run.scorer.reward_weights, cfg.scale_rewards)
+        advantages = gdpo_advantages(rewards.parts, run.scorer.all_weights, cfg.scale_rewards)
     else:
         advantages = group_advantages(rewards.total, cfg.scale_rewards)  # line 9, (P, G)
     run.log.completions(run.step + 1, groups, advantages)
@@ -310,7 +310,8 @@ def gather_results(run: Run, groups: list[ScoredGroup], positions: list[int]) ->
         total=torch.tensor([[each.total for each in group] for group in rewards]),
         raw=torch.tensor([[each.raw for each in group] for group in rewards]),
         parts={
-            name: torch.tensor([[each.parts[name] for each in group] for group in rewards]) for name in run.scorer.names
+            name: torch.tensor([[each.parts[name] for each in group] for group in rewards])
+            for name in run.scorer.all_weights
         },
     )
 

@@ -313,13 +313,8 @@ class Scorer:
         self.why_none = ""  # why the most recent unscored completion has no reward
 
     @property
-    def names(self) -> list[str]:
-        """Names of the rewards, as they appear in `Rewards.parts` and in the metrics."""
-        return list(self.reward_weights)
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward, including the overlong penalty, by name."""
+    def all_weights(self) -> dict[str, float]:
+        """`weights` and that of the overlong penalty, by the names in `Rewards.parts` and in the metrics."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     def _add(self, text: str) -> None:

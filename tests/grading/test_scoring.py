@@ -344,7 +344,7 @@ def scored(user_file: str, *flags: str, task: str = "count", texts=("3", "4 or s
 def test_own_rewards_add_up_with_their_weights(user_file):
     scorer, group, error = scored(user_file, "user:brief=0.5", "user:level=-1", "format", buffer=5)
     assert error is None
-    assert scorer.names == ["count", "brief", "level", "format", "overlong"]
+    assert list(scorer.all_weights) == ["count", "brief", "level", "format", "overlong"]
     assert [r.parts for r in group] == [
         {"count": 1.0, "brief": -0.1, "level": 5.0, "format": 0.0, "overlong": 0.0},
         {"count": 0.85, "brief": -0.7, "level": 5.0, "format": 0.0, "overlong": pytest.approx(-0.4)},
