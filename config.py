@@ -44,7 +44,7 @@ def with_recipe(arguments: list[str]) -> list[str]:
     flags = shlex.split(recipe.read_text(encoding="utf-8"), comments=True)
     if "--data" not in flags:
         raise UserError(f"--task {given.task} has no public data: give --data, such as a ZIP with main.csv and images/")
-    console.warn(f"no --data: training with the flags in recipes/{recipe.name}, except those given")
+    console.log(f"no --data: training with the flags in recipes/{recipe.name}, except those given")
     return flags + arguments
 
 

@@ -302,7 +302,7 @@ def validate_rows(
         problems = _summarise(bad, f"of {len(rows)} rows cannot be used")
         raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
     if bad:
-        console.warn(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
+        console.log(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
     usable = {sample.source_index for sample in good}
     if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
         raise UserError(f"{empty}: no usable row")
@@ -311,7 +311,7 @@ def validate_rows(
         action = "left out" if drop_duplicates else "kept"
         if not (skip_bad_rows or keep_repeats):
             action = "kept; --skip_bad_rows leaves them out"
-        console.warn(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
+        console.log(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
     return list(first.values()) if drop_duplicates else good
 
 

@@ -137,7 +137,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
     if problems and not cfg.skip_bad_rows:
         raise UserError(f"{summary}; fix them or pass --skip_bad_rows to leave them out")
     if problems:
-        console.warn(f"skipped: {summary}")
+        console.log(f"skipped: {summary}")
     if not rows:
         raise UserError(f"{path}: no usable row")
     samples, outputs = map(list, zip(*rows[: cfg.limit or None]))

@@ -416,7 +416,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     is_empty = not grad_norm  # AdamW's momentum would still move the weights
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
-        console.warn(f"step {run.step + 1}: {problem}; this update is skipped")
+        console.log(f"step {run.step + 1}: {problem}; this update is skipped")
     elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, before_first_update(run)):
         raise StepFailed(mismatch)
     elif not is_empty:

@@ -102,10 +102,9 @@ def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = Tru
         name, reason = "vllm", ""
     else:
         name, reason = "hf", " (vLLM is not installed)" if on_gpu else " (there is no GPU)"
-    if console.is_main():
-        package = "vllm" if name == "vllm" else "transformers"
-        title, version = "vLLM" if name == "vllm" else package, importlib.metadata.version(package)
-        print(f"sampler: {title} {version}{reason}", file=sys.stderr)
+    package = "vllm" if name == "vllm" else "transformers"
+    title, version = "vLLM" if name == "vllm" else package, importlib.metadata.version(package)
+    console.log(f"sampler: {title} {version}{reason}")
     return name
 
 
@@ -285,7 +284,7 @@ class VLLMEngine:
         before = scheduler.interruptions
         rollouts = self._sample(prompts, seeds, how, continuation)
         if scheduler.interruptions and not before:  # once per run
-            console.warn(
+            console.log(
                 f"vLLM's memory was full: in this step it interrupted a completion {scheduler.interruptions} times and "
                 "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster"
             )

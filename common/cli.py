@@ -29,7 +29,7 @@ def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None
     try:
         arguments = add_defaults(sys.argv[1:]) if add_defaults else sys.argv[1:]
     except UserError as error:
-        console.warn(f"error: {error}")
+        console.log(f"error: {error}")
         sys.exit(2)
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):

@@ -24,7 +24,7 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def warn(message: str) -> None:
+def log(message: str) -> None:
     """Print `message` to stderr, on the main process only."""
     if is_main():
         print(message, file=sys.stderr)

@@ -50,7 +50,7 @@ def read_jsonl(path: Path, is_valid: Callable[[dict], bool] = lambda row: True, 
                 break
     if damaged:
         extent = "and all that follow" if contiguous else f"({len(damaged)} in total)"
-        console.warn(f"{path}: skipped the damaged line {damaged[0]} {extent}")
+        console.log(f"{path}: skipped the damaged line {damaged[0]} {extent}")
     return rows
 
 

@@ -22,7 +22,7 @@ def defer_signals() -> list[int]:
     def record(number: int, _: object) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
-        console.warn("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
+        console.log("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
 
     if "GROUP_RANK" in os.environ:  # set by torchrun
         reader, writer = socket.socketpair()

@@ -56,7 +56,7 @@ def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Pat
     if changed := [name for name in settings if saved_settings.get(name) != settings[name]]:
         path.rename(path.with_suffix(".old"))
         outputs = []
-        console.warn(f"starting over: {path.with_suffix('.old')} was sampled with different {', '.join(changed)}")
+        console.log(f"starting over: {path.with_suffix('.old')} was sampled with different {', '.join(changed)}")
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(path, _json_lines([settings, *outputs]))  # drops a half-written last line
     return path
@@ -81,7 +81,7 @@ def sample_rows(
     """
     outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
     if outputs:
-        console.warn(f"resuming: {len(outputs)} rows are already sampled")
+        console.log(f"resuming: {len(outputs)} rows are already sampled")
     # Processes that share an engine sample together, so each takes part in every chunk, even with no row of its own.
     chunk = CHUNK * distributed.world_size()
     for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk"):

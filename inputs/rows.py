@@ -403,7 +403,7 @@ def _split_rows(path: pathlib.Path, split: str | None) -> Iterator[tuple[str, di
         types = [name for name in ("answer_type", "question_type") if is_osf and isinstance(row.get(name), str)]
         yield source, row | {name: row[name].strip() for name in types}
     if left_out and split is None:
-        console.warn(f"note: left out {left_out} rows of {path} that are in its test split; {path}@test reads them")
+        console.log(f"note: left out {left_out} rows of {path} that are in its test split; {path}@test reads them")
 
 
 def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:

@@ -94,7 +94,7 @@ class HFEngine:
                 status=1,
             )
         torch.cuda.empty_cache()
-        console.warn(f"out of GPU memory: sampling at most {self.max_sequences} sequences at once")
+        console.log(f"out of GPU memory: sampling at most {self.max_sequences} sequences at once")
 
     @torch.no_grad()
     def _continue(

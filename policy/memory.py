@@ -3,7 +3,6 @@
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,8 +73,7 @@ def choose_sharding(
     fits_machine = equal_machines and state / distributed.local_world_size() < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
     chosen = distributed.all_gather(chosen)[0]  # rank 0's choice: machines may have different GPUs
-    if console.is_main():
-        print(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)", file=sys.stderr)
+    console.log(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)")
     return chosen
 
 
@@ -296,16 +294,12 @@ def choose_micro_batch_size(
     free = left[num_checkpointed] - size * token_bytes[num_checkpointed]
     choose_gathering(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
     set_checkpointing(policy, num_checkpointed)
-    if console.is_main():
-        checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
-        gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
-        print(f"micro-batches of {size} tokens, {checkpointing}{gathering}", file=sys.stderr)
-        if flags.explain_memory:
-            per_token = token_bytes[num_checkpointed] / 2**20
-            print(
-                f"{memory}\nof which    {size * per_token / 1024:8.2f} GiB, {per_token:.3f} MiB a token",
-                file=sys.stderr,
-            )
+    checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
+    gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
+    console.log(f"micro-batches of {size} tokens, {checkpointing}{gathering}")
+    if flags.explain_memory:
+        per_token = token_bytes[num_checkpointed] / 2**20
+        console.log(f"{memory}\nof which    {size * per_token / 1024:8.2f} GiB, {per_token:.3f} MiB a token")
     return size
 
 
@@ -338,7 +332,7 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
         if distributed.world_size() > 1:
             raise _out_of_memory(error) from None
     budget //= 2
-    print(f"out of GPU memory: reducing micro-batches to {budget} tokens", file=sys.stderr)
+    console.log(f"out of GPU memory: reducing micro-batches to {budget} tokens")
     try:
         recover(policy)  # only here, where the first exception no longer holds the activations
         return budget, work(budget)

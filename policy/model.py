@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -254,12 +253,10 @@ def check_trained(policy: Policy, flags: PolicyFlags) -> None:
         raise UserError(
             f"--adapter {flags.adapter}: it adapts only the vision tower, which is frozen: add --train_vision"
         )
-    if not console.is_main():
-        return
-    print(_trained_and_frozen(policy.model), file=sys.stderr)
+    console.log(_trained_and_frozen(policy.model))
     text_only = has_adapter(policy.model) and not any(p.requires_grad for p in vision_parameters(policy.model))
     if flags.train_vision and text_only:
-        print("--train_vision has no effect: the adapter does not adapt a vision tower", file=sys.stderr)
+        console.log("--train_vision has no effect: the adapter does not adapt a vision tower")
 
 
 def _trained_and_frozen(model: transformers.PreTrainedModel) -> str:

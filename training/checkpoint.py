@@ -216,7 +216,7 @@ class Saver:
 
     def _report_failure(self, step: int, error: str) -> None:
         self.save_failed = True
-        console.warn(f"could not save checkpoint-{step}: {error}; {self._status()}")
+        console.log(f"could not save checkpoint-{step}: {error}; {self._status()}")
 
     def _status(self) -> str:
         return "there is no checkpoint" if self.newest is None else f"checkpoint-{self.newest} is complete"
@@ -361,7 +361,7 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
             "use the same settings, or a new --output without --resume"
         )
     if changes:
-        console.warn(f"settings changed since the checkpoint: {', '.join(changes.values())}")
+        console.log(f"settings changed since the checkpoint: {', '.join(changes.values())}")
 
 
 def _load_tensors(folder: Path, policy: Policy, optimizer: Optimizer) -> None:

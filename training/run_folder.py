@@ -111,7 +111,7 @@ class RunFolder:
             error = verify_checkpoint(checkpoints[step])
             if error is None:
                 return checkpoints[step]
-            console.warn(error + ("; trying the previous checkpoint" if step > min(checkpoints) else ""))
+            console.log(error + ("; trying the previous checkpoint" if step > min(checkpoints) else ""))
         problem = "no complete checkpoint" if checkpoints else "no checkpoint"
         holds_run = checkpoints or (self.path / "metrics.jsonl").exists()
         flag = "use --overwrite instead" if holds_run else "leave out --resume"

@@ -108,10 +108,10 @@ class RunLog:
         elif self.steps:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
-        console.warn("  ".join(columns))
+        console.log("  ".join(columns))
         if self.steps > 1 and metrics.get("memory_flushes") and not self.flushes_reported:  # the first step compiles
             self.flushes_reported = True
-            console.warn(
+            console.log(
                 f"GPU memory was full: in step {step}, PyTorch emptied its cache {metrics['memory_flushes']} times, "
                 "which takes long; a smaller --micro_batch_tokens, --offload_reference or --offload_optimizer helps"
             )
@@ -166,7 +166,7 @@ class RunLog:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)  # some of the lines may have been written
             if not self.failure_reported:
-                print(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now", file=sys.stderr)
+                console.log(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now")
             self.failure_reported = True
 
 

@@ -8,13 +8,13 @@ import contextlib
 import io
 import os
 import pathlib
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from PIL import Image
 
+from common import console
 from common.console import hide_credentials
 from common.files import atomic_write
 
@@ -57,9 +57,7 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong in a tracker may stop the run
             self.open.pop(name, None)
             reason = hide_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-            print(
-                f"{name} failed ({reason}): the run continues without it; metrics.jsonl has all steps", file=sys.stderr
-            )
+            console.log(f"{name} failed ({reason}): the run continues without it; metrics.jsonl has all steps")
 
 
 class WandB:
