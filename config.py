@@ -8,7 +8,8 @@
     PolicyFlags      optimizer, precision, adapter, memory and sharding
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
-    Config           the flags of grpo.py: all flags above, plus task, model, batch, sampling and loss
+    GRPOFlags        task, model, batch, sampling and loss
+    Config           the flags of grpo.py: all of the above
 
 The docstring of each flag is its `--help` text.
 """
@@ -339,8 +340,8 @@ class RunFlags:
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
-    """Train a vision-language model with GRPO."""
+class GRPOFlags:
+    """The flags of the algorithm."""
 
     task: str = "count"
     """The task, which determines the prompt and the reward: count, vqa, math, or one added to `TASKS` in rewards.py."""
@@ -420,6 +421,11 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags):
     drop_last: bool = False
     """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
     Without this flag, the last batch is filled up with rows of the next epoch that are not in it yet."""
+
+
+@dataclass(kw_only=True)
+class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFlags):  # --help begins with the last
+    """Train a vision-language model with GRPO."""
 
     def __post_init__(self) -> None:
         check_values(self)

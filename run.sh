@@ -8,7 +8,7 @@
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
 #                                     small GPU
-#   ./run.sh eval RUN [flags]         compare a trained run with its base, on its own task or with --benchmark NAME
+#   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
 #   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
 #   ./run.sh test                     run the linter and the test suite
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
@@ -129,15 +129,17 @@ run_recipe() {
   [ -n "${ADAPTER:-}" ] && adapter=(--adapter "$ADAPTER" --lora_rank 0 --lora_alpha 0)  # it keeps its own rank
   train "${train_flags[@]}" ${model:+--model "$model"} ${data:+--data "$data"} --output "$output" "${adapter[@]}" \
     "${smoke_flags[@]}" "${given_flags[@]}"
-  [ -n "$test_data" ] && [ "$NODE_RANK" = 0 ] || return 0  # only the first machine evaluates
-  [[ ${eval_flags[*]} != *--benchmark* ]] || eval_flags+=(--data "$test_data")
-  TEST_DATA=$test_data evaluate_run "$output" "${eval_flags[@]}"
+  [ "$NODE_RANK" = 0 ] || return 0  # only the first machine evaluates
+  [ -z "$test_data" ] || eval_flags+=(--data "$test_data")
+  mkdir -p "$output"
+  [ ${#eval_flags[@]} = 0 ] || printf '%s\n' "${eval_flags[@]}" > "$output/eval.flags"  # for ./run.sh eval
+  [ -z "$test_data" ] || evaluate_run "$output" "${eval_flags[@]}"
 }
 
 evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base; FLAGS are passed to evaluate.py
   local run=${1:-} flags launch=(.venv/bin/python)
   [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run, for example: ./run.sh eval runs/vqa"
-  flags=$(.venv/bin/python -m evaluation.run_flags "$run" "${TEST_DATA:-}" "$@") || exit 2
+  flags=$(.venv/bin/python -m evaluation.run_flags "$run" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
   heading "${title:-The trained model and its base, row by row}"
@@ -169,8 +171,12 @@ case $recipe in
     run_recipe ;;
   eval)
     set_up
-    evaluate_run "$@" ${OUTPUT:+--output "$OUTPUT"}
-    .venv/bin/python -m evaluation.lmms_eval "$1" ;;
+    run=${1:-}
+    [ $# -gt 0 ] && shift
+    # score the run as its recipe did, unless a benchmark is named
+    [[ $* == *--benchmark* ]] || [ ! -f "$run/eval.flags" ] || mapfile -t eval_flags < "$run/eval.flags"
+    evaluate_run "$run" "${eval_flags[@]}" ${TEST_DATA:+--data "$TEST_DATA"} "$@" ${OUTPUT:+--output "$OUTPUT"}
+    .venv/bin/python -m evaluation.lmms_eval "$run" ;;
   serve)
     set_up
     show .venv/bin/python -m service "$@" ;;

@@ -6,12 +6,14 @@ traceback is printed.
 """
 
 import errno
+import functools
 import gc
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import docstring_parser
 import tyro
 
 from common import console, files
@@ -19,6 +21,19 @@ from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
+
+
+def _join_lines(
+    parse: Callable[..., docstring_parser.Docstring], *args: Any, **options: Any
+) -> docstring_parser.Docstring:
+    """Parse a docstring, and join the lines of each flag's description, at which tyro would break `--help`."""
+    docstring = parse(*args, **options)
+    for flag in docstring.params:
+        flag.description = " ".join((flag.description or "").split()) or None
+    return docstring
+
+
+docstring_parser.parse_from_object = functools.partial(_join_lines, docstring_parser.parse_from_object)
 
 
 def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None = None) -> T:

@@ -112,10 +112,25 @@ def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     (tmp_path / "final" / "adapter_config.json").touch()
     cfg = grpo.Config(data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | {"engine": "policy"}))
-    flags = run_flags(tmp_path, "test", benchmark=False)
+    flags = run_flags(tmp_path, {"--data"})
     assert "engine" not in flags, "evaluate.py refuses the engine policy"
-    expected = {"model": "base", "adapter": f"{tmp_path}/final", "baseline": "sft", "data": "test", "max_pixels": 7056}
+    expected = {"model": "base", "adapter": f"{tmp_path}/final", "baseline": "sft", "task": "vqa", "max_pixels": 7056}
     assert expected.items() <= flags.items()
+    assert "data" not in flags, "the user's own"
+    assert not {"task", "data"} & run_flags(tmp_path, {"--benchmark"}).keys()
+    with pytest.raises(SystemExit, match="the run has no eval_data"):
+        run_flags(tmp_path, set())
+
+
+def test_eval_scores_a_run_as_its_recipe_did(sh):
+    """With the recipe's sampling, benchmark and rows; flags given after the run's folder come later and override."""
+    recipe = sh("geo3k", TEST_DATA="rows").stdout
+    scored = re.search(r"evaluate.py .*--output runs/geo3k/eval (.*--data rows)", recipe)[1]
+    assert "--benchmark geometry3k" in scored and "--temperature 0.6" in scored
+    assert f"{scored} --limit 3" in sh("eval", "runs/geo3k", "--limit", "3").stdout
+    other = sh("eval", "runs/geo3k", "--benchmark", "mmstar").stdout
+    assert "--benchmark mmstar" in other and "--benchmark geometry3k" not in other and "--data rows" not in other
+    assert f"{scored} --data others" in sh("eval", "runs/geo3k", TEST_DATA="others").stdout
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}
