@@ -303,7 +303,7 @@ class RunFlags:
     """Replace an existing run in `output`."""
     resume: str | None = None
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
-    a fresh start if `output` has no complete checkpoint yet."""
+    a fresh start if `output` has no checkpoint yet."""
     eval_data: str | None = None
     """Held-out rows, in any form that `data` accepts. The policy is scored on these rows before training, every
     `eval_every` steps, and at the end."""
@@ -332,7 +332,8 @@ class RunFlags:
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
         require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
-        require(not self.keep_best or self.eval_data is not None, "keep_best needs eval_data to compare checkpoints")
+        is_scored = self.eval_data is not None
+        require(is_scored or not (self.keep_best or self.eval_every), "keep_best and eval_every need eval_data")
         for name in self.log_to:
             spec = importlib.util.find_spec(name)
             is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
@@ -452,6 +453,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
+        require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")
 
     def _check_partial_rollouts(self) -> None:
         require(self.max_staleness >= 1, "max_staleness must be at least 1")
@@ -462,6 +464,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         )
         if self.oversample > 1:
             require(self.tensor_parallel == 1, "oversample needs tensor_parallel 1: leave one of them out")
+            draws_more = round(self.oversample * self.prompts_per_step) > self.prompts_per_step
+            require(draws_more, "oversample is too small to draw another prompt: raise it or leave it out")
             by_token = self.importance_cap > 0 and self.importance_mode == "token_truncate"
             require(
                 by_token or self.old_logp == "sampler",

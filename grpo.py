@@ -42,7 +42,7 @@ from policy.sharding import unsharded
 from rewards import MAX_UNSCORED
 from training import guards
 from training.balance import rebalance
-from training.checkpoint import RUN_STATE
+from training.checkpoint import RUN_STATE, random_states, restore_random_states
 from training.losses import (
     DEFAULT_OPTIONS,
     LOSSES,
@@ -156,7 +156,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
-    cfg, run.clock = run.cfg, Clock()
+    cfg, run.clock, run.updates = run.cfg, Clock(), 0
     with run.clock("sync"):
         run.engine.wake_up()
         run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
@@ -172,7 +172,7 @@ def train_step(run: Run) -> dict[str, float]:
     if cfg.beta:
         minibatches = with_ref_logp(run, minibatches)
     if (cfg.updates_per_step > 1 and cfg.old_logp == "policy") or has_dropout(run.policy.model):
-        minibatches = with_old_logp(run, minibatches)
+        minibatches = with_trainer_logp(run, minibatches)
     updates = []
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
@@ -213,25 +213,24 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
-    kept, rounds = [], []  # kept: each group's row in the rewards of all rounds and, if it is local, the group
+    rounds, local, kept = [], {}, []  # groups of this process by their row in the rewards of all rounds; rows to keep
     for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):
         groups, rewards = sample_round(run)
         raise_if_interrupted(run)
         first = len(rounds) * cfg.prompts_per_step
         rounds.append(rewards)
         check_scored(run, concatenate(rounds))
-        local = {first + group.index: group for group in groups}
+        local |= {first + group.index: group for group in groups}
         usable = [first + i for i, varied in enumerate(is_varied(rewards.raw)) if varied or not cfg.dynamic_sampling]
-        kept += [(row, local.get(row)) for row in usable[: cfg.prompts_per_step - len(kept)]]
+        kept += usable[: cfg.prompts_per_step - len(kept)]
         if len(kept) == cfg.prompts_per_step:
             break
-    if kept:
-        kept_rewards = concatenate(rounds).map(lambda values: values[[row for row, _ in kept]])
-    else:  # of the last round, which `first`, `local` and `rewards` still describe
-        kept = [(row, local.get(row)) for row in range(first, first + cfg.prompts_per_step)]
-        kept_rewards = rewards.map(torch.zeros_like)
-    groups = [replace(group, index=index) for index, (_, group) in enumerate(kept) if group is not None]
-    return groups, kept_rewards, concatenate(rounds)
+    all_rewards = concatenate(rounds)
+    kept_rewards = all_rewards.map(lambda values: values[kept])
+    if not kept:
+        kept, kept_rewards = list(range(len(all_rewards.total)))[-cfg.prompts_per_step :], rewards.map(torch.zeros_like)
+    groups = [replace(local[row], index=index) for index, row in enumerate(kept) if row in local]
+    return groups, kept_rewards, all_rewards
 
 
 def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
@@ -242,9 +241,9 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
     cfg = run.cfg
     drawn, own = next_prompts(run)
     run.position += len(drawn) - len(run.in_flight)
-    positions = [drawn[i].position for i in own]
+    own_positions = [drawn[i].position for i in own]
     with run.clock("prompts"):
-        prompts = dict(zip(positions, run.stream.get(positions)))
+        prompts = dict(zip(own_positions, run.stream.get(own_positions)))
         cache_image_features(run.policy, list(prompts.values()), run.features)
     with run.clock("rollout"):
         chosen, run.in_flight = sample_prompts(run, drawn, own, list(prompts.values()))
@@ -377,11 +376,15 @@ def with_ref_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]
     return map_completions(minibatches, lambda completion: replace(completion, ref_logp=next(logps)))
 
 
-def with_old_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]:
-    """Return `minibatches` with the log-probabilities under the policy that sampled them."""
+def with_trainer_logp(run: Run, minibatches: list[list[Group]]) -> list[list[Group]]:
+    """Return `minibatches` with the trainer's log-probabilities before the first update of the step.
+
+    Without them, `batch_loss` takes those of the update itself, which are the same in a step of one update without
+    dropout.
+    """
     with run.clock("old_logp"):
         logps = recompute_logprobs(run, run.policy, minibatches)
-    return map_completions(minibatches, lambda completion: replace(completion, old_logp=next(logps)))
+    return map_completions(minibatches, lambda completion: replace(completion, trainer_logp=next(logps)))
 
 
 def map_completions(minibatches: list[list[Group]], change: Callable[[Completion], Completion]) -> list[list[Group]]:
@@ -417,7 +420,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
         console.log(f"step {run.step + 1}: {problem}; this update is skipped")
-    elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, before_first_update(run)):
+    elif mismatch := guards.check_logp_difference(stats, cfg.max_logp_difference, not run.updates):
         raise StepFailed(mismatch)
     elif not is_empty:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
@@ -427,6 +430,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
             run.optimizer.step()
         run.scheduler.step()  # the schedule counts skipped and empty updates too
         run.optimizer.zero_grad()
+        run.updates += 1
     is_spike = not (problem or is_empty) and guards.is_spike(run.norms)
     flags = {"skipped": bool(problem), "empty": bool(is_empty), "spike": is_spike}
     return stats | {"grad_norm": grad_norm} | {name: torch.tensor(float(flag)) for name, flag in flags.items()}
@@ -453,15 +457,13 @@ def accumulate(run: Run, groups: list[Group], budget: int) -> tuple[list[dict[st
 def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `grpo_loss` of one micro-batch, and sums over its tokens for the metrics. `logp` is (C,)."""
     values = batch.values
-    trainer_logp = (
-        logp.detach() if values.old_logp is None else values.old_logp
-    )  # with dropout, there is always an old_logp, because logp has its noise
+    trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
     elif cfg.updates_per_step == 1:
-        old_logp = logp.detach()
+        old_logp = logp.detach()  # the ratio is 1, also with dropout
     else:
-        old_logp = values.old_logp
+        old_logp = trainer_logp
     importance, is_capped = None, torch.zeros_like(logp, dtype=torch.bool)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_ratio = trainer_logp - values.sampling_logp
@@ -477,14 +479,9 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     return loss, stats | {"flop": torch.full((), batch.flop, device=loss.device)}
 
 
-def before_first_update(run: Run) -> bool:
-    """Return whether the first update of this step is still to come. A skipped update counts, too."""
-    return "optimizer" not in run.clock.laps  # each update records its time
-
-
 def raise_if_interrupted(run: Run) -> None:
     """Raise Interrupted on every process if any was asked to stop before the first update of this step."""
-    if before_first_update(run) and distributed.all_max(torch.tensor(len(run.interrupted))):
+    if not run.updates and distributed.all_max(torch.tensor(len(run.interrupted))):
         raise Interrupted
 
 
@@ -513,6 +510,7 @@ def train(run: Run) -> None:
 def step_or_save(run: Run) -> dict[str, float]:
     """Take a step and return its metrics. If the step fails before its first update, undo the step and save the run."""
     position, in_flight, lengths = run.position, run.in_flight, dict(run.stream.lengths)
+    random = random_states()
     try:
         return train_step(run)
     except RunStopped:
@@ -520,6 +518,7 @@ def step_or_save(run: Run) -> dict[str, float]:
         raise
     except (StepFailed, Interrupted) as error:  # these are raised on every process
         run.position, run.in_flight, run.stream.lengths = position, in_flight, lengths
+        restore_random_states(random)  # dropout has drawn some
         save_checkpoint(run, last=True)
         if isinstance(error, Interrupted):
             end_run(run)
@@ -539,6 +538,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
         problem = (
             f"step {run.step}: {run.skipped} skipped updates in a row ({run.skip_reason}); {guards.NONFINITE_HINT}"
         )
+        run.skipped = 0  # a resumed run counts anew: it would otherwise stop at once if an evaluation is due
         run.checkpoints.folder.keep_last = 0  # keep all checkpoints: the last good one may be older
     elif run.eval_due and not interrupted:
         try:
@@ -592,7 +592,9 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 
 
 def main(cfg: Config) -> None:
-    train(set_up(cfg))
+    run = set_up(cfg)
+    with run.log:
+        train(run)
 
 
 if __name__ == "__main__":

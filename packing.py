@@ -80,7 +80,7 @@ class TokenValues:
     weights: Tensor
     has_image: Tensor  # whether the prompt has an image, bool
     stale: Tensor  # whether the policy of an earlier step sampled the token, bool
-    old_logp: Tensor | None = None
+    trainer_logp: Tensor | None = None
     ref_logp: Tensor | None = None
 
 
@@ -197,7 +197,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
         weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor(has_image).repeat_interleave(repeats),
         stale=torch.cat([torch.arange(n) < completion.stale for n, completion in zip(lengths, completions)]),
-        old_logp=join([completion.old_logp for completion in completions]),
+        trainer_logp=join([completion.trainer_logp for completion in completions]),
         ref_logp=join([completion.ref_logp for completion in completions]),
     )
 

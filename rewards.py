@@ -306,6 +306,8 @@ class Scorer:
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
         for text in flags.reward:
             self._add(text)
+        if not any(self.weights.values()):
+            raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
         if "math" in self.weights:
             check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None

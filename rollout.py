@@ -40,7 +40,7 @@ from policy.forward import float32_logits
 from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
-from policy.vllm_checks import check_pixels, check_weights, record_tower_inputs
+from policy.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
 from policy.vllm_loop import request_seed, run_until
 
 
@@ -419,15 +419,6 @@ class VLLMEngine:
         """
         has_features = prompt.features is not None and self.vision.vllm_features
         return has_features and prompt.features.shape[-1] == self.hidden_size
-
-
-def check_expansion(prompt: Prompt, ids: list[int]) -> None:
-    """Raise UserError if vLLM made other tokens of `prompt` than the trainer."""
-    if ids != prompt.ids.tolist():
-        raise UserError(
-            f"{prompt.source}: vLLM expands the prompt to {len(ids)} tokens that differ from the trainer's "
-            f"{len(prompt.ids)}: their tokenizers or image processors differ; use --engine hf, which uses the trainer's"
-        )
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:

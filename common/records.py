@@ -146,8 +146,8 @@ class Completion:
     advantage: float = 0.0  # advantage of the completion within its group
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     stale: int = 0  # number of its first tokens, which the policies of earlier steps sampled
-    old_logp: Tensor | None = None
-    """(L,) log-probabilities under the policy before the step, if a step has several updates or they have dropout."""
+    trainer_logp: Tensor | None = None
+    """(L,) the trainer's log-probabilities before the step, without dropout; see `grpo.with_trainer_logp`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
 
 

@@ -47,7 +47,7 @@ def _blank_group(policy: Policy) -> Group:
     token, zero = torch.zeros(1, dtype=torch.long), torch.zeros(1)
     rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
     prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
-    return Group(prompt, [Completion(token, zero, old_logp=zero, ref_logp=zero)])
+    return Group(prompt, [Completion(token, zero, trainer_logp=zero, ref_logp=zero)])
 
 
 def vision_cost_per_token(policy: Policy) -> float:

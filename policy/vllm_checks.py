@@ -1,4 +1,4 @@
-"""Checks that vLLM works with the weights and the pixels that the trainer sent; see `rollout.VLLMEngine`."""
+"""Checks that vLLM works with the tokens, pixels and weights that the trainer sent; see `rollout.VLLMEngine`."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +11,15 @@ from common.errors import RunStopped, UserError
 from common.records import Prompt
 
 TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the image mean, and rounding to bfloat16
+
+
+def check_expansion(prompt: Prompt, ids: list[int]) -> None:
+    """Raise UserError if vLLM made other tokens of `prompt` than the trainer."""
+    if ids != prompt.ids.tolist():
+        raise UserError(
+            f"{prompt.source}: vLLM expands the prompt to {len(ids)} tokens that differ from the trainer's "
+            f"{len(prompt.ids)}: their tokenizers or image processors differ; use --engine hf, which uses the trainer's"
+        )
 
 
 def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, unused: str = "") -> None:

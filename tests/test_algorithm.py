@@ -317,6 +317,9 @@ def test_norms_of_zero_do_not_make_the_next_norm_a_spike():
         (dict(temperature=math.inf), "temperature is inf"),
         (dict(data_weights=(1.0, NAN)), "data_weights is nan"),
         (dict(dual_clip=-1.0), "dual_clip must not be negative"),
+        (dict(oversample=1.1, prompts_per_step=4), "oversample is too small to draw another prompt"),
+        (dict(eval_every=10), "keep_best and eval_every need eval_data"),
+        (dict(unbiased_kl=True), "unbiased_kl needs beta above 0"),
     ],
 )
 def test_config_refuses_what_cannot_work(bad, message):

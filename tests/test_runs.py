@@ -140,6 +140,9 @@ def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model,
         grpo.main(config(tiny_model, "nowhere", tmp_path, overwrite=True))
     assert (tmp_path / "final" / "model.safetensors").is_file()
     assert (tmp_path / "checkpoint-4").is_dir()
+    with pytest.raises(UserError, match="final' would be replaced by this run: choose another --output"):
+        grpo.main(config(str(tmp_path / "final"), shapes, tmp_path, overwrite=True))
+    assert (tmp_path / "final" / "model.safetensors").is_file()
     grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1))
     assert not (tmp_path / "checkpoint-4").exists()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]

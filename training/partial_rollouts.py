@@ -89,10 +89,9 @@ class StoppingRule:
         chosen = [i for i, is_whole in enumerate(whole) if is_whole][: self.num_prompts]
         if len(chosen) < self.num_prompts:
             return None
-        steps_left = [step + self.max_staleness - self.step for i, step in enumerate(steps) if i not in set(chosen)]
-        in_time = all(
-            sum(left <= k for left in steps_left) <= k * self.num_prompts for k in range(self.max_staleness + 1)
-        )
+        rest = set(range(len(steps))).difference(chosen)
+        due_in = [steps[i] + self.max_staleness - self.step for i in rest]  # steps in which each must be trained on
+        in_time = all(sum(due <= k for due in due_in) <= k * self.num_prompts for k in range(self.max_staleness + 1))
         return chosen if in_time or all(whole) else None
 
 
@@ -142,6 +141,7 @@ def partial_metrics(rollouts: list[Rollout], in_flight: list[Drawn], step: int, 
     for rollout in rollouts:
         for sampled_in, count in rollout.tokens_by_step.items():
             tokens[min(step - sampled_in, max_staleness)] += count
+        tokens[0] += len(rollout.ids) - sum(rollout.tokens_by_step.values())  # a step without partial rollouts
     shares = distributed.all_sum(tokens)
     shares = (shares / shares.sum()).tolist()
     waiting = sum(each.is_whole for each in in_flight)

@@ -6,6 +6,7 @@ the stream, on any number of processes.
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +49,7 @@ class PromptStream:
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
         self.lengths: dict[str, float] = {}
-        """The mean completion length in tokens of each row when it was last trained on. The keys are row indices as
+        """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
         text, because a checkpoint holds this dict as JSON."""
 
     def assign_prompts(
@@ -57,8 +58,8 @@ class PromptStream:
         """Return the indices of this process's share of the prompts in `drawn`.
 
         Each engine is shared by `tensor_parallel` ranks, and all engines get nearly the same number of expected tokens.
-        The expected completion length of a row is the mean length of its completions when the row was last trained on.
-        For a row that has not been trained on yet, it is the mean over all rows so far, or `max_length` at the start.
+        The expected completion length of a row is the mean length of its completions when the row was last sampled.
+        For a row that has not been sampled yet, it is the mean over all rows so far, or `max_length` at the start.
         """
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
         costs = []
@@ -148,12 +149,17 @@ def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[f
             first = others[: batch - begun]
             shuffled = np.concatenate([first, shuffled[~np.isin(shuffled, first)]])
         return shuffled
-    ends = np.round(np.cumsum(weights) / sum(weights) * rows).astype(int)  # each data set fills start..end of an epoch
+    bounds = itertools.pairwise(_bounds(weights, rows))
     chosen = []
-    for source, (size, offset, start, end) in enumerate(zip(sizes, np.cumsum([0, *sizes]), [0, *ends], ends)):
+    for source, (size, offset, (start, end)) in enumerate(zip(sizes, np.cumsum([0, *sizes]), bounds)):
         positions = range(epoch * (end - start), (epoch + 1) * (end - start))
         chosen += [offset + row_at(position, (size,), seed + 1 + source) for position in positions]
     return np.asarray(chosen)[shuffled]
+
+
+def _bounds(weights: tuple[float, ...], rows: int) -> list[int]:
+    """Return where the positions of each data set start in an epoch of `rows` positions, and where the last ends."""
+    return [0, *np.round(np.cumsum(weights) / sum(weights) * rows).astype(int).tolist()] if weights else []
 
 
 def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
@@ -165,6 +171,12 @@ def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]
     sizes = [sources.count(source) for source in range(max(sources) + 1)]
     if weights and len(weights) != len(sizes):
         raise UserError(f"--data_weights has {len(weights)} weights for {len(sizes)} data sets: give one for each")
+    for source, (start, end) in enumerate(itertools.pairwise(_bounds(weights, sum(sizes))), start=1):
+        if start == end or not sizes[source - 1]:
+            raise UserError(
+                f"--data_weights: data set {source} has {sizes[source - 1]} rows and would get {end - start} of the "
+                f"{sum(sizes)} prompts of an epoch: leave it out, or give it a larger weight"
+            )
     return sizes
 
 

@@ -4,6 +4,7 @@ Start reading at `set_up`. grpo.py trains what it returns.
 """
 
 import math
+import pathlib
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -49,6 +50,7 @@ class Run:
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
     in_flight: list[Drawn] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
+    updates: int = 0  # updates of the current step so far, including those skipped
     micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
     best: dict[str, float] | None = None  # step and score of the best evaluation
     skipped: int = 0  # consecutive updates skipped so far
@@ -97,13 +99,25 @@ def set_up(cfg: Config) -> Run:
     folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
+    check_start_is_kept(cfg)
     inputs = check_inputs(cfg)
     models = load_models(cfg, inputs, device)
     return restore(cfg, inputs, models, folder, resume)
 
 
+def check_start_is_kept(cfg: Config) -> None:
+    """Raise UserError if the run starts from the `final` of its own output folder, which it deletes or replaces."""
+    final = pathlib.Path(cfg.output, "final").resolve()
+    for name in ("model", "adapter"):
+        if (start := getattr(cfg, name)) and pathlib.Path(start).resolve() == final:
+            raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
+
+
 def resolve_loss(cfg: Config) -> None:
-    """Set clip bounds that the flags leave unset to the loss type's defaults. Raises UserError for an unknown type."""
+    """Set clip bounds that the flags leave unset to the loss type's defaults.
+
+    Raises UserError for an unknown type, or for a `dual_clip` that the loss does not use or that is too low.
+    """
     try:
         loss = get_loss(cfg.loss_type)
     except ValueError as error:
@@ -186,4 +200,5 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     for name in RUN_STATE:
         if name in state:
             setattr(run, name, state[name])
+    run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run

@@ -153,6 +153,14 @@ class RunLog:
             with contextlib.suppress(OSError):  # the next report draws it again
                 draw_curves(self.folder)
 
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """End the runs of the trackers. Their own exit handlers may not run: after an error, `cli.run` skips them."""
+        if console.is_main():
+            self.trackers.close(failed=error is not None)
+
     def _append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
         self.waiting[name] += _json_lines(rows)

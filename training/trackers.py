@@ -44,6 +44,10 @@ class Trackers:
         """Log the rows of one step: question, images, and completions with rewards."""
         self._call(lambda tracker: tracker.completions(rows[0]["step"], rows) if rows else None)
 
+    def close(self, failed: bool) -> None:
+        """Upload the rest and end the trackers' runs. Call it before a process that may end with `os._exit`."""
+        self._call(lambda tracker: tracker.close(failed))
+
     def _call(self, log: Callable[["WandB | TensorBoard"], None]) -> None:
         for name, tracker in list(self.open.items()):
             with self._left_out_on_error(name):
@@ -109,6 +113,10 @@ class WandB:
         images = [self.wandb.Image(_decode(image), caption=row["question"]) for row in rows for image in row["images"]]
         self.run.log({"completions": table, "step": step} | ({"images": images} if images else {}))
 
+    def close(self, failed: bool) -> None:
+        """Upload the rest and mark the run as finished or failed."""
+        self.run.finish(exit_code=int(failed))
+
 
 class TensorBoard:
     """Event files in the folder `tensorboard` of the output folder."""
@@ -138,6 +146,10 @@ class TensorBoard:
             for j, image in enumerate(row["images"]):
                 self.writer.add_image(f"images/{i}/{j}", np.array(_decode(image)), step, dataformats="HWC")
         self.writer.flush()
+
+    def close(self, failed: bool) -> None:
+        """Close the event file."""
+        self.writer.close()
 
 
 TRACKERS = {"wandb": WandB, "tensorboard": TensorBoard}

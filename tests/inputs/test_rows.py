@@ -418,6 +418,8 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
     assert order != sorted(order), "the rows of all data sets must be shuffled together"
     with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
         source_sizes(samples, (1.0, 2.0, 3.0))
+    with pytest.raises(UserError, match="data set 2 has 2 rows and would get 0 of the 8 prompts of an epoch"):
+        source_sizes(samples, (300.0, 1.0))
     with pytest.raises(UserError, match="has an empty entry"):
         load_samples(f"{text},,{image}", "math")
     odd = tmp_path_factory.mktemp("a, b")

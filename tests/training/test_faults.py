@@ -166,10 +166,11 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model,
 # --- faults during a run ----------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_broke_off_at_once_is_taken_again(tiny_model, shapes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("adapter", [{}, {"lora_rank": 4, "lora_dropout": 0.5}])
+def test_a_step_that_broke_off_at_once_is_taken_again(adapter, tiny_model, shapes, tmp_path, monkeypatch):
     """A signal arrives after an evaluation, while the first step computes its gradient. The resumed run must give the
-    same result as an uninterrupted run."""
-    flags = dict(max_steps=2, eval_data=shapes, micro_batch_tokens=60)
+    same result as an uninterrupted run, also if dropout has drawn random numbers by then."""
+    flags = dict(max_steps=2, eval_data=shapes, micro_batch_tokens=60) | adapter
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loss = grpo.batch_loss
 
@@ -596,12 +597,35 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
     assert [row["grad_norm_spike"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 0, 0, 1]
 
 
+def test_a_run_stopped_by_skipped_updates_goes_on_although_an_evaluation_is_due(
+    tiny_model, shapes, tmp_path, monkeypatch
+):
+    flags = dict(max_steps=3, eval_data=shapes, eval_every=1, max_skipped=1)
+    loss = grpo.batch_loss
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")))
+        with pytest.raises(RunStopped, match="step 1: 1 skipped updates in a row"):
+            grpo.main(config(tiny_model, shapes, tmp_path, **flags))
+    grpo.main(config(tiny_model, shapes, tmp_path, resume="newest", **flags))
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/reward" in row] == [0, 1, 2, 3]
+
+
+def test_a_run_goes_on_without_held_out_rows_although_an_evaluation_is_due(tiny_model, shapes, tmp_path, monkeypatch):
+    step = grpo.train_step
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "train_step", lambda run: (step(run), run.interrupted.append(signal.SIGTERM))[0])
+        with pytest.raises(RunStopped, match="stopped after step 1"):
+            grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes, eval_every=1))
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, resume="newest"))
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 2
+
+
 # --- single functions -------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_named_by_whatever_is_not_a_number():
     nan, finite = torch.tensor([0.0, float("nan")]), torch.zeros(2)
-    for field in ("sampling_logp", "old_logp", "ref_logp"):
+    for field in ("sampling_logp", "trainer_logp", "ref_logp"):
         completion = Completion(torch.zeros(2), **({"sampling_logp": finite} | {field: nan}), advantage=1.0)
         prompt = Prompt(torch.zeros(1), [0], torch.zeros(1, 1), source=f"row with {field}")
         stats = {"loss": torch.tensor(math.nan)}

@@ -44,13 +44,11 @@ def group() -> ScoredGroup:
 def log_run(folder: pathlib.Path, names: tuple[str, ...], steps: range, resumed: int | None = None) -> None:
     """Log steps as a run does. In a second attempt, the loss is 100 higher."""
     config = {"log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
-    log = RunLog(str(folder), config, every=2, resumed_step=resumed)
-    for step in steps:
-        log.completions(step, [group()], torch.tensor([[-1.0, 1.0]]))
-        loss = step / 7 + (0 if resumed is None else 100)
-        log.metrics(step, {"loss": loss, "time/sample": step * 2.0, "mfu": float("nan")})
-    for tracker in log.trackers.open.values():
-        tracker.run.finish() if hasattr(tracker, "run") else tracker.writer.close()
+    with RunLog(str(folder), config, every=2, resumed_step=resumed) as log:
+        for step in steps:
+            log.completions(step, [group()], torch.tensor([[-1.0, 1.0]]))
+            loss = step / 7 + (0 if resumed is None else 100)
+            log.metrics(step, {"loss": loss, "time/sample": step * 2.0, "mfu": float("nan")})
 
 
 def numbers(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
