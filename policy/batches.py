@@ -12,7 +12,7 @@ from packing import PackedBatch, pack, split_groups
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
-from policy.model import Policy, vision_parameters
+from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import reduce_gradients, take_gradients, unsharded
 
 
@@ -22,12 +22,15 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds blank ones, whose tokens have weight zero. Each is packed only when it is
     needed, while the GPU still works on the one before.
+
+    This also prepares FSDP for the backward pass of each micro-batch (`reduce_gradients`). In a single process, the
+    gradients are in `.grad` only when the iterator has ended (`take_gradients`).
     """
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
     parts += [[_blank_group(policy)]] * (num_batches - len(parts))
     has_images = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
-    tower_is_trained = any(parameter.requires_grad for parameter in vision_parameters(policy.model))
+    tower_is_trained = trains_vision(policy.model)
     any_images = distributed.all_max(has_images.int()).bool() if tower_is_trained else has_images
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
@@ -56,10 +59,11 @@ def vision_cost_per_token(policy: Policy) -> float:
     It is the ratio of the parameter counts of the vision tower and the decoder layers, times the number of patches of
     an image token. It is 0 if the tower is frozen, because its features are cached.
     """
-    vision = vision_parameters(policy.model)
-    if not any(parameter.requires_grad for parameter in vision):
+    if not trains_vision(policy.model):
         return 0.0
-    ratio = sum(p.numel() for p in vision) / sum(p.numel() for p in language_model(policy.model).layers.parameters())
+    ratio = sum(p.numel() for p in vision_parameters(policy.model)) / sum(
+        p.numel() for p in language_model(policy.model).layers.parameters()
+    )
     return ratio * patches_per_token(policy.model)
 
 

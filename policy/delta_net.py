@@ -79,14 +79,14 @@ def _is_hopper(device: torch.device | None = None) -> bool:
 
 def _forward(
     net: nn.Module,
-    plain_forward: Callable[..., Tensor],
+    original_forward: Callable[..., Tensor],
     hidden_states: Tensor,
     segments: Segments | None = None,
     **inputs: object,
 ) -> Tensor:
     """Run `net` on a packed sequence (1, T, D), or as transformers does if there are no `segments`."""
     if segments is None:
-        return plain_forward(hidden_states=hidden_states, **inputs)
+        return original_forward(hidden_states=hidden_states, **inputs)
     hidden = hidden_states[0]
     mixed = net.in_proj_qkv(hidden)  # (T, C)
     beta = net.in_proj_b(hidden).sigmoid()  # (T, H)

@@ -21,8 +21,9 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     depends on rounding, which differs between the sampler and the trainer. torch.compile leaves the experts out, since
     the number of tokens of an expert is known only when it runs.
     """
-    if not routers(model):
+    if not routers(model) or hasattr(model, "experts_are_prepared"):  # a second time would wrap the wrappers
         return
+    model.experts_are_prepared = True
     from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
 
     for name, router in routers(model).items():

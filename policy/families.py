@@ -215,7 +215,9 @@ def _blank_square(config: Config) -> Blank:
 def _tile_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
     """Pictures cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
     tile = images.size["height"]
-    most = min(images.max_patches, limits.max_pixels // tile**2, limits.max_side // tile or images.max_patches)
+    most = min(images.max_patches, limits.max_pixels // tile**2)
+    if limits.max_side:
+        most = min(most, limits.max_side // tile)
     options = {"crop_to_patches": True, "min_patches": images.min_patches, "max_patches": max(1, most)}
 
     def count(height: int, width: int) -> int:

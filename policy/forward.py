@@ -108,9 +108,10 @@ def keep_residual_in_float32(decoder: nn.Module) -> None:
 
 @contextlib.contextmanager
 def plain_forward(model: nn.Module) -> Iterator[None]:
-    """Undo `enable_packed_forward` inside the context, except for the float32 residual stream.
+    """Inside the context, run the decoder on ordinary batches: causal attention with a KV cache, nothing compiled.
 
-    The attention is then plain and causal, with a KV cache, and nothing is compiled.
+    What `enable_packed_forward` changed otherwise stays: the float32 residual stream, experts and routers, and the
+    vision tower's attention.
     """
     configs = (model.config, language_model(model).config)
     for config in configs:

@@ -89,14 +89,15 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     for what, present in extras.items():
         if present:
             raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
+    # The packed forward pass reads only the weights of these modules, without an adapter.
+    for module in ("lm_head", find_family(model.config).router):
+        if module and any(f".{module}." in key for key in tensors):
+            raise UserError(f"--adapter {source}: an adapter of {module} cannot be continued: {MERGE_FIRST}")
     for key, tensor in tensors.items():
         if not key.endswith((".lora_A.weight", ".lora_B.weight")) or tensor.ndim != 2:
             raise UserError(
                 f"--adapter {source}: {key}, of {tensor.ndim} dimensions, cannot be continued: {MERGE_FIRST}"
             )
-    router = find_family(model.config).router
-    if any(router and f".{router}." in key for key in tensors):
-        raise UserError(f"--adapter {source}: an adapter of the router {router} cannot be continued: {MERGE_FIRST}")
     if dropout and config.target_parameters:
         raise UserError(f"--adapter {source}: adapted experts work without dropout only; leave out --lora_dropout")
     config.lora_dropout = config.lora_dropout if dropout is None else dropout

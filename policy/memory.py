@@ -17,7 +17,7 @@ from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
-from policy.model import Policy, compute_dtype, is_quantised, vision_parameters
+from policy.model import Policy, compute_dtype, is_quantised, trains_vision, vision_parameters
 from policy.sharding import reshard, take_gradients
 
 T = TypeVar("T")
@@ -41,7 +41,8 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     held = sum(min(p.element_size(), size) * p.numel() for p in policy.parameters() if not p.requires_grad)
     if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
-        held += size * sum(p.numel() for p in policy.parameters())
+        own = set(policy.parameters()) - (set() if flags.train_vision else set(vision_parameters(policy.model)))
+        held += size * sum(p.numel() for p in own)  # it shares a frozen tower with the policy (`load_reference`)
     moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
     return held + (TRAINED_BYTES + moments) * trained, TRAINED_BYTES * trained
 
@@ -114,7 +115,10 @@ def check_gpu_memory(
         fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # the limit holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
-    resting, gradients = (size / shards for size in state_bytes(policy, flags, with_reference, device))
+    resting, gradients = state_bytes(policy, flags, with_reference, device)
+    tower = [] if flags.train_vision else vision_parameters(policy.model)  # not sharded if it is frozen
+    whole = compute_dtype(flags.dtype, device).itemsize * sum(parameter.numel() for parameter in tower)
+    resting, gradients = (resting - whole) / shards + whole, gradients / shards
     training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
         what = "weights, gradients and AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
@@ -183,7 +187,7 @@ def bytes_per_token(
 
 def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) -> float:
     """Return the bytes that a trained vision tower adds to `bytes_per_token` if each value takes `size` bytes."""
-    if not any(parameter.requires_grad for parameter in vision_parameters(policy.model)):
+    if not trains_vision(policy.model):
         return 0.0
     config = policy.model.config.vision_config
     block_input = size * config.hidden_size
@@ -214,15 +218,16 @@ class MemoryBudget:
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
     optimizer: float  # gradients and moments, which the first update allocates
     logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
-    layers: float  # two gathered layers with their gradients or, beside 4-bit weights, the whole gathered adapter
+    gathered: float
+    """The embedding, the lm_head, and two layers with their gradients; beside 4-bit weights, the whole adapter."""
 
     @property
     def activations(self) -> float:
         """What is left for the activations of a micro-batch."""
-        return self.total - self.margin - self.in_use - self.optimizer - self.logits - self.layers
+        return self.total - self.margin - self.in_use - self.optimizer - self.logits - self.gathered
 
     def __str__(self) -> str:
-        names = ("total", "margin", "in_use", "optimizer", "logits", "layers", "activations")
+        names = ("total", "margin", "in_use", "optimizer", "logits", "gathered", "activations")
         return "\n".join(f"{name:12}{getattr(self, name) / 2**30:8.2f} GiB" for name in names)
 
 
@@ -235,9 +240,11 @@ def measure_memory(
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
     decoder = language_model(policy.model)
     size = compute_dtype(flags.dtype, device).itemsize
-    layers = 2 * (size + TRAINED_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
+    root = {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()}
+    gathered = 2 * (size + TRAINED_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
+    gathered += size * sum(p.numel() for p in root)
     if is_quantised(policy):
-        layers = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
+        gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     vocab_size = decoder.embed_tokens.weight.shape[0]
     total = min(limit * 2**30 or gpu_size, gpu_size)
     return MemoryBudget(
@@ -246,7 +253,7 @@ def measure_memory(
         in_use=gpu_size - free,
         optimizer=(TRAINED_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
         logits=(12 if flags.compile else 28) * LOGIT_ROWS * vocab_size,
-        layers=layers,
+        gathered=gathered,
     )
 
 

@@ -166,6 +166,8 @@ def _explain_load_errors(name: str) -> Iterator[None]:
     """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError; `distributed.run` says what helps
+        raise
     except (
         OSError,
         ValueError,
@@ -244,7 +246,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
 
 
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:
-    """Print what is frozen, and a note if --train_vision has no effect.
+    """Print what is frozen, and a note if --train_vision or --train_router has no effect.
 
     Raises UserError if `flags` leave no adapter weight to train.
     """
@@ -254,9 +256,12 @@ def check_trained(policy: Policy, flags: PolicyFlags) -> None:
             f"--adapter {flags.adapter}: it adapts only the vision tower, which is frozen: add --train_vision"
         )
     console.log(_trained_and_frozen(policy.model))
-    text_only = has_adapter(policy.model) and not any(p.requires_grad for p in vision_parameters(policy.model))
-    if flags.train_vision and text_only:
-        console.log("--train_vision has no effect: the adapter does not adapt a vision tower")
+    if flags.train_vision and not trains_vision(policy.model):
+        unadapted = has_adapter(policy.model) and vision_parameters(policy.model)
+        reason = "the adapter does not adapt a vision tower" if unadapted else "the model has no vision tower"
+        console.log(f"--train_vision has no effect: {reason}")
+    if flags.train_router and not routers(policy.model):
+        console.log("--train_router has no effect: the model has no routers")
 
 
 def _trained_and_frozen(model: transformers.PreTrainedModel) -> str:
@@ -275,6 +280,11 @@ def vision_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]
     return [parameter for part in vision_parts(model).values() for parameter in part.parameters()]
 
 
+def trains_vision(model: transformers.PreTrainedModel) -> bool:
+    """Return whether training changes image features: the tower, the projector or an adapter in them is trained."""
+    return any(parameter.requires_grad for parameter in vision_parameters(model))
+
+
 @torch.no_grad()
 def cache_image_features(
     policy: Policy, prompts: list[Prompt], feature_cache: dict[bytes, Tensor], at_once: int = 0
@@ -290,7 +300,7 @@ def cache_image_features(
     bit-for-bit identical, even after a resume.
     """
     parameters = vision_parameters(policy.model)
-    if not parameters or any(parameter.requires_grad for parameter in parameters):
+    if not parameters or trains_vision(policy.model):
         return
     at_once = at_once or (PIXEL_VALUES_AT_ONCE if parameters[0].is_cuda else 1)
     uncached = list({p.image_digest: p for p in prompts if p.vision and p.image_digest not in feature_cache}.values())
@@ -313,7 +323,8 @@ def cache_image_features(
 
 def saved_dtype(name: str) -> torch.dtype:
     """Return the dtype that the model at `name` was saved in. The trained weights are exported in the same dtype."""
-    dtype = load_config(name).dtype
+    config = load_config(name)
+    dtype = config.dtype or config.get_text_config().dtype  # config.json of Qwen3-VL has it only under text_config
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 

@@ -59,8 +59,8 @@ def apply_fsdp(
     # No function here may hold a reference to a parameter that is sharded. FSDP moves each parameter to the device
     # before cutting it into shards, and a remaining reference would keep the full tensor on the device.
     full_state = _state_to_send(policy)
-    frozen = _cast_frozen(policy, device, dtype)
-    _shard(policy, frozen, device, dtype, sharding, offload)
+    whole = _place_whole(policy, device, dtype)
+    _shard(policy, whole, device, dtype, sharding, offload)
     policy.num_shards = distributed.num_shards(sharding)
     if full_state:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
@@ -74,49 +74,49 @@ def _state_to_send(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()} if distributed.all_max(is_empty) else {}
 
 
-def _cast_frozen(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
-    """Move buffers and unsharded weights to `device`; cast these weights to `dtype` and return them.
+def _place_whole(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Move buffers, and the weights that every process holds whole, to `device`; cast these to `dtype`; return them.
 
     A frozen vision tower stays whole on every process, so that a batch without images needs no collective for the
     tower. A 4-bit model also stays whole.
     """
-    whole = policy.parameters() if is_quantised(policy) else vision_parameters(policy.model)
-    frozen = {parameter for parameter in whole if not parameter.requires_grad}
+    candidates = policy.parameters() if is_quantised(policy) else vision_parameters(policy.model)
+    whole = {parameter for parameter in candidates if not parameter.requires_grad}
     # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
     # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the
     # KL term would not start at zero.
     exported = set(adapter_parameters(policy.model).values())
-    for parameter in frozen:
+    for parameter in whole:
         keep_dtype = parameter in exported or not parameter.is_floating_point()
         new_dtype = parameter.dtype if keep_dtype else dtype
         parameter.data = parameter.data.to("meta" if parameter.is_meta else device, new_dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
-    return frozen
+    return whole
 
 
 def _shard(
-    policy: Policy, frozen: set[nn.Parameter], device: torch.device, dtype: torch.dtype, sharding: str, offload: bool
+    policy: Policy, whole: set[nn.Parameter], device: torch.device, dtype: torch.dtype, sharding: str, offload: bool
 ) -> None:
     """Make each decoder layer, and each block of a trained vision tower, an FSDP unit; the root unit holds the rest."""
     # Inputs are not cast, so that the residual stream stays in float32.
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     host = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     options = {"mesh": distributed.make_mesh(device, sharding), "mp_policy": precision, "offload_policy": host}
-    if _is_trained(vision_parameters(policy.model)):
+    if _is_trained_in_full(vision_parameters(policy.model)):
         for block in vision_blocks(policy.model):
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
     for layer in layers:
-        fully_shard(layer, **options, ignored_params=frozen)
-    fully_shard(policy, ignored_params=frozen, **options)
+        fully_shard(layer, **options, ignored_params=whole)
+    fully_shard(policy, ignored_params=whole, **options)
     register_fsdp_forward_method(policy, "next_token_logits")
     # Gather the next layer while the current layer computes. By default, FSDP does this only in the backward pass.
     for layer, following in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
 
 
-def _is_trained(parameters: list[nn.Parameter]) -> bool:
+def _is_trained_in_full(parameters: list[nn.Parameter]) -> bool:
     return bool(parameters) and all(parameter.requires_grad for parameter in parameters)
 
 

@@ -118,6 +118,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         checkpoints=SimpleNamespace(wait_until_read=lambda: None),
         step=0,
         clock=Clock(),
+        updates=0,
         interrupted=[],
         skipped=0,
         norms=[],

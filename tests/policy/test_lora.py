@@ -12,7 +12,7 @@ import shutil
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import grpo
 from common import distributed
@@ -400,6 +400,15 @@ def test_the_initialisation_of_a_and_b_does_not_matter_later(tiny_model, prompt,
     model = load_model(tiny_model, torch.float32)
     continue_adapter(model, adapter)
     assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, pathlib.Path(adapter), prompt))
+
+
+def test_an_adapter_of_the_lm_head_is_left_to_merge_lora(tiny_model, tmp_path):
+    """The packed forward pass reads the weight of the lm_head, without an adapter."""
+    save_random_adapter(tiny_model, tmp_path / "a", target_modules=r".*(lm_head|q_proj)")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}, file)
+    with pytest.raises(UserError, match="an adapter of lm_head cannot be continued: merge it into its"):
+        continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path / "a"))
 
 
 def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):

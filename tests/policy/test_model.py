@@ -14,9 +14,11 @@ from common.errors import UserError
 from config import EngineFlags, PolicyFlags
 from data import load_processor
 from merge_lora import merge_lora
-from policy.model import load_config, load_model, load_policy
+from policy.families import ImageLimits, find_family, load_image_processor
+from policy.model import check_trained, load_config, load_model, load_policy, saved_dtype
 from policy.sharding import load_reference
 from rollout import RequestLimits, make_engine
+from tests.helpers.models import save_tiny
 
 SAVED_NAME = "model.layers.1.mlp.up_proj.weight"
 WEIGHT = "model.language_model.layers.1.mlp.up_proj.weight"  # its name in memory
@@ -126,3 +128,42 @@ def test_damaged_settings_are_named_in_one_line(tiny_model, tmp_path, name, text
     (tmp_path / "m" / name).write_text(text)
     with pytest.raises(UserError, match=r"cannot load a model from '.*m' \("):
         load_model(str(tmp_path / "m"), torch.float32)
+
+
+def test_a_dtype_that_only_the_language_model_names_is_that_of_the_model(tmp_path):
+    """As in the config.json of Qwen3-VL."""
+    model = save_tiny("qwen3_vl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    config["text_config"]["dtype"] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert saved_dtype(model) == torch.bfloat16
+
+
+def test_out_of_memory_is_not_taken_for_a_damaged_model(tiny_model, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(tiny_model, torch.float32)
+
+
+def test_a_side_below_the_size_of_a_tile_leaves_one_tile(tmp_path):
+    model = save_tiny("internvl", tmp_path)
+    config = load_config(model)
+    vision = find_family(config).vision
+    processor = load_image_processor(vision, model)
+    limits = [ImageLimits(0, 1280 * 28 * 28, side) for side in (0, 28, 55, 56, 112)]
+    assert [vision.pictures(processor, config, limit).count(400, 400) for limit in limits] == [20, 4, 4, 4, 4]
+
+
+def test_flags_for_parts_that_a_model_lacks_are_reported(tmp_path, capsys):
+    model = save_tiny("qwen2_5", tmp_path)
+    flags = PolicyFlags(train_vision=True, train_router=True)
+    check_trained(load_policy(model, flags, torch.device("cpu")), flags)
+    assert capsys.readouterr().err.splitlines() == [
+        "frozen: nothing",
+        "--train_vision has no effect: the model has no vision tower",
+        "--train_router has no effect: the model has no routers",
+    ]
