@@ -303,16 +303,17 @@ def validate_rows(
         raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
     if bad:
         console.log(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
-    usable = {sample.source_index for sample in good}
+    drop_duplicates = skip_bad_rows and not keep_repeats
+    kept = list(first.values()) if drop_duplicates else good
+    usable = {sample.source_index for sample in kept}
     if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
         raise UserError(f"{empty}: no usable row")
-    drop_duplicates = skip_bad_rows and not keep_repeats
     if duplicates:
         action = "left out" if drop_duplicates else "kept"
         if not (skip_bad_rows or keep_repeats):
             action = "kept; --skip_bad_rows leaves them out"
         console.log(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
-    return list(first.values()) if drop_duplicates else good
+    return kept
 
 
 def max_images(samples: list[Sample]) -> int:

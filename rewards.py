@@ -30,7 +30,7 @@ from grading.answers import balanced, extract_choice, first_count, last_boxed, s
 from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
-__all__ = ["extract_choice", "parse_verdict"]  # not used here, but part of what this module offers
+__all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
 Reward = Callable[..., float | None]
 

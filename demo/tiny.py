@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import cli, console
+from common.errors import UserError, require
 from common.files import partial_path
 from common.records import Completion, Group, Sample
 from data import encode_prompts, load_processor, load_samples
@@ -53,6 +54,9 @@ class Config:
     steps: int | None = None
     """Number of warm-start steps, each with a batch of 48 images. Default: 160, or 320 for qwen3_5, which learns more
     slowly."""
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed must not be negative")
 
 
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
@@ -266,6 +270,8 @@ def main(cfg: Config) -> None:
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
         print(f"{folder}: already exists")
         return
+    if folder.exists() and not stamp.is_file() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds other files: choose another --output")
     partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
     if cfg.task == "count":

@@ -11,7 +11,7 @@ import resource
 import unicodedata
 
 from latex2sympy2_extended.math_normalization import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from grading.answers import count_words, unit_symbol
 
@@ -19,9 +19,9 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about ev
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
 # By default, math-verify drops a trailing "t", "h" or "c" as a unit, so that `3t` equals 3.
 NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
-EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALISATION), ExprExtractionConfig())
+EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALISATION),)  # never the number at the end of a text
 # math-verify ignores the text on one side of each of these symbols.
-SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "¬")
+SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "\\approx", "≈", "\\equiv", "¬")
 SUBSCRIPT = re.compile(r"_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 SYMBOLS = str.maketrans(
@@ -30,6 +30,7 @@ SYMBOLS = str.maketrans(
     | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "→": "\\to "}
 )
 REWRITES = [  # (pattern, replacement), applied in this order
+    (r"^\s*(?:=|≈|\\approx\b)", ""),
     (r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}", r" \1 "),
     (r"\\!", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),

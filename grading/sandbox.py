@@ -63,6 +63,8 @@ class WorkerPool:
                 process.wait()
                 process, pipe = self._start()
                 continue
+            except Exception as error:  # noqa: BLE001 - unpickling may raise anything: the class may be the user's own
+                raise CallFailed(f"its result cannot be unpickled ({_describe(error)})") from None
             finally:
                 self.idle.put((process, pipe))
             if isinstance(result, CallFailed):
@@ -114,17 +116,15 @@ def serve(arguments: list[str]) -> None:
         child.send((name, fields))
         try:
             in_time = _wait_for_answer(pid, child, seconds)
-            answer = child.recv() if in_time else CallLost(f"took longer than {seconds:g} s")
+            answer, lost = (child.recv_bytes(), None) if in_time else (None, f"took longer than {seconds:g} s")
         except (EOFError, OSError):
-            answer = CallLost("its process died, perhaps out of memory")
-        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
-            answer = CallFailed(f"its result cannot be unpickled ({_describe(error)})")
-        if isinstance(answer, CallLost):
+            answer, lost = None, "its process died, perhaps out of memory"
+        if lost:
             _kill(pid)
             child.close()
             pid, child = _fork(functions)
         with contextlib.suppress(OSError):  # the caller may have stopped waiting
-            pipe.send(answer)
+            pipe.send(CallLost(lost)) if lost else pipe.send_bytes(answer)
 
 
 def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:

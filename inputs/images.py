@@ -16,13 +16,23 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from common.records import Cell, ImageSource
 
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, EOFError, RuntimeError, Image.DecompressionBombError)
+DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, RuntimeError, struct.error)
+DECODER_ERRORS += (Image.DecompressionBombError,)
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; the values 5 to 8 swap width and height
+TURNS = {  # orientation -> how to turn the image upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other programs to decode some other formats
 max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
@@ -50,8 +60,11 @@ def decode_image(source: ImageSource) -> Image.Image:
     FileNotFoundError when the file does not exist.
     """
     with _readable():
-        image = ImageOps.exif_transpose(_open(source))
+        image = _open(source)
         image.load()
+        # `ImageOps.exif_transpose` would also write the EXIF data again, which fails if one of its tags is damaged.
+        turn = TURNS.get(image.getexif().get(ORIENTATION))
+        image = image if turn is None else image.transpose(turn)
     if image.mode in ("F", "I") or image.mode.startswith("I;"):
         image = _rescale(image)
     if image.has_transparency_data:

@@ -90,7 +90,7 @@ def read_rows(data: str, image_dir: str | None = None, columns: Columns | None =
 
 def data_sets(data: str) -> list[str]:
     """Split `data` at its commas. The path of an existing file or folder may contain commas and is not split."""
-    specs = [data] if pathlib.Path(data).exists() else [spec.strip() for spec in data.split(",")]
+    specs = [data] if os.path.exists(data) else [spec.strip() for spec in data.split(",")]
     if not all(specs):
         raise UserError(f"--data {data!r} has an empty entry: check the commas")
     return specs
@@ -169,7 +169,11 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
     images = _images(row.pop(_column(row, image_columns, columns.images), None))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    prompt, answer, system, turn_images = take_texts(row, columns)
+    prompt, answer, turns_system, turn_images = take_texts(row, columns)
+    system = row.pop("system", None)
+    if system and turns_system:
+        raise RowError("there are two system prompts: in the prompt and in the column 'system'")
+    system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
     answer = _answer_text(answer)
@@ -210,12 +214,9 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
     name = _column(row, PROMPT_COLUMNS, columns.prompt)
     if name is None:
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {', '.join(row)})")
-    prompt, system, images = row.pop(name), row.pop("system", None), []
+    prompt, system, images = row.pop(name), None, []
     if isinstance(prompt, list):
-        prompt, chat_system, images = _chat(prompt)
-        if system and chat_system:
-            raise RowError("there are two system prompts: in the prompt and in the column 'system'")
-        system = chat_system or system
+        prompt, system, images = _chat(prompt)
     reward_model = row.get("reward_model")
     if columns.answer is None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
         return prompt, _first_item(row.pop("reward_model")["ground_truth"]), system, images
@@ -577,7 +578,8 @@ def easyr1_row(sample: Sample, images: list) -> dict:
     row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
     if sample.system:
         row["system"] = sample.system
-    return row | {name: value for name, value in sample.fields.items() if name not in row}
+    read = (*row, *IMAGE_COLUMNS, "image_name", "reward_model")  # `parse_row` would take these for what is in `row`
+    return row | {name: value for name, value in sample.fields.items() if name not in read}
 
 
 def save_images(sample: Sample, output: pathlib.Path) -> list[str]:

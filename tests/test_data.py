@@ -53,6 +53,12 @@ def test_images_are_oriented_flattened_and_stretched(tmp_path):
     exif[0x0112] = 6  # the camera was held sideways, so the image must be rotated
     sideways.save(tmp_path / "exif.jpg", exif=exif)
     assert decode_image(tmp_path / "exif.jpg").size == (20, 40)
+    exif[0x011A] = 72.0
+    sideways.save(tmp_path / "exif.jpg", exif=exif)
+    damaged = bytearray((tmp_path / "exif.jpg").read_bytes())
+    damaged[damaged.index(b"\x01\x1a\x00\x05") + 3] = 7  # the resolution has a type that it cannot have
+    (tmp_path / "exif.jpg").write_bytes(damaged)
+    assert decode_image(tmp_path / "exif.jpg").size == (20, 40)
 
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     assert decode_image(clear).getpixel((0, 0)) == (255, 255, 255)
@@ -307,6 +313,8 @@ BAD_TEMPLATES = [
     ("{{ content", "unexpected end"),
     ("{{ other }}", "is undefined"),
     ("Q:", "does not contain the content: add"),
+    ("{{ content + 1 }}", "can only concatenate str"),
+    ("{{ content }}{{ 1 / 0 }}", "division by zero"),
 ]
 
 

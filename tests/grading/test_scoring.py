@@ -170,6 +170,12 @@ def test_padding_an_answer_does_not_take_it_from_the_verifier():
     assert not calls
 
 
+@pytest.mark.parametrize("answer", ["$5$ | 6", "$5$ . 6", "$5$ ⇒ 6", "5 ≈ $6$", r"5 \notin 6", r"5 \not= 6", "5 ， 6"])
+def test_no_text_is_two_answers_at_once(answer):
+    """At most the one formula of a sentence counts, and never the number at its end as well."""
+    assert [rewards.math_reward(think(answer), gold) for gold in ("5", "6")].count(1.0) <= 1
+
+
 def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(monkeypatch, tmp_path):
     broken = tmp_path / "math_equal.py"
     broken.write_text("import no_such_module\n")
@@ -556,6 +562,7 @@ def test_a_reward_that_cannot_be_imported_is_refused(tmp_path, code, message):
             "class Odd:\n    def __reduce__(self): return int, ('a',)\n    def __init__(self): pass",
             "cannot be unpickled",
         ),
+        ("class Odd(float):\n    __reduce__ = float.__reduce__", "cannot be unpickled"),
     ],
 )
 def test_odd_rewards_give_one_line(tmp_path, code, message):

@@ -853,3 +853,36 @@ def test_no_format_is_forgotten_in_the_head_of_the_file():
     described = ast.get_docstring(ast.parse((ROOT / "inputs" / "rows.py").read_text()))
     for word in ("EasyR1", "veRL", "conversations", "OSF", "main.csv", "datasets", "parquet", "@split"):
         assert word in described
+
+
+def test_convert_writes_what_reads_as_the_same_row(folder):
+    """Fields that come first when a row is read must not keep an older answer or image."""
+    rows = [
+        {"prompt": "q1", "reward_model": {"ground_truth": "1"}, "solution": "2"},
+        {"prompt": "q2", "solution": "3", "answer": "4"},
+    ]
+    source, once, twice = jsonl(folder / "d.jsonl", *rows), str(folder / "once.jsonl"), str(folder / "twice.jsonl")
+    assert data.convert(data.Config("convert", source, once, answer_column="solution")) == 2
+    assert data.convert(data.Config("convert", once, twice)) == 2
+    assert [sample.answer for sample in load_samples(twice, "math")] == ["2", "3"]
+
+
+def test_the_system_column_of_a_conversation_is_read(folder):
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "7"}]
+    (sample,) = load_samples(jsonl(folder / "d.jsonl", {"conversations": turns, "system": "In French"}), "math")
+    assert (sample.system, sample.answer) == ("In French", "7")
+    twice = {"conversations": [{"from": "system", "value": "s"}, *turns], "system": "In French"}
+    with pytest.raises(UserError, match="two system prompts"):
+        load_samples(jsonl(folder / "d.jsonl", twice), "math")
+
+
+def test_a_data_set_that_only_repeats_another_is_named(folder):
+    all_rows = jsonl(folder / "all.jsonl", {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"})
+    hard = jsonl(folder / "hard.jsonl", {"prompt": "b", "answer": "2"})
+    with pytest.raises(UserError, match=r"hard\.jsonl: no usable row"):
+        load_samples(f"{all_rows},{hard}", "math", skip_bad_rows=True)
+
+
+def test_many_data_sets_may_be_named(folder):
+    names = [jsonl(folder / f"part-{i:05}.jsonl", {"prompt": f"q{i}", "answer": "1"}) for i in range(20)]
+    assert len(load_samples(",".join(names), "math")) == 20
