@@ -44,10 +44,10 @@ from evaluation.metrics import (
     summarise_benchmark,
 )
 from grading.verifier import Verifier, make_verifier
-from inputs.rows import RowError, drop_images, raw_rows
+from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
-from rewards import Scorer, check_math
+from rewards import Scorer, check_math, gold_problem
 from rollout import Engine, RequestLimits, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
@@ -97,6 +97,10 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
             not self.load_in_4bit or self.baseline is None or self.baseline_is_saved,
             "load_in_4bit: the baseline must be the output folder of an earlier evaluation",
         )
+        overwrites = (
+            self.baseline_is_saved and pathlib.Path(self.baseline).resolve() == pathlib.Path(self.output).resolve()
+        )
+        errors.require(not overwrites, "output would overwrite the baseline's predictions: choose another output")
         errors.require(
             self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter"
         )
@@ -147,7 +151,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
 
 
 def _pop_output(row: dict) -> dict:
-    """Remove from `row` its `responses`, plus `lengths`, `truncated` and `pictures` if it has them; return them."""
+    """Remove from `row` its `responses`, plus `lengths`, `truncated` and `image_digest` if it has them; return them."""
     if "responses" not in row and "response" not in row:
         raise RowError(f"neither 'response' nor 'responses' (columns: {', '.join(row)})")
     responses = row.pop("responses", None)
@@ -162,8 +166,8 @@ def _pop_output(row: dict) -> dict:
         is_valid = isinstance(numbers, list) and len(numbers) == len(responses)
         if is_valid and all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
             output[name] = numbers
-    if isinstance(image_digest := row.pop("pictures", None), str):
-        output["pictures"] = image_digest
+    if isinstance(image_digest := row.pop("image_digest", None), str):
+        output["image_digest"] = image_digest
     return output
 
 
@@ -175,7 +179,10 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
         return to_sample(cfg.benchmark, source, row)
     if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
         raise RowError(f"no '{missing[0]}' (columns: {', '.join(row)})")
-    return Sample(str(row.pop("prompt")), str(row.pop("answer")), [], source, row)
+    prompt, answer = str(row.pop("prompt")), answer_text(row.pop("answer"))
+    if problem := gold_problem(cfg.task, answer):
+        raise RowError(problem)
+    return Sample(prompt, answer, [], source, row)
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -194,15 +201,15 @@ def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample],
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
         samples = load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
-    baseline = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
+    baseline_policy = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_adapted(cfg, device) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples), adapted, device)
     settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
     baseline_outputs = None
     try:
         outputs = sample_rows(engine, processor, samples, cfg, open_progress(folder, settings))
-        if baseline is not None:
-            engine.sync_weights(baseline)
+        if baseline_policy is not None:
+            engine.sync_weights(baseline_policy)
             progress = open_progress(folder / "baseline", settings)
             baseline_outputs = sample_rows(engine, processor, samples, cfg, progress)
     except KeyboardInterrupt:
@@ -259,9 +266,12 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
     key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "load_in_4bit", "baseline")}
+    if cfg.template:
+        key["template"] = pathlib.Path(cfg.template).read_text(encoding="utf-8-sig")
     digest = hashlib.sha1()
     for sample in samples:
-        digest.update(repr((sample.prompt, sample.system, sample.images)).encode())
+        images = [str(image) for image in sample.images]  # the repr of a Cell holds an address, new in every process
+        digest.update(repr((sample.source, sample.prompt, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
         weights = sorted(pathlib.Path(key[name]).glob("*.safetensors")) if key[name] else []
@@ -302,22 +312,21 @@ def main(cfg: Config) -> None:
         raise UserError(
             f"--baseline {cfg.baseline!r} has no predictions.jsonl, and --predictions gives no model to sample it with"
         )
+    try:  # now, so that no response is sampled in vain
+        pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
     judge = Judge(cfg)
-    baseline = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if cfg.baseline_is_saved else None
+    compared = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if cfg.baseline_is_saved else None
     if cfg.predictions:
         samples, outputs = read_predictions(cfg.predictions, cfg)
     else:
         samples, outputs, baseline_outputs = generate_responses(cfg, device)
         if baseline_outputs is not None:
-            baseline = samples, baseline_outputs
-    if console.is_main():  # now, so that nothing is lost if the folder cannot be written to
-        try:
-            pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
+            compared = samples, baseline_outputs
     results, baseline_results = judge(samples, outputs), None
-    if baseline is not None:
-        baseline_samples, baseline_outputs = baseline
+    if compared is not None:
+        baseline_samples, baseline_outputs = compared
         baseline_results = judge(baseline_samples, baseline_outputs)
     if console.is_main():
         write_results(cfg, samples, results, baseline_results)

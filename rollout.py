@@ -36,7 +36,6 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.continuation import Continuation
-from policy.forward import float32_logits
 from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
@@ -179,11 +178,11 @@ def start_vllm(
             import vllm
 
             logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
-            from policy.vllm_logprobs import use_fast_logprobs
+            from policy.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
             from policy.vllm_scheduler import DecodeScheduler
 
             use_fast_logprobs()
-            return vllm.LLM(
+            llm = vllm.LLM(
                 model,
                 dtype=dtype,
                 load_format="auto" if with_weights else "dummy",
@@ -200,6 +199,8 @@ def start_vllm(
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                 **options,
             )
+            llm.apply_model(keep_logits_in_float32)
+            return llm
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]  # all that an assertion without a message tells
         reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
@@ -237,7 +238,6 @@ class VLLMEngine:
 
         self.sampling_params = SamplingParams
         self.hidden_size = self.llm.model_config.get_hidden_size()
-        self.llm.apply_model(keep_logits_in_float32)
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
         size, rank = flags.tensor_parallel, distributed.rank()
@@ -419,16 +419,3 @@ class VLLMEngine:
         """
         has_features = prompt.features is not None and self.vision.vllm_features
         return has_features and prompt.features.shape[-1] == self.hidden_size
-
-
-def keep_logits_in_float32(model: torch.nn.Module) -> None:
-    """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
-    head = model.lm_head if hasattr(model, "lm_head") else model.language_model.lm_head
-    original_apply = head.quant_method.apply
-
-    def apply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or x.dtype == torch.float32:
-            return original_apply(layer, x, bias)
-        return float32_logits(x, layer.weight)
-
-    head.quant_method.apply = apply

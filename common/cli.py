@@ -52,6 +52,12 @@ def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None
     return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
 
 
+def as_arguments(flags: dict[str, Any]) -> list[str]:
+    """Return `flags` as arguments: a list repeats its flag, True has no value, and False is left out."""
+    items = [(name, item) for name, value in flags.items() for item in (value if isinstance(value, list) else [value])]
+    return [f"--{name}" if item is True else f"--{name}={item}" for name, item in items if item is not False]
+
+
 def run(main: Callable[[T], None], args: T) -> None:
     """Call `main` with the parsed `args` and print expected errors as one line on stderr, prefixed with the rank."""
     gc.freeze()  # keeps the garbage collector from scanning imported modules at exit, which saves 0.7 s

@@ -6,9 +6,9 @@ Before a benchmark reads a response, the response's think block is removed and i
 or unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
 """
 
+import ast
 import contextlib
 import hashlib
-import json
 import math
 import random
 import re
@@ -145,8 +145,8 @@ def choices_of(row: Row) -> list[str]:
     """Return the choices of a row, or an empty list for a free-form question."""
     choices = row.get("choices")
     if isinstance(choices, str):  # some tables store the list as text
-        with contextlib.suppress(ValueError):
-            choices = json.loads(choices.replace("'", '"'))
+        with contextlib.suppress(ValueError, SyntaxError):
+            choices = ast.literal_eval(choices)  # reads Python's form and JSON's
     return [str(choice) for choice in choices] if isinstance(choices, list) else []
 
 

@@ -100,7 +100,7 @@ def sample_rows(
                 "responses": [rollout.text for rollout in rollouts],
                 "lengths": [len(rollout.ids) for rollout in rollouts],
                 "truncated": [rollout.truncated for rollout in rollouts],
-                "pictures": prompt.image_digest.hex(),
+                "image_digest": prompt.image_digest.hex(),
             }
             for prompt, rollouts in zip(prompts, groups)
         ]

@@ -216,8 +216,8 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
     """
     columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
-    if all("pictures" in row for row in [*before, *after]):
-        columns.append("pictures")
+    if all("image_digest" in row for row in [*before, *after]):
+        columns.append("image_digest")
 
     groups_before, groups_after = (
         group_by(rows, [json.dumps([row.get(column) for column in columns], default=str) for row in rows])

@@ -10,6 +10,8 @@ import pathlib
 import sys
 from typing import Any
 
+from common import cli
+
 TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
 COMMON_FLAGS = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
 COMMON_FLAGS += ("max_megapixels", "verifier_url", "verifier_model", "verifier_template")
@@ -43,10 +45,7 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
 
 def main(run: str, *user_flags: str) -> None:
     given = {flag.partition("=")[0] for flag in user_flags}
-    for name, value in run_flags(pathlib.Path(run), given).items():
-        for item in value if isinstance(value, list) else [value]:
-            if item is not False:
-                print(f"--{name}" if item is True else f"--{name}={item}")
+    print(*cli.as_arguments(run_flags(pathlib.Path(run), given)), sep="\n")
 
 
 if __name__ == "__main__":

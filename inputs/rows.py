@@ -176,7 +176,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
-    answer = _answer_text(answer)
+    answer = answer_text(answer)
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
     system = system if system and system.strip() else None
@@ -266,7 +266,8 @@ def _first_item(answer: object) -> object:
     return items[0] if len(items) == 1 or all(isinstance(item, str) for item in items) else answer
 
 
-def _answer_text(answer: object) -> str:
+def answer_text(answer: object) -> str:
+    """Return the text of a gold answer, a text or a number; 3.0 becomes 3. Raises RowError for anything else."""
     if isinstance(answer, bool):
         raise RowError(f"'answer' is {str(answer).lower()}: write the expected answer as text, such as 'yes' or 'no'")
     if not isinstance(answer, str | int | float | None):

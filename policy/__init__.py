@@ -2,10 +2,8 @@
 
 Imports `common`, `config` and `packing`. Start reading at `model.py`: its `Policy` turns a packed batch into token
 log-probabilities. `forward.py` implements this computation, `batches.py` builds micro-batches, `families.py` knows the
-supported models, `experts.py` and `delta_net.py` change how layers with experts or linear attention run, `sharding.py`
-applies FSDP2, `optimizer.py` is AdamW with its schedule, `lora.py` handles adapters, `memory.py` decides what fits on a
-GPU. `hf_engine.py` samples without vLLM, files named `vllm_...` serve `rollout.py`, and `continuation.py` is what both
-samplers are told about partial rollouts.
+supported models, `experts.py` and `delta_net.py` change two kinds of layers, `sharding.py` applies FSDP2, `lora.py`
+handles adapters, `memory.py` decides what fits on a GPU, `hf_engine.py` and `vllm_*.py` serve `rollout.py`.
 """
 
 import logging

@@ -42,11 +42,12 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import State
 
+from common import cli
 from common.errors import CallFailed, UserError, require
 from common.records import TAG
 from grading.sandbox import WorkerPool
 from service.connections import Connection, max_connections
-from service.jobs import ROOT, Job, Store, as_arguments
+from service.jobs import ROOT, Job, Store
 from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
@@ -130,10 +131,9 @@ ScratchDep = Annotated[pathlib.Path, Depends(make_scratch)]
 
 def job_info(store: Store, job: Job) -> JobInfo:
     """Return a job with its progress."""
-    state = {"status": job.public_status, "waiting": job.waiting}
-    state["stopping"] = job.status == "training" and job.cancelled_at is not None
-    output_dir = str(store.run_folder(job.job_id))
-    return JobInfo(**vars(job) | store.progress(job) | state, output_dir=output_dir)
+    stopping = job.status == "training" and job.cancelled_at is not None
+    shown = {"status": job.public_status, "waiting": job.waiting, "stopping": stopping}
+    return JobInfo(**vars(job) | store.progress(job) | shown, output_dir=str(store.run_folder(job.job_id)))
 
 
 def started(job: Job, message: str, note: str | None = None) -> Started:
@@ -382,22 +382,22 @@ async def predict(
         return {"answer": await run_in_threadpool(ask_model, request.app.state, job, scratch, picture.file, question)}
 
 
-def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, question: str) -> str:
+def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, question: str) -> str:
     """Return the model's answer to `question` about `picture`. Raises HTTPException if there is none."""
-    upload, png = folder / "upload", folder / "picture.png"
+    upload, png = scratch / "upload", scratch / "picture.png"
     with upload.open("wb") as target:
         shutil.copyfileobj(picture, target)
     problem = call_worker(state, TO_PNG, "the image cannot be read", source=str(upload), target=str(png))
     if problem:
         raise HTTPException(400, problem)
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
-    (folder / "row.jsonl").write_text(json.dumps(row) + "\n")
-    flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": folder / "row.jsonl"}
-    flags |= {"max_side": job.settings["flags"]["max_side"], "output": folder / "out", "task": "count"}
+    (scratch / "row.jsonl").write_text(json.dumps(row) + "\n")
+    flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
+    flags |= {"max_side": job.settings["flags"]["max_side"], "output": scratch / "out", "task": "count"}
     flags |= {"max_megapixels": state.cfg.max_megapixels}
     flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
     flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
-    command = [sys.executable, "evaluate.py", *as_arguments(flags)]
+    command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -406,7 +406,7 @@ def ask_model(state: State, job: Job, folder: pathlib.Path, picture: BinaryIO, q
         log.error("predict %s: %s", job.job_id, done.stderr[-2000:])
         reason = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
         raise HTTPException(409, f"the model could not answer ({reason[:200]})")
-    return json.loads((folder / "out" / "predictions.jsonl").read_text())["responses"][0]
+    return json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0]
 
 
 # --- the service ------------------------------------------------------------------------------------------------------
@@ -499,6 +499,7 @@ def main(cfg: Config) -> None:
     if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
         cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
     app = make_app(cfg, token)
+    tempfile.tempdir = str(app.state.store.folder)  # an upload is stored there, too, while it arrives
     shown_token = "TOKEN" if given else token  # a generated token is shown only here
     hint = f"/?token={shown_token}" if token else ""
     print(f"http://{cfg.host}:{cfg.port}{hint}", file=sys.stderr)

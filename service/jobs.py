@@ -30,6 +30,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from common import cli
 from common.errors import UserError
 from common.files import lock_file
 
@@ -87,12 +88,6 @@ def used_bytes(folder: pathlib.Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(parent, name)).st_size
     return total
-
-
-def as_arguments(flags: dict[str, Any]) -> list[str]:
-    """Return `flags` as arguments of a script. A flag that is True has no value, and one that is False is left out."""
-    switches = [f"--{name}" for name, value in flags.items() if value is True]
-    return switches + [f"--{name}={value}" for name, value in flags.items() if not isinstance(value, bool)]
 
 
 def _now() -> str:
@@ -285,7 +280,9 @@ class Store:
 
     def _is_alive(self, job: Job) -> bool:
         """Return whether a process of the job still holds the job's lock."""
-        with (self.job_folder(job.job_id) / "lock").open("a") as file:
+        folder = self.job_folder(job.job_id)
+        folder.mkdir(exist_ok=True)  # someone may have deleted it; without it, no job would ever start again
+        with (folder / "lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -294,6 +291,7 @@ class Store:
 
     def _start(self, job: Job) -> None:
         folder = self.job_folder(job.job_id)
+        folder.mkdir(exist_ok=True)
         job = self._update(job, status="training", attempt=job.attempt + 1)
         command = [sys.executable, str(ROOT / "grpo.py"), *self._flags(job), "--resume", "auto"]
         shell = ["sh", "-c", 'echo $$ > "$0"; exec nice -n 5 "$@"', str(folder / f"pid-{job.attempt}"), *command]
@@ -309,7 +307,7 @@ class Store:
         """Return the job's flags for grpo.py."""
         flags = {"task": "count", "model": job.model, "data": self.zip_path(job.file_id)} | job.settings["flags"]
         flags |= {"output": self.run_folder(job.job_id), "skip_bad_rows": True, "save_every": 10, "report_every": 5}
-        return as_arguments(flags)
+        return cli.as_arguments(flags)
 
     def _ask_to_stop(self, job: Job) -> None:
         """Send SIGTERM once per attempt: a second SIGTERM makes grpo.py exit without saving a checkpoint."""

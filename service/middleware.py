@@ -8,6 +8,8 @@ import time
 import urllib.parse
 import uuid
 
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -70,7 +72,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         request_id, started = uuid.uuid4().hex[:12], time.perf_counter()
         try:
-            response = self._refusal(request) or await call_next(request)
+            response = self._refusal(request) or await self._no_space(request) or await call_next(request)
         except ClientDisconnect:
             response = JSONResponse({"detail": "the request was not finished"}, 408)
         except Exception:
@@ -96,6 +98,16 @@ class AccessMiddleware(BaseHTTPMiddleware):
             return JSONResponse({"detail": f"the body is larger than {limit / 1e6:g} MB"}, 413)
         return None
 
+    async def _no_space(self, request: Request) -> Response | None:
+        """Refuse an upload that does not fit before its body arrives; FastAPI reads the body before it calls us."""
+        if request.scope["path"] == "/upload-data":
+            try:
+                size = int(request.headers.get("content-length") or 0)
+                await run_in_threadpool(request.app.state.store.require_space, size)
+            except HTTPException as error:
+                return JSONResponse({"detail": error.detail}, error.status_code)
+        return None
+
     def _same_origin(self, request: Request) -> bool:
         """Return False for a request that a page of a different site makes in a visitor's browser.
 
@@ -111,5 +123,5 @@ class AccessMiddleware(BaseHTTPMiddleware):
         scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
         tokens = [urllib.parse.unquote(request.cookies.get("token", "")), *request.query_params.getlist("token")]
         if scheme.lower() == "bearer":
-            tokens.append(credentials.strip())
+            tokens.append(credentials.strip().encode("latin-1").decode(errors="replace"))  # clients send UTF-8
         return any(hmac.compare_digest(token.encode(), self.token.encode()) for token in tokens)

@@ -245,9 +245,9 @@ function listen() {
     if (job && !active(job)) source.close(); // the stream is complete; the browser would reconnect forever
     else setReachable(false);
   };
-  source.addEventListener("job", (event) => updateJob([JSON.parse(event.data)].flat().at(-1)));
+  source.addEventListener("job", (event) => updateJob(JSON.parse(event.data)));
   source.addEventListener("metrics", (event) => {
-    for (const row of [JSON.parse(event.data)].flat()) {
+    for (const row of JSON.parse(event.data)) {
       while (metrics.length && metrics.at(-1).step >= row.step) metrics.pop(); // the job resumed from an earlier step
       metrics.push(row);
     }

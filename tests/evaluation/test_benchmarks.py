@@ -1,5 +1,6 @@
 """Check benchmark scores against tables computed by hand, and run evaluate.py as a user would."""
 
+import ast
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -15,7 +17,7 @@ from PIL import Image
 import evaluate
 from common.errors import UserError
 from common.files import read_jsonl
-from common.records import Sample
+from common.records import Cell, Sample
 from data import load_processor
 from evaluate import Config, read_predictions
 from evaluation import lmms_eval
@@ -24,6 +26,7 @@ from evaluation.benchmarks import (
     COGNITION,
     PERCEPTION,
     check_pairs,
+    choices_of,
     gpqa_choices,
     gpqa_gold,
     judge_benchmark,
@@ -326,6 +329,11 @@ def test_mmstar_counts_every_l2_category_alike():
 )
 def test_mathvista_normal_forms(row, answer, normalised):
     assert normalise_mathvista(answer, VISTA | row) == normalised
+
+
+@pytest.mark.parametrize("text", [r'["It\'s red", "It is"]', "['Red, \"a\"', 'It is']", '["a", "b"]'])
+def test_choices_stored_as_text_keep_their_quotes(text):
+    assert choices_of({"choices": text}) == ast.literal_eval(text)
 
 
 def test_mathvista_by_hand():
@@ -636,8 +644,8 @@ def test_unequal_numbers_of_responses_and_rows():
     assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
     assert len(pair_predictions("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
-    with_images = [row | {"pictures": "a"} for row in rows]
-    assert len(pair_predictions("aime24", with_images, [row | {"pictures": "b"} for row in rows])) == 0
+    with_images = [row | {"image_digest": "a"} for row in rows]
+    assert len(pair_predictions("aime24", with_images, [row | {"image_digest": "b"} for row in rows])) == 0
 
 
 def test_other_settings_start_anew(tmp_path, capsys):
@@ -650,6 +658,37 @@ def test_other_settings_start_anew(tmp_path, capsys):
     open_progress(tmp_path / "o", {"n": 2, "seed": 0})
     assert read_jsonl(path) == [{"n": 2, "seed": 0}] and read_jsonl(path.with_suffix(".old")) == rows
     assert "predictions.old was sampled with different n" in capsys.readouterr().err
+
+
+def test_an_evaluation_resumes_with_the_same_template_and_images_only(tmp_path):
+    """The images of a table are named alike in every process."""
+    (tmp_path / "t.jinja").write_text("{{ content }}")
+    cfg = Config(model="m", data="rows", task="vqa", template=str(tmp_path / "t.jinja"))
+    cell = Cell(None, 3, "images", 0, functools.partial(print, object()))
+    samples = [Sample("q", "1", [cell], "row 4")]
+    key = evaluate.resume_key(cfg, samples)
+    other = replace(cell, locate=functools.partial(print, object()))
+    assert evaluate.resume_key(cfg, [replace(samples[0], images=[other])]) == key
+    (tmp_path / "t.jinja").write_text("{{ content }}!")
+    assert evaluate.resume_key(cfg, samples) != key
+
+
+def test_saved_answers_are_read_as_those_of_rows_are(tmp_path):
+    """A table with an empty cell makes floats of whole numbers; what no completion can match is refused."""
+    row = {"prompt": "How many?", "response": "A photo of 3 apples"}
+    saved = write_jsonl(tmp_path / "p.jsonl", [row | {"answer": 3.0}])
+    evaluate.main(Config(predictions=saved, task="count", output=str(tmp_path / "o")))
+    assert json.loads((tmp_path / "o" / "scores.json").read_text())["exact_match"] == 1.0
+    bad = write_jsonl(tmp_path / "bad.jsonl", [row | {"answer": "many"}])
+    with pytest.raises(UserError, match="the answer 'many' contains no whole number"):
+        evaluate.main(Config(predictions=bad, task="count", output=str(tmp_path / "o")))
+
+
+def test_a_comparison_does_not_overwrite_its_baseline(tmp_path):
+    saved = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}])
+    evaluate.main(Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o")))
+    with pytest.raises(ValueError, match="output would overwrite the baseline's predictions"):
+        Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o"), baseline=f"{tmp_path}/./o")
 
 
 def test_an_evaluation_in_4_bits_is_not_resumed_in_another_precision():

@@ -597,6 +597,10 @@ def test_a_full_quota_is_reported(tmp_path, tiny_model, archive):
     try:
         file = service.upload(archive)
         assert "--max_storage allows" in service.upload(archive, status=507)["detail"]
+        with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2]))) as connection:
+            head = "POST /upload-data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+            connection.sendall(f"{head}Content-Length: {2 * len(archive)}\r\n\r\n".encode())
+            assert b"507" in connection.recv(100), "it must be refused before the body arrives"
         assert len(service.call("GET", "/files", 200).json()) == 1
         (service.folder / "jobs" / "old").write_bytes(archive)
         body = {"job_name": "a job", "data_file_id": file["file_id"]}
@@ -697,6 +701,8 @@ def test_the_same_request_resumes_an_ended_job(tmp_path):
     store._update(job, status="failed", error_message="e")
     assert store.add_or_resume(**request)[0].job_id == job.job_id
     assert store.job(job.job_id).error_message is None
+    shutil.rmtree(store.job_folder(job.job_id))  # by an administrator who needs the space
+    assert store._is_alive(store.job(job.job_id)) is False
 
 
 def test_elsewhere_a_token_is_needed(tmp_path, tiny_model):
@@ -732,6 +738,9 @@ def test_a_token_of_any_letters_opens_the_page():
     assert authorised(f"token={quoted}")
     assert authorised(cookie=f"a=b; token={quoted}")
     assert authorised(authorization=f"bearer {token}")
+    access.token = "tökén"  # an HTTP client sends it as UTF-8, and the server reads the bytes as Latin-1
+    assert authorised(authorization="bearer tökén")
+    access.token = token
     assert not authorised("token=", cookie="token=x", authorization="Basic x")
 
 
