@@ -33,6 +33,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 from PIL import Image
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -49,6 +50,7 @@ from common import cli, console, distributed, errors, files
 from data import load_split
 from demo import tiny
 from policy.families import language_model, routed_experts
+from policy.model import Policy
 from training.prompt_stream import PromptStream
 from training.run import Run, set_up
 
@@ -105,6 +107,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self.flags, self.steps, self.prompts, self.generations)
+        if self.peer and (self.generations != 8 or "W1" not in self.workloads):
+            raise ValueError("peer: the other trainer runs W1 with 8 completions per prompt")
 
 
 def check_config(flags: tuple[str, ...], *counts: int) -> None:
@@ -215,11 +219,17 @@ def make_data(folder: pathlib.Path, side: int, rows: int) -> str:
     return str(path)
 
 
-def limits(config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: float) -> dict[str, float]:
+def limits(
+    config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: float, policy: Policy
+) -> dict[str, float]:
     """Return the seconds that each phase would take at the hardware limits, calculated from the shapes alone.
 
-    With several GPUs, each GPU has an equal fraction of the prompts.
+    With several GPUs, each GPU has an equal fraction of the prompts. `policy` tells which weights are trained, and how
+    many of them this GPU holds.
     """
+    decoder = list(language_model(policy.model).parameters())
+    trained = sum(p.numel() for p in decoder if p.requires_grad) / sum(p.numel() for p in decoder)
+    held_here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in decoder if p.requires_grad)
     t = config.text_config
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -244,8 +254,8 @@ def limits(config: PreTrainedConfig, cfg: Config, side: int, tokens: int, beta: 
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
         "reference": forward / MATMUL if beta else 0.0,
-        "train": 3 * forward / MATMUL,
-        "optimizer": 28 * (held + lm_head) / BANDWIDTH,
+        "train": (2 + trained) * forward / MATMUL,
+        "optimizer": 28 * held_here / BANDWIDTH,
     }
 
 
@@ -293,7 +303,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         means = {key: value for key, value in means.items() if np.isfinite(value)}
         means["memory_gib"] = max(row["memory_gib"] for row in rows)  # including the warm-up step
         config = AutoConfig.from_pretrained(folder / cfg.shape)
-        means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"])
+        means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"], run.policy)
         means["of_the_limit"] = means["step_time"] / sum(means["limits"].values())
         means["completions_per_second"] = cfg.prompts * cfg.generations / means["step_time"]
         means["tokens_per_second"] = means["completions_per_second"] * work["tokens"]

@@ -166,7 +166,8 @@ def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occu
     warm_up = cfg.warm_up if oversample > 1 else 0
     steps = warm_up + cfg.steps
     restart(run, data, oversample, steps)
-    rows, timeline, full = [], [], min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations)
+    rows, timeline = [], []
+    full = min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations // distributed.world_size())
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
         row = grpo.train_step(run) if step >= warm_up else sample_only(run)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import evaluate
+import grpo
 from common.errors import UserError
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
@@ -24,6 +25,7 @@ from grpo import (
     token_weights,
     training_groups,
 )
+from packing import PackedBatch, TokenValues
 from training.guards import is_spike
 from training.losses import importance_weights
 from training.run import resolve_loss
@@ -204,6 +206,23 @@ def test_dual_clip_bounds_the_ratio_of_negative_advantages():
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert grad_of("cispo", 3.0, +1.0, clip_low=1.0, clip_high=4.0)[0] == pytest.approx(-5.0)  # weight capped at 1 + 4
     assert grad_of("cispo", 0.5, +1.0, clip_low=1.0, clip_high=4.0)[0] == pytest.approx(-math.exp(0.5))
+    assert [grad_of("cispo", x, 1.0, clip_low=1.0, clip_high=4.0)[1]["clip_ratio"] for x in (3.0, 0.5)] == [1, 0]
+
+
+@pytest.mark.parametrize("old", ["policy", "sampler"])
+def test_what_the_ratio_and_the_importance_weight_compare(old):
+    """π_θ / π_old = 4 and π_old / π_sampler = 1.5; with the sampler as π_old, the ratio is 6 and the weight 1."""
+    cfg = Config(data="x", num_iterations=2, old_logp=old, clip_high=100.0, importance_cap=2.0)
+    resolve_loss(cfg)
+    one, no = torch.ones(1), torch.zeros(1, dtype=torch.bool)
+    trainer_logp = math.log(1.5) - 3 * one
+    logp = (trainer_logp + math.log(4)).requires_grad_()
+    values = TokenValues(-3 * one, one, one, no, no, trainer_logp if old == "policy" else None)
+    batch = PackedBatch(None, None, None, None, None, torch.zeros(1).long(), [1], values, {}, None)
+    loss, stats = grpo.batch_loss(cfg, batch, logp)
+    loss.backward()
+    assert logp.grad.item() == pytest.approx(-4 * 1.5)
+    assert not stats["importance_capped"]
 
 
 def test_first_update_is_the_plain_policy_gradient():

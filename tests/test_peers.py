@@ -272,11 +272,10 @@ def needs(*peers: str) -> None:
             pytest.skip(f"{peer} is not installed: the first lines of this file say how to install it")
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-@pytest.mark.parametrize("peer", ["trl", "verl"])
+@pytest.mark.parametrize(
+    ("case", "peer"), [pytest.param(case, peer, id=f"{case.name}-{peer}") for case in cases() for peer in case.peers]
+)
 def test_loss_and_gradient_agree(case, peer):
-    if peer not in case.peers:
-        pytest.skip(f"{peer} does not have this option")
     needs(peer, *(["verl"] if case.importance else []))
     for seed in range(BATCHES):
         assert max(difference(case, Batch(seed), peer)) < BOUND, seed

@@ -5,10 +5,11 @@ import torch
 
 from common import distributed
 from config import PolicyFlags
+from packing import pack
 from policy import batches
-from policy.model import load_policy
+from policy.model import Policy, load_policy
 from policy.sharding import apply_fsdp
-from tests.helpers.models import make_group
+from tests.helpers.models import build, make_group
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -37,3 +38,15 @@ def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, monkeypatch, flag
     for name, gradient in want.items():
         assert got[name].dtype == gradient.dtype == torch.float32, name
         assert torch.equal(got[name], gradient), name
+
+
+def test_operations_by_hand():
+    """Two layers of 64 dimensions, an MLP of 128, 256 tokens; a prompt of 9 tokens, completions of 5 and 3."""
+    policy = Policy(build("qwen2_5"))
+    batch = pack([make_group(policy.model, "qwen2_5", 9, [], [5, 3], torch.Generator().manual_seed(0))])
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    pairs = 9 * 9 / 2 + 5 * 9 + 5 * 5 / 2 + 3 * 9 + 3 * 3 / 2
+    forward = 2 * (matrices * 17 + 64 * 256 * 8) + 4 * 2 * 64 * pairs
+    assert batches.flop_counter(policy)(batch) == pytest.approx(3 * forward, rel=0.01)
+    policy.requires_grad_(False)
+    assert batches.flop_counter(policy)(batch) == pytest.approx(2 * forward, rel=0.01)

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -364,3 +365,23 @@ def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tiny_model, shapes, tm
         (tmp_path / name).touch()
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, overwrite=True))
     assert verify_checkpoint(tmp_path / "checkpoint-1") is None and (tmp_path / "final").is_dir()
+
+
+SETTINGS = ["lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit", "reward", "drop_last"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_must_not_change(name, tmp_path):
+    with pytest.raises(UserError, match=f"{name} was 1, is 2"):
+        checkpoint._check_settings(tmp_path, {name: 1}, {name: 2})
+
+
+def test_global_generators_continue_where_a_checkpoint_left_them():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    states = checkpoint.random_states()
+    first = draw()
+    assert draw() != first
+    checkpoint.restore_random_states(states)
+    assert draw() == first

@@ -158,6 +158,8 @@ def trained(monkeypatch) -> list[list[str]]:
 
     def recorded(run, groups, advantages):
         steps.append([group.sample.source for group in groups])
+        if run.cfg.oversample > 1:
+            assert all(sum(r.tokens_by_step.values()) == len(r.ids) for group in groups for r in group.rollouts)
         return make_minibatches(run, groups, advantages)
 
     monkeypatch.setattr(grpo, "make_minibatches", recorded)
@@ -171,6 +173,7 @@ def test_every_prompt_is_trained_on_once_and_in_time(brief_model, shapes, tmp_pa
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(rows) == len(trained) == 6
     assert set(counts.values()) == {2} and len(counts) == 12
+    assert rows[0]["partial/tokens_of_age_0"] == 1
     assert any(row["partial/tokens_of_age_1"] for row in rows)
     assert any(row["partial/groups_unfinished"] for row in rows)
     for row in rows:

@@ -9,7 +9,7 @@ from common import distributed
 from common.errors import StepFailed, UserError
 from data import encode_prompts, load_processor, load_samples
 from training.partial_rollouts import Drawn
-from training.prompt_stream import PromptStream, _epoch_order, row_at
+from training.prompt_stream import PromptStream, _epoch_order, prompt_seed, row_at
 
 
 @pytest.fixture
@@ -79,3 +79,7 @@ def test_drop_last_needs_a_full_batch(stream):
     assert PromptStream(stream.samples, stream.processor, 0, batch=5, drop_last=True).epoch_length == 10
     with pytest.raises(UserError, match="--drop_last drops every row: prompts_per_step is 13, and there are 12 rows"):
         PromptStream(stream.samples, stream.processor, 0, batch=13, drop_last=True)
+
+
+def test_prompts_at_different_positions_have_different_seeds():
+    assert len({prompt_seed(seed, position) for seed in range(3) for position in range(100)}) == 300
