@@ -35,11 +35,11 @@ import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
 from common.files import partial_path
-from common.records import TAG, Cell, Folder, ImageSource, Prompt, Sample
+from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample
 from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
-from inputs.rows import Problem, Row, data_sets, easyr1_row, read_rows, save_images, write_parquet
+from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family, load_image_processor
 
 
@@ -264,7 +264,7 @@ def load_split(
 
 
 def validate_rows(
-    rows: list[Row],
+    rows: list[Sample | Problem],
     data: str,
     task: str | None,
     processor: Processor | None = None,
@@ -327,7 +327,7 @@ def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
 
 
 def _check_row(
-    task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Row
+    task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Sample | Problem
 ) -> tuple[str | None, str, int]:
     """Return why the row cannot be used (None if it can), its key, and its number of prompt tokens.
 
@@ -357,7 +357,7 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
     except FileNotFoundError as error:
         raise ValueError(f"no image at {str(error.filename or source)[:200]}") from None
     except ValueError as error:
-        name = f"image {str(source)[:200]}" if isinstance(source, str | Folder | Cell) else "an image"
+        name = f"image {str(source)[:200]}" if isinstance(source, str | AnyPath | Cell) else "an image"
         raise ValueError(f"{name}: {error}") from None
     return key
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the service reads rows too, and importing torch would delay
     from torch import Tensor
 
 TAG = "<image>"  # marks an image in a data set's prompt; replaced by the tokenizer's own placeholder
-Folder = pathlib.Path | zipfile.Path
+AnyPath = pathlib.Path | zipfile.Path  # of a file or a folder, on disk or in a ZIP
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Cell:
     row: int
     column: str
     index: int | None  # index in the cell's list of images; None if the cell holds a single image
-    locate: Callable[[str], Folder]  # returns where an image is, given its path in the cell
+    locate: Callable[[str], AnyPath]  # returns where an image is, given its path in the cell
 
-    def read(self) -> bytes | Folder | None:
+    def read(self) -> bytes | AnyPath | None:
         """Read the image's encoded bytes, or its path if the cell has no bytes."""
         image = self.table[self.row][self.column][0]
         image = (image if self.index is None else image[self.index]).as_py()
@@ -49,7 +49,7 @@ class Cell:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource = str | Folder | bytes | dict | Image.Image | Cell
+ImageSource = str | AnyPath | bytes | dict | Image.Image | Cell
 
 
 @dataclass

@@ -25,6 +25,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None
     labels = [f"{column} {name} ({parts[column][name]['n']})" for column, name in subsets]
     if not is_mme:
         labels.insert(0, "all")
+    labels = [label.replace("$", r"\$") for label in labels]  # matplotlib would read mathematics between two of them
     positions = np.arange(len(labels))
     figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * len(labels)), layout="constrained")
     series = [("model", scores, "#0b7a75", 0.0)]

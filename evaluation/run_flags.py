@@ -24,7 +24,7 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
     `given`: the names of the user's own flags. Without --benchmark, the task is the run's, and without --data, the rows
     are the run's held-out rows. Exits with a one-line error if `run` holds no trained model or if there are no rows.
     """
-    if not (run / "final").is_dir():
+    if not ((run / "final").is_dir() and (run / "config.json").is_file()):
         sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")
     config = json.loads((run / "config.json").read_text())
     flags = {"model": f"{run}/final", "baseline": config["model"]}

@@ -37,7 +37,7 @@ from PIL import Image
 from common import console, hub
 from common.errors import UserError
 from common.files import partial_path
-from common.records import TAG, Cell, Folder, ImageSource, Sample
+from common.records import TAG, AnyPath, Cell, ImageSource, Sample
 from config import Columns
 from inputs.images import UNREADABLE, decode_image, read_source
 
@@ -58,7 +58,7 @@ IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
-Locate = Callable[[str], Folder]  # returns where an image is, given its path in the row
+Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
 
 
 class RowError(ValueError):
@@ -72,10 +72,7 @@ class Problem(NamedTuple):
     message: str
 
 
-Row = Sample | Problem
-
-
-def read_rows(data: str, image_dir: str | None = None, columns: Columns | None = None) -> Iterator[Row]:
+def read_rows(data: str, image_dir: str | None = None, columns: Columns | None = None) -> Iterator[Sample | Problem]:
     """Yield the rows of `data` in order. Raises UserError when a data set cannot be read at all."""
     columns = columns or Columns()
     for source_index, spec in enumerate(data_sets(data)):
@@ -135,7 +132,7 @@ def raw_rows(
         yield source, row, locate
 
 
-def _locate(folders: Sequence[Folder], image: str) -> Folder:
+def _locate(folders: Sequence[AnyPath], image: str) -> AnyPath:
     """Return the path of `image` in the first folder that has it, or in the first folder if none has it."""
     for folder in folders:
         with contextlib.suppress(OSError):  # for example, a file name that is too long
@@ -144,7 +141,7 @@ def _locate(folders: Sequence[Folder], image: str) -> Folder:
     return folders[0] / image
 
 
-def _read_text(path: str | Folder) -> str:
+def _read_text(path: str | AnyPath) -> str:
     """Read a UTF-8 text file that the user named with `--data`. Raises UserError when it cannot be read."""
     try:
         return (pathlib.Path(path) if isinstance(path, str) else path).read_text(encoding="utf-8-sig")
@@ -541,7 +538,7 @@ def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
         raise UserError(f"{path} holds a file twice: pack it again")
 
 
-def _counting_rows(path: Folder, columns: Columns) -> Iterator[tuple[str, dict | RowError]]:
+def _counting_rows(path: AnyPath, columns: Columns) -> Iterator[tuple[str, dict | RowError]]:
     """Yield the rows of main.csv under the column names that `parse_row` expects."""
     image, prompt = columns.images or "images_path", columns.prompt or "question"
     reader, num_blank = csv.reader(io.StringIO(_read_text(path)), strict=True), 0

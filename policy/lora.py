@@ -113,8 +113,11 @@ def load_adapter(
     """
     from peft import set_peft_model_state_dict
 
-    config, tensors = _with_current_names(config, tensors, model, source)
-    tuner = _inject(model, config, names)
+    try:
+        config, tensors = _with_current_names(config, tensors, model, source)
+        tuner = _inject(model, config, names)
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise UserError(f"{source}/adapter_config.json has a wrong value ({str(error).splitlines()[0]})") from None
     for name in names:
         try:
             with warnings.catch_warnings(action="ignore"):  # warns about a model on the meta device

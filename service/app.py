@@ -166,6 +166,7 @@ def store_upload(state: State, path: pathlib.Path, file: UploadFile) -> dict:
     with path.open("wb") as target:
         shutil.copyfileobj(file.file, target)
     name = (file.filename or "").replace("\\", "/").rpartition("/")[2][:200] or "data.zip"
+    name = name.encode(errors="replace").decode()  # half a surrogate pair could not be stored
     contents = call_worker(state, INSPECT_ZIP, f"{name} could not be checked", path=str(path), name=name)
     if "error" in contents:
         raise HTTPException(400, contents["error"])

@@ -434,6 +434,8 @@ def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
         ),
         ({"lora_bias": True}, None, r"with lora_bias, which is not supported"),
         ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
+        ({"lora_alpha": None}, None, r"adapter_config.json has a wrong value \(unsupported operand"),
+        ({"alpha_pattern": {"(": 3}}, None, r"adapter_config.json has a wrong value \(missing \)"),
         ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
         ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; only LoRA is supported"),
         (

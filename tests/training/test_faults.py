@@ -35,6 +35,7 @@ from training.checkpoint import Saver
 from training.guards import describe_nonfinite
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
+from training.trackers import Trackers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -516,6 +517,17 @@ def test_the_longest_line_of_a_step_fits_on_a_terminal(tmp_path, capsys):
         "step 999/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  1:40:00 left",
         "step 1000/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  held-out 0.996",
     ]
+
+
+def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, monkeypatch):
+    """W&B would lose the last rows: after an error, the process ends without exit handlers."""
+    closed = []
+    monkeypatch.setattr(Trackers, "close", lambda _, failed: closed.append(failed))
+    grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
+    monkeypatch.setattr(grpo, "train_step", lambda run: run.interrupted.append(signal.SIGTERM) or {})
+    with pytest.raises(RunStopped, match="stopped after step 1"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=2))
+    assert closed == [False, True]
 
 
 def test_full_gpu_memory_is_reported_once_and_not_for_the_step_that_compiles(tmp_path, capsys):
