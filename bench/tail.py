@@ -258,7 +258,8 @@ def main(cfg: Config) -> None:
     if console.is_main():
         show(results)
         lengths = f"lengths: median {cfg.median:g}, σ {cfg.sigma:g}, at most {cfg.cap}"
-        report = speed.provenance() | {"settings": asdict(cfg), "oversample": results}
+        numbers = [{name: value for name, value in result.items() if name != "timeline"} for result in results]
+        report = speed.provenance() | {"settings": asdict(cfg), "oversample": numbers}
         speed.write_report(report, cfg.results, "tail")
         if cfg.draw:
             model = f"{cfg.shape} model on {report['gpus']} x {report['machine']}, {report['date']}"
