@@ -448,7 +448,7 @@ def test_duplicates_are_left_out_with_skip_bad_rows(folder, capsys):
     row = {"prompt": "q", "answer": "1", "images": ["images/0.png"]}
     path = jsonl(folder / "d.jsonl", row, row | {"images": ["images/1.png"]}, row)
     assert len(load_samples(path, "math")) == 3
-    assert "duplicate rows (kept" in capsys.readouterr().err
+    assert "1 duplicate rows (kept; --skip_bad_rows leaves them out): " in capsys.readouterr().err
     assert len(load_samples(path, "math", skip_bad_rows=True)) == 2
     err = capsys.readouterr().err
     assert "duplicate rows (left out): " in err
