@@ -62,22 +62,21 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
+COUNT_REWARDS = (1.0, 0.85, 0.7, 0.4, 0.3, 0.2)  # at a distance of 0, 1, ... from the gold count
+
 
 def count_reward(completion: str, answer: str | int, **_: object) -> float:
     """Score how close the count is to the gold count; range {0, 0.2, 0.3, 0.4, 0.7, 0.85, 1}.
 
-    At distance d from the gold count, the reward is 1 for d = 0, 0.85 for d = 1, 0.7 for d = 2, 0.5 − 0.1·(d − 2) for
-    d = 3 to 5, and 0 for larger distances or if there is no number. Example: "A photo of 12 apples" scores 0.7 if the
-    gold answer is "A photo of 10 apples". Guards against listing many numbers (only the first counts), counting in the
-    think block, and hedging with a decimal.
+    `COUNT_REWARDS` has the reward at each distance from the gold count; it is 0 at larger distances, or if there is no
+    number. Example: "A photo of 12 apples" scores 0.7 if the gold answer is "A photo of 10 apples". Guards against
+    listing many numbers (only the first counts), counting in the think block, and hedging with a decimal.
     """
     count, gold = first_count(completion), first_count(str(answer))
     if count is None or gold is None:
         return 0.0
     d = abs(count - gold)
-    if d <= 2:
-        return (1.0, 0.85, 0.7)[d]
-    return round(0.5 - 0.1 * (d - 2), 4) if d <= 5 else 0.0
+    return COUNT_REWARDS[d] if d < len(COUNT_REWARDS) else 0.0
 
 
 def count_format(completion: str, **_: object) -> float:
