@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -63,7 +62,7 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     return variables
 
 
-def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
+def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any]) -> str:
     """Write `messages` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
 
     `variables`: further variables of the template. Some templates ignore text that is not in a list of parts. Raises

@@ -13,7 +13,7 @@ from inputs.images import decode_image
 MAX_ROWS = 100  # maximum number of rows under each heading of the page
 
 
-def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None = None) -> None:
+def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None) -> None:
     """Draw scores.png: the total with its interval and the score of each subset, next to those of the baseline."""
     import matplotlib.pyplot as plt
 

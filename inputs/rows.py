@@ -432,7 +432,7 @@ def _json_values(path: pathlib.Path) -> Iterator[tuple[int, object]]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def open_table(name: str, split: str | None, default_split: str = "train") -> "datasets.Dataset":
+def open_table(name: str, split: str | None, default_split: str) -> "datasets.Dataset":
     """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub.
 
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is

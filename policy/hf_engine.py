@@ -32,12 +32,12 @@ Tokenizer = transformers.PreTrainedTokenizerBase
 class HFEngine:
     """Batched sampling with transformers and a KV cache."""
 
-    def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer, max_sequences: int = 512):
+    def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer):
         prepare_experts(model)
         self.model, self.device = model, model.device
         self.tokenizer = tokenizer
         self.stop = torch.tensor(stop_tokens(model.generation_config, model.config, tokenizer))
-        self.max_sequences = max_sequences
+        self.max_sequences = 512  # fewer once memory has run out; see `_halve_batch`
 
     def sync_weights(self, policy: Policy) -> None:
         parameters = dict(self.model.named_parameters())

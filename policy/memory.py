@@ -232,7 +232,7 @@ class MemoryBudget:
 
 
 def measure_memory(
-    policy: Policy, flags: PolicyFlags, device: torch.device, limit: float = 0.0, sharding: str = "full"
+    policy: Policy, flags: PolicyFlags, device: torch.device, limit: float, sharding: str
 ) -> MemoryBudget:
     """Return the memory budget of this process. `limit`: GiB that the run may use on the GPU (0: no limit)."""
     torch.cuda.empty_cache()

@@ -74,7 +74,7 @@ def plan_transfers(costs_by_rank: list[list[GroupCost]]) -> list[Transfer]:
         transfers.append(Transfer(group.group_index, source, target, count))
 
 
-def rebalance(groups: list[Group], vision_cost: float = 0.0) -> list[Group]:
+def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
     """Return this process's groups after the planned transfers. Call it on every process.
 
     `vision_cost` is what the vision tower costs for an image token, in tokens of the decoder stack; it is 0 when the
