@@ -383,7 +383,8 @@ class GRPOFlags:
     samples on until all completions can be trained on in time, so nothing is dropped."""
 
     loss_type: str = "grpo"
-    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`."""
+    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`. Dr. GRPO itself also needs
+    scale_rewards none."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
     gdpo: bool = False
@@ -401,7 +402,8 @@ class GRPOFlags:
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     unbiased_kl: bool = False
-    """Multiply the KL estimate by the ratio, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Multiply the KL estimate by each token's ratio, so that its gradient is unbiased if π_old has sampled the tokens
+    (DeepSeek-V3.2, arXiv:2512.02556); with oversample, set old_logp to sampler for that."""
     old_logp: Literal["policy", "sampler"] = "policy"
     """Source of the log-probabilities under π_old: the trainer (policy) or the sampler. With policy, a step that has
     several updates needs one more forward pass."""
@@ -466,12 +468,16 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
             require(self.tensor_parallel == 1, "oversample needs tensor_parallel 1: leave one of them out")
             draws_more = round(self.oversample * self.prompts_per_step) > self.prompts_per_step
             require(draws_more, "oversample is too small to draw another prompt: raise it or leave it out")
-            by_token = self.importance_cap > 0 and self.importance_mode == "token_truncate"
-            require(
-                by_token or self.old_logp == "sampler",
-                "oversample needs an importance weight for each token: leave importance_cap above 0 and "
-                "importance_mode at token_truncate, or set old_logp to sampler",
-            )
+            self.check_stale_tokens("oversample needs")
+
+    def check_stale_tokens(self, what: str) -> None:
+        """Raise ValueError if the loss would not correct for tokens that an earlier step sampled."""
+        by_token = self.importance_cap > 0 and self.importance_mode == "token_truncate"
+        require(
+            by_token or self.old_logp == "sampler",
+            f"{what} an importance weight for each token: leave importance_cap above 0 and "
+            "importance_mode at token_truncate, or set old_logp to sampler",
+        )
 
     @property
     def updates_per_step(self) -> int:

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
     ARGS = cli.parse(Config, with_recipe)
 
 import functools
-import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
@@ -56,7 +55,7 @@ from training.losses import (
 from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
 from training.partial_rollouts import Drawn, StoppingRule, partial_metrics, sample_until_whole, saved_state
 from training.prompt_stream import prompt_seed
-from training.run import Run, set_up
+from training.run import Run, freeze_garbage_collector, set_up
 
 __all__ = ["LOSSES", "Loss", "LossOptions"]  # for your own loss; see README.md
 
@@ -131,12 +130,13 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 
     With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
     ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; `unbiased_kl` multiplies it by
-    r, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight on the
-    objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an unknown loss type.
+    each token's r, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant
+    weight on the objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an
+    unknown loss type.
     """
     loss_type = get_loss(options.loss_type)
     counted = weights > 0  # blank micro-batches hold placeholder values, which must stay finite
-    log_ratio = torch.where(counted, logp - old_logp, 0.0)
+    token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
         log_ratio = mean_by_row(log_ratio, row_of_token)
     objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, row_of_token, options)
@@ -146,7 +146,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
     kl = torch.zeros_like(logp)
     if options.beta:
         kl = kl_estimate(logp, torch.where(counted, ref_logp, logp))
-        per_token = per_token + options.beta * (kl * log_ratio.exp() if options.unbiased_kl else kl)
+        per_token = per_token + options.beta * (kl * token_log_ratio.exp() if options.unbiased_kl else kl)
     stats = {"tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum(), "kl": (kl * counted).sum().detach()}
     return (weights * per_token).sum(), stats
 
@@ -157,6 +157,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
     cfg, run.clock, run.updates = run.cfg, Clock(), 0
+    raise_if_interrupted(run)  # a signal may have come during an evaluation or a save: do not sample first
     with run.clock("sync"):
         run.engine.wake_up()
         run.engine.sync_weights(run.policy)  # line 6: π_old ← π_θ
@@ -188,17 +189,6 @@ def train_step(run: Run) -> dict[str, float]:
     )
 
 
-@functools.cache  # once
-def freeze_garbage_collector() -> None:
-    """Exclude everything that is alive after the first step from further garbage collections.
-
-    Most of it was made by torch.compile and lives as long as the run. Otherwise, vLLM would search it for garbage
-    whenever it goes to sleep. A second run in the same process could not free the memory of the first one's models.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +211,10 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
         rounds.append(rewards)
         check_scored(run, concatenate(rounds))
         local |= {first + group.index: group for group in groups}
-        usable = [first + i for i, varied in enumerate(is_varied(rewards.raw)) if varied or not cfg.dynamic_sampling]
+        varied = is_varied(rewards.raw)
+        if cfg.gdpo:  # rewards can differ although their weighted sums do not; `weights` has no overlong penalty
+            varied = gdpo_advantages(rewards.parts, run.scorer.weights, cfg.scale_rewards).any(dim=1)
+        usable = [first + i for i, differ in enumerate(varied) if differ or not cfg.dynamic_sampling]
         kept += usable[: cfg.prompts_per_step - len(kept)]
         if len(kept) == cfg.prompts_per_step:
             break
@@ -414,6 +407,8 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
             run.policy, run.micro_batch_tokens, lambda budget: accumulate(run, groups, budget)
         )
         stats = distributed.reduce_stats(sums)
+    if run.updates and cfg.old_logp == "sampler":  # the policy has changed, so its distance from the sampler has, too
+        stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
     grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
     is_empty = not grad_norm  # AdamW's momentum would still move the weights
@@ -496,6 +491,8 @@ def train(run: Run) -> None:
     cfg, run.interrupted = run.cfg, signals.defer_signals()
     if run.eval_due:
         finish_step(run, {})
+    if run.steps_left <= 0:
+        console.log(f"nothing left to train after step {run.step}; to go on, raise --epochs or --max_steps")
     while run.steps_left > 0:
         metrics = step_or_save(run)
         run.step += 1

@@ -63,6 +63,8 @@ def merge_lora(
     if target.exists():
         raise UserError(f"--output_path {output_path!r} already exists: remove it or choose another folder")
     base = _folder(base_model, cache_dir)
+    if (pathlib.Path(base) / "adapter_config.json").is_file():
+        raise UserError(f"--base_model {base_model!r} is an adapter: give it as --lora_model, and its base here")
     load_config(base)  # raises if the base cannot be used
     output_dtype = saved_dtype(base) if dtype == "auto" else getattr(torch, dtype)
     partial = partial_path(target)

@@ -5,9 +5,11 @@ Every script ends with `run(main, parse(Config))`. A user's mistake (a missing f
 traceback is printed.
 """
 
+import dataclasses
 import errno
 import functools
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -49,7 +51,19 @@ def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"
+    _refuse_values_of_switches(config, arguments)
     return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
+
+
+def _refuse_values_of_switches(config: type, arguments: list[str]) -> None:
+    """End the script if a flag is given true or false, as in TRL and verl."""
+    switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, _, value = argument.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in switches and (value or following).lower() in ("true", "false"):
+            console.log(f"error: --{name} takes no value: write --{name} or --no_{name}")
+            sys.exit(2)
 
 
 def as_arguments(flags: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import time
 
 from common import console, distributed
 
+SAME_REQUEST = 5.0  # seconds in which a repeated signal is the same request: torchrun forwards those it gets
 PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
@@ -18,13 +19,22 @@ def defer_signals() -> list[int]:
     The caller checks the list at points where it can save and stop.
     """
     received: list[int] = []
+    first_at: dict[int, float] = {}
+    under_torchrun = "GROUP_RANK" in os.environ
 
     def record(number: int, _: object) -> None:
+        now = time.monotonic()
+        is_repeated = now - first_at.setdefault(number, now) > SAME_REQUEST
+        if is_repeated or not under_torchrun:
+            signal.signal(number, signal.SIG_DFL)
+        if is_repeated:
+            os.kill(os.getpid(), number)
+        if number in received:  # Slurm and systemd signal every process, and torchrun forwards the signal again
+            return
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)
         console.log("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
 
-    if "GROUP_RANK" in os.environ:  # set by torchrun
+    if under_torchrun:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         # Python runs signal handlers only between bytecodes; the wake-up socket also works during a long call.

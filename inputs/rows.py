@@ -111,6 +111,10 @@ def raw_rows(
         name, split = spec.rsplit("@", 1)
     path = pathlib.Path(name)
     suffix = "" if path.is_dir() else path.suffix.lower()
+    if suffix == ".csv" and path.is_file():
+        raise UserError(
+            f"{name!r} is a CSV file: give the folder of a main.csv, and other tables as .jsonl or .parquet"
+        )
     if path.is_file() != (suffix in FILE_TYPES) or suffix == ".csv":
         raise UserError(f"no data at {name!r}: it is not a folder or a .jsonl, .json, .parquet or .zip file")
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
@@ -210,7 +214,8 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
     """Pop prompt, answer and system prompt from the row; return them and the images inside the prompt."""
     name = _column(row, PROMPT_COLUMNS, columns.prompt)
     if name is None:
-        raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {', '.join(row)})")
+        names = ", ".join(row) or "none; a folder of images needs a main.csv"
+        raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {names})")
     prompt, system, images = row.pop(name), None, []
     if isinstance(prompt, list):
         prompt, system, images = _chat(prompt)

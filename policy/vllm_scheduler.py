@@ -112,6 +112,10 @@ class DecodeScheduler(AsyncScheduler):
         LogprobsProcessor._update_sample_logprobs = extend_logprobs  # every request of `rollout.py` has flat_logprobs
         self.batch: Batch | None = None
         self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
+        # Block sizes of the KV cache groups in which a running request can need another block. The states of linear
+        # attention have one block per request, whose size is the maximum length of a request.
+        sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
+        self.growing = [size for size in sizes if size < self.max_model_len]
         self.interruptions = 0  # number of times that a request lost its memory and had to be computed anew
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -166,8 +170,7 @@ class DecodeScheduler(AsyncScheduler):
         members = [member for member in map(self._member, self.running) if member.tokens_left > 0]
         if not members:
             return None
-        block_sizes = (group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
-        return Batch(members, math.gcd(*block_sizes))
+        return Batch(members, math.gcd(*self.growing) or self.max_model_len)
 
     def _member(self, request: Request) -> Member:
         """Return the request as a member of a batch. If no tokens are left, its last one has been scheduled."""
@@ -190,7 +193,7 @@ class DecodeScheduler(AsyncScheduler):
         groups = self.kv_cache_config.kv_cache_groups
         blocks = sum(math.ceil(request.num_tokens / group.kv_cache_spec.block_size) for group in groups)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return blocks + len(self.running) * len(groups) <= free_blocks
+        return blocks + len(self.running) * len(self.growing) <= free_blocks
 
     def _only_decodes(self, request: Request, stop_token_ids: list[int] | None) -> bool:
         """Return whether all that the next iteration has to do for the request is to decode one token."""
@@ -213,7 +216,7 @@ class DecodeScheduler(AsyncScheduler):
     def _can_continue(self, batch: Batch) -> bool:
         """Return whether the next iteration is like the one before."""
         due = len(batch.needs_block_at.get(batch.scheduled % batch.block_size, ()))
-        blocks = due * len(self.kv_cache_config.kv_cache_groups)
+        blocks = due * len(self.growing)
         return (
             bool(batch.active)
             and not self._admits_more()

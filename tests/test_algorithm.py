@@ -261,6 +261,22 @@ def test_the_unbiased_kl_has_the_gradient_of_the_kl():
         assert torch.allclose(got, want, atol=1e-6) == unbiased
 
 
+def test_the_unbiased_kl_of_gspo_has_the_ratios_of_tokens():
+    logp = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    old, ref, zero, row = (
+        torch.tensor([-1.2, -1.0, -0.6]),
+        torch.tensor([-0.7, -1.5, -0.9]),
+        torch.zeros(3),
+        torch.zeros(3),
+    )
+    gradients = []
+    for loss_type in ("grpo", "gspo"):
+        options = LossOptions(loss_type=loss_type, beta=1.0, unbiased_kl=True)
+        loss, _ = grpo_loss(logp, old, zero, torch.ones(3), row.long(), options, ref)
+        gradients += torch.autograd.grad(loss, logp)
+    assert torch.equal(*gradients)
+
+
 def test_tokens_without_weight_never_make_the_loss_infinite():
     """In a blank micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)

@@ -151,6 +151,23 @@ def test_a_run_at_another_temperature(tiny_model, shapes, tmp_path):
     assert row["kl"] == pytest.approx(0, abs=1e-7)
 
 
+def test_gdpo_keeps_groups_whose_rewards_differ_although_their_sum_does_not(brief_model, shapes, tmp_path):
+    code = "def odd(completion, answer):\n    return float(len(completion) % 2)\n\n\n"
+    code += "def even(completion, answer):\n    return 2.0 - 2 * (len(completion) % 2)\n"
+    (tmp_path / "r.py").write_text(code)
+    rewards = ("count=0", f"{tmp_path}/r.py:odd", f"{tmp_path}/r.py:even=0.5")
+    flags = dict(reward=rewards, gdpo=True, dynamic_sampling=True, dynamic_sampling_rounds=2, num_generations=8)
+    grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, **flags))
+    (row,) = metrics(tmp_path / "run")
+    assert row["reward"] == 1 and row["groups_drawn"] == 4 and row["grad_norm"] > 0
+
+
+def test_the_distance_from_the_sampler_is_measured_before_the_policy_changes(tiny_model, shapes, tmp_path):
+    flags = dict(max_steps=1, old_logp="sampler", num_iterations=3, learning_rate=3e-3)
+    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
+    assert metrics(tmp_path)[0]["sampling/logp_difference_mean"] < 1e-5
+
+
 def test_the_overlong_penalty_is_trained_on(brief_model, shapes, tmp_path):
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9)

@@ -350,7 +350,7 @@ def load_checkpoint(
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Print the settings that have changed. Raise UserError if one of them must not change."""
-    ignored = {field.name for field in fields(RunFlags)}
+    ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings
     changes = {
         name: f"{name} was {old[name]}, is {new[name]}" for name in new if name in names and old[name] != new[name]

@@ -3,6 +3,7 @@
 `grpo.py` exports to `final` at the end of a run; `python -m training.checkpoint` exports a saved checkpoint.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -40,8 +41,12 @@ def export(policy: Policy, source: str, folder: str) -> None:
             _write_model(policy, source, partial)
         if console.is_main():
             _check(source, partial)
-            shutil.rmtree(target, ignore_errors=True)
+            previous = target.with_name(f"{target.name}.previous")  # renamed first: a kill must not leave a part of it
+            shutil.rmtree(previous, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(previous)
             partial.rename(target)
+            shutil.rmtree(previous, ignore_errors=True)
     except (OSError, SafetensorError, UserError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunStopped(f"{folder!r} could not be written ({str(error)[:200]})", 1) from None
@@ -82,7 +87,11 @@ def _check(source: str, folder: pathlib.Path) -> None:
 
 def copy_processor(source: str, folder: pathlib.Path) -> None:
     """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
-    transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises a bare Exception, for example on a full disk
+        raise OSError(f"the tokenizer: {error}") from error
     files = (
         "processor_config.json",
         "preprocessor_config.json",

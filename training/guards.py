@@ -10,6 +10,8 @@ from common.records import Group
 from packing import PackedBatch
 
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
+DIFFERENCES = ("difference", "difference_max", "fresh_tokens", "image_fresh_tokens", "image_difference")
+"""What `logp_difference` returns."""
 
 
 def describe_nonfinite(

@@ -72,7 +72,7 @@ def cispo_objective(
 
 LOSSES = {
     "grpo": Loss(clipped_objective, "sequences", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300
-    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
+    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783, with --scale_rewards none
     "dapo": Loss(clipped_objective, "tokens", 0.2, 0.28),  # DAPO, arXiv:2503.14476
     "gspo": Loss(clipped_objective, "sequences", 3e-4, 4e-4, ratio="sequence"),  # GSPO eq. 5 and 7, arXiv:2507.18071
     "cispo": Loss(cispo_objective, "tokens", 1.0, 4.0),  # CISPO, arXiv:2506.13585

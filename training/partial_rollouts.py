@@ -129,7 +129,8 @@ def _gather_by_index(own: dict[int, T]) -> dict[int, T]:
 def _with_token_counts(new: Rollout, old: Rollout, step: int) -> Rollout:
     """Return `new`, with the number of tokens it has beyond `old` counted under `step`."""
     tokens = len(new.ids) - len(old.ids)
-    return replace(new, tokens_by_step=old.tokens_by_step | ({step: tokens} if tokens else {}))
+    in_step = old.tokens_by_step.get(step, 0) + tokens  # with dynamic sampling, a step can have several rounds
+    return replace(new, tokens_by_step=old.tokens_by_step | ({step: in_step} if tokens else {}))
 
 
 def partial_metrics(rollouts: list[Rollout], in_flight: list[Drawn], step: int, max_staleness: int) -> dict[str, float]:

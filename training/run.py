@@ -3,6 +3,8 @@
 Start reading at `set_up`. grpo.py trains what it returns.
 """
 
+import functools
+import gc
 import math
 import pathlib
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +28,7 @@ from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
 from training.partial_rollouts import Drawn, from_saved_state
 from training.prompt_stream import PromptStream
-from training.run_folder import ResumePlan, RunFolder
+from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 
 
@@ -106,10 +108,11 @@ def set_up(cfg: Config) -> Run:
 
 
 def check_start_is_kept(cfg: Config) -> None:
-    """Raise UserError if the run starts from the `final` of its own output folder, which it deletes or replaces."""
-    final = pathlib.Path(cfg.output, "final").resolve()
+    """Raise UserError if the run starts from a folder in its own output folder that it deletes or replaces."""
+    output = pathlib.Path(cfg.output).resolve()
     for name in ("model", "adapter"):
-        if (start := getattr(cfg, name)) and pathlib.Path(start).resolve() == final:
+        start = getattr(cfg, name)
+        if start and (path := pathlib.Path(start).resolve()).parent == output and WRITTEN.fullmatch(path.name):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
 
 
@@ -178,6 +181,11 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
     stream.lengths = state.get("lengths", {})
     in_flight = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
+    if in_flight:
+        try:
+            cfg.check_stale_tokens("--resume: the checkpoint's unfinished completions need")
+        except ValueError as error:
+            raise UserError(str(error)) from None
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     run = Run(
@@ -202,3 +210,14 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
             setattr(run, name, state[name])
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run
+
+
+@functools.cache  # once
+def freeze_garbage_collector() -> None:
+    """Exclude everything that is alive after the first step from further garbage collections.
+
+    Most of it was made by torch.compile and lives as long as the run. Otherwise, vLLM would search it for garbage
+    whenever it goes to sleep. A second run in the same process could not free the memory of the first one's models.
+    """
+    gc.collect()
+    gc.freeze()

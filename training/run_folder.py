@@ -27,6 +27,7 @@ from common.files import flush, lock_file, partial_path
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
 SUPERSEDED_SUFFIX = ".before-resume"
+WRITTEN = re.compile(rf"(final|checkpoint-\d+({re.escape(SUPERSEDED_SUFFIX)})?)(\.partial)?")  # what a run may delete
 RESTART_WAIT = 120.0  # seconds; a file server may keep the locks of a lost machine for 90 seconds
 
 
@@ -46,6 +47,7 @@ class RunFolder:
         """`keep_last` and `keep_best` say which checkpoints are kept; `keep_last` 0 keeps all."""
         self.path, self.keep_last, self.keep_best = Path(output), keep_last, keep_best
         self.lock: IO[str] | None = None
+        self.best_step: int | None = None  # the best step whose checkpoint has been saved
 
     def plan_resume(self, requested: str | None) -> ResumePlan:
         """Return where the run starts, the same on every process.
@@ -89,7 +91,11 @@ class RunFolder:
     def _plan_resume(self, requested: str | None) -> ResumePlan:
         restarted = distributed.restarted() and self._is_same_launch()
         continue_if_possible = restarted or requested == "auto"
-        if requested == "newest" or (continue_if_possible and checkpoints_by_step(self.path)):
+        # A superseded checkpoint is deleted by the first save after it: if it is there, nothing was saved since.
+        named = Path(requested or "")
+        is_superseded = named.name.endswith(SUPERSEDED_SUFFIX) and named.is_dir()
+        start_again = is_superseded and named.resolve().parent == self.path.resolve()
+        if requested == "newest" or (continue_if_possible and not start_again and checkpoints_by_step(self.path)):
             checkpoint = self._newest_complete()
         elif not requested or requested == "auto":
             checkpoint = None
@@ -135,10 +141,10 @@ class RunFolder:
         distributed.raise_first_error(error, UserError)
         if not console.is_main():
             return
-        for leftover in self.path.glob("checkpoint-*.partial"):
+        for leftover in [path for path in self.path.glob("*.partial") if WRITTEN.fullmatch(path.name)]:
             shutil.rmtree(leftover, ignore_errors=True)
         if step is None:
-            for folder in [*self.path.glob("checkpoint-*"), self.path / "final"]:
+            for folder in [path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)]:
                 _delete(folder)
             return
         for later, folder in checkpoints_by_step(self.path).items():
@@ -162,7 +168,9 @@ class RunFolder:
         flush(self.path)
         checkpoints = checkpoints_by_step(self.path)
         steps = sorted(other for other in checkpoints if other <= step)
-        kept = {*steps[-self.keep_last :], best_step if self.keep_best else None}  # the slice [-0:] is the whole list
+        if self.keep_best and best_step in checkpoints:  # otherwise saving it has failed: keep the best one that exists
+            self.best_step = best_step
+        kept = {*steps[-self.keep_last :], self.best_step}  # the slice [-0:] is the whole list
         expired = [checkpoints[other] for other in steps if other not in kept]
         superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
         expired += [folder for other, folder in superseded.items() if other <= step]

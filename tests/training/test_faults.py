@@ -19,6 +19,7 @@ import time
 
 import pytest
 import torch
+import transformers
 
 import grpo
 import rewards
@@ -30,7 +31,7 @@ from config import RewardFlags
 from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
-from training import checkpoint, export, report
+from training import checkpoint, export, report, run_folder
 from training.checkpoint import Saver
 from training.guards import describe_nonfinite
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
@@ -517,6 +518,51 @@ def test_the_longest_line_of_a_step_fits_on_a_terminal(tmp_path, capsys):
         "step 999/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  1:40:00 left",
         "step 1000/1000  reward 0.948  loss -1.2e-05  1024 tokens  12.3 s  held-out 0.996",
     ]
+
+
+def test_a_run_deletes_what_runs_have_written_and_nothing_else(tiny_model, shapes, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "checkpoint-best")
+    grpo.main(config(str(tmp_path / "checkpoint-best"), shapes, tmp_path, max_steps=1))
+    assert (tmp_path / "checkpoint-best" / "config.json").is_file() and (tmp_path / "final").is_dir()
+    with pytest.raises(UserError, match="checkpoint-1' would be replaced by this run"):
+        grpo.main(config(str(tmp_path / "checkpoint-1"), shapes, tmp_path, overwrite=True))
+
+
+def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):
+    evaluate = grpo.evaluate_policy
+    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: (evaluate(run), run.interrupted.append(signal.SIGTERM))[0])
+    monkeypatch.setattr(grpo, "sample_round", lambda run: pytest.fail("it sampled"))
+    with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes))
+
+
+def test_a_signal_that_torchrun_forwards_is_no_second_one():
+    code = "import os, signal, time; from common import signals; received = signals.defer_signals()\n"
+    code += "for _ in range(2): os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
+    code += "print(received == [signal.SIGTERM])\n"
+    code += "signals.SAME_REQUEST = 0.1; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
+    environment = os.environ | {"GROUP_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\n", -signal.SIGTERM), done.stderr
+
+
+def test_the_best_checkpoint_is_kept_until_a_better_one_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
+    folder = RunFolder(str(tmp_path), keep_last=1, keep_best=True)
+    for step, best in ((1, 1), (2, 1), (4, 3)):  # the checkpoint of step 3 could not be saved
+        folder.partial(step).mkdir()
+        folder.publish(step, best)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
+
+
+def test_a_disk_that_is_full_for_the_tokenizer_leaves_no_partial_export(tiny_model, shapes, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise Exception("File too large (os error 27)")  # as the tokenizers library does
+
+    monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", full)
+    with pytest.raises(RunStopped, match=r"final' could not be written \(the tokenizer: File too large"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+    assert not list(tmp_path.glob("final*"))
 
 
 def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, monkeypatch):

@@ -224,9 +224,11 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
                 brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
             )
         )
+    with pytest.raises(UserError, match="unfinished completions need an importance weight for each token"):
+        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), importance_cap=0.0, **flags))
 
 
-def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path):
+def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained):
     flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
     grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))
     rows = metrics(tmp_path)
