@@ -12,6 +12,7 @@ docs/evaluation.md explains every score.
 
 import hashlib
 import json
+import os
 import pathlib
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -97,9 +98,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
             not self.load_in_4bit or self.baseline is None or self.baseline_is_saved,
             "load_in_4bit: the baseline must be the output folder of an earlier evaluation",
         )
-        overwrites = (
-            self.baseline_is_saved and pathlib.Path(self.baseline).resolve() == pathlib.Path(self.output).resolve()
-        )
+        overwrites = self.baseline_is_saved and os.path.realpath(self.baseline) == os.path.realpath(self.output)
         errors.require(not overwrites, "output would overwrite the baseline's predictions: choose another output")
         errors.require(
             self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter"

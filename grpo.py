@@ -129,10 +129,9 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
     """Return the loss of one micro-batch, and sums over its tokens for the metrics. All tensor arguments are (C,).
 
     With token weight w, the loss is Σ w · (−objective + β · KL). The objective is that of `LOSSES`, a function of the
-    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate of DeepSeekMath eq. 4; `unbiased_kl` multiplies it by
-    each token's r, so that its gradient is unbiased (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant
-    weight on the objective of each token. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an
-    unknown loss type.
+    ratio r = π_θ / π_old and the advantage. KL is the k3 estimate (DeepSeekMath, eq. 4); `unbiased_kl` multiplies it by
+    each token's r, for an unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556). `importance` is a constant weight of
+    each token's objective. `row_of_token` numbers the completions 0, 1, … Raises ValueError for an unknown loss type.
     """
     loss_type = get_loss(options.loss_type)
     counted = weights > 0  # blank micro-batches hold placeholder values, which must stay finite
@@ -203,7 +202,8 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
-    rounds, local, kept = [], {}, []  # groups of this process by their row in the rewards of all rounds; rows to keep
+    rounds, kept = [], []  # the rewards of each round; the rows of the groups to keep in the rewards of all rounds
+    local = {}  # this process's groups, by row
     for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):
         groups, rewards = sample_round(run)
         raise_if_interrupted(run)
@@ -221,7 +221,8 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     all_rewards = concatenate(rounds)
     kept_rewards = all_rewards.map(lambda values: values[kept])
     if not kept:
-        kept, kept_rewards = list(range(len(all_rewards.total)))[-cfg.prompts_per_step :], rewards.map(torch.zeros_like)
+        kept = list(range(len(all_rewards.total)))[-cfg.prompts_per_step :]
+        kept_rewards = rewards.map(torch.zeros_like)
     groups = [replace(local[row], index=index) for index, row in enumerate(kept) if row in local]
     return groups, kept_rewards, all_rewards
 

@@ -9,7 +9,8 @@ import time
 
 from common import console, distributed
 
-SAME_REQUEST = 5.0  # seconds in which a repeated signal is the same request: torchrun forwards those it gets
+SAME_REQUEST = 5.0
+"""Seconds in which a second signal is no second request: a scheduler signals every process, and torchrun forwards it."""
 PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
@@ -23,16 +24,15 @@ def defer_signals() -> list[int]:
     under_torchrun = "GROUP_RANK" in os.environ
 
     def record(number: int, _: object) -> None:
-        now = time.monotonic()
-        is_repeated = now - first_at.setdefault(number, now) > SAME_REQUEST
-        if is_repeated or not under_torchrun:
+        if not under_torchrun:
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+        if number not in first_at:
+            first_at[number] = time.monotonic()
+            received.append(number)
+            console.log("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
+        elif time.monotonic() - first_at[number] > SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
-        if is_repeated:
             os.kill(os.getpid(), number)
-        if number in received:  # Slurm and systemd signal every process, and torchrun forwards the signal again
-            return
-        received.append(number)
-        console.log("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
 
     if under_torchrun:
         reader, writer = socket.socketpair()
