@@ -10,7 +10,7 @@ import time
 from common import console, distributed
 
 SAME_REQUEST = 5.0
-"""Seconds in which a second signal is no second request: a scheduler signals every process, and torchrun forwards it."""
+"""Seconds in which a second signal is no second request: schedulers signal all processes, and torchrun passes it on."""
 PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
