@@ -331,7 +331,7 @@ def make_minibatches(run: Run, groups: list[ScoredGroup], advantages: Tensor) ->
     for first in range(0, cfg.prompts_per_step, cfg.prompts_per_update):
         chosen = [group for group in groups if first <= group.index < first + cfg.prompts_per_update]
         balanced = rebalance(training_groups(cfg, chosen, advantages, run.step), vision_cost)
-        minibatches.append(order_for_packing(balanced, run.micro_batch_tokens))
+        minibatches.append(order_for_packing(balanced, run.micro_batch_tokens, vision_cost))
     return minibatches
 
 

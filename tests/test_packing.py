@@ -122,7 +122,7 @@ def test_groups_are_ordered_so_that_micro_batches_are_full():
     """By hand: groups of 60, 30, 80, 40 and 120 tokens fill four micro-batches of 110, not five."""
     groups = groups_of([[50], [20], [70], [30], [100, 10]])
     assert len(split_groups(groups, 110)) == 5
-    parts = split_groups(order_for_packing(groups, 110), 110)
+    parts = split_groups(order_for_packing(groups, 110, 0.0), 110)
     assert [[group.tokens for group in part] for part in parts] == [[110], [80, 30], [60, 40], [20]]
     assert [[group.index for group in part] for part in parts] == [[4], [2, 1], [0, 3], [4]]
 
@@ -132,7 +132,7 @@ def test_ordering_for_packing_keeps_every_completion(seed):
     """Also those longer than a micro-batch; no micro-batch could take the first group of the next."""
     g = torch.Generator().manual_seed(seed)
     groups = groups_of([torch.randint(1, 400, (8,), generator=g).tolist() for _ in range(20)])
-    ordered = order_for_packing(groups, 300)
+    ordered = order_for_packing(groups, 300, 0.0)
     assert sorted((group.index, id(c)) for group in ordered for c in group.completions) == sorted(
         (group.index, id(c)) for group in groups for c in group.completions
     )
