@@ -32,8 +32,8 @@ from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.records import Completion, Group, Prompt, Sampling, ScoredGroup
 from evaluation.held_out import score_policy
-from packing import PackedBatch, order_for_packing
-from policy.batches import completion_logprobs, micro_batches, vision_cost_per_token
+from packing import PackedBatch
+from policy.batches import completion_logprobs, micro_batches, order_for_packing, vision_cost_per_token
 from policy.lora import has_dropout, reference_weights
 from policy.memory import with_oom_retry
 from policy.model import Policy, cache_image_features

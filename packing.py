@@ -36,7 +36,6 @@ from common.records import Completion, Group, Prompt
 
 Record = TypeVar("Record")
 CHUNK = 64  # tokens that kernels of linear attention work on together
-MICRO_BATCH_COST = 1000  # tokens that take as long as gathering weights and adding gradients once more (docs/log.md)
 
 
 @dataclass
@@ -206,49 +205,6 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
 def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
     """Cut `groups` into micro-batches of at most `budget` tokens (see `split_groups`), and pack each micro-batch."""
     return [pack(part) for part in split_groups(groups, budget)]
-
-
-def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) -> list[Group]:
-    """Return `groups` in an order for which `split_groups` needs few micro-batches of `budget` tokens.
-
-    Groups are cut if this saves more micro-batches (`MICRO_BATCH_COST`) than the repeated prompts cost. `vision_cost`
-    is what the vision tower costs for an image token, in tokens of the decoder stack; 0 if the tower is frozen.
-    """
-
-    def cost(batches: list[list[Group]]) -> float:
-        ordered = [group for batch in batches for group in batch]
-        images = sum(len(group.prompt.image_positions) for group in ordered)
-        return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
-
-    best = min((_first_fit(groups, budget, cut) for cut in (False, True)), key=cost)
-    return [group for batch in best for group in batch]
-
-
-def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Group]]:
-    """Distribute `groups` over micro-batches of at most `budget` tokens by first-fit decreasing.
-
-    The largest comes first, and each goes into the first micro-batch that has room for it. With `cut`, a group for
-    which none has room fills what is free in them, completion by completion. Groups larger than the budget are always
-    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` cuts at the same places.
-    """
-    batches: list[list[Group]] = []
-    room: list[int] = []
-    chunks = [chunk for group in groups for chunk in _split(group, budget)]
-    for chunk in sorted(chunks, key=lambda chunk: -chunk.tokens):
-        fitting = [i for i, free in enumerate(room) if chunk.tokens <= free][:1]
-        rest = chunk.completions
-        for i in fitting or (range(len(room)) if cut else ()):
-            piece = _split(replace(chunk, completions=rest), room[i])[0]
-            if piece.tokens <= room[i]:
-                batches[i].append(piece)
-                room[i] -= piece.tokens
-                rest = rest[len(piece.completions) :]
-            if not rest:
-                break
-        if rest:
-            batches.append([replace(chunk, completions=rest)])
-            room.append(budget - batches[-1][0].tokens)
-    return batches
 
 
 def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:

@@ -1,7 +1,8 @@
-"""Micro-batches: build the same number on every process, count their FLOPs, and record log-probabilities."""
+"""Micro-batches: fill them, build the same number on every process, count their FLOPs, record log-probabilities."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,51 @@ from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import reduce_gradients, take_gradients, unsharded
+
+MICRO_BATCH_COST = 1000  # tokens that take as long as gathering weights and adding gradients once more (docs/log.md)
+
+
+def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) -> list[Group]:
+    """Return `groups` in an order for which `split_groups` needs few micro-batches of `budget` tokens.
+
+    Groups are cut if this saves more micro-batches (`MICRO_BATCH_COST`) than the repeated prompts cost. `vision_cost`:
+    see `vision_cost_per_token`.
+    """
+
+    def cost(batches: list[list[Group]]) -> float:
+        ordered = [group for batch in batches for group in batch]
+        images = sum(len(group.prompt.image_positions) for group in ordered)
+        return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
+
+    best = min((_first_fit(groups, budget, cut) for cut in (False, True)), key=cost)
+    return [group for batch in best for group in batch]
+
+
+def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Group]]:
+    """Distribute `groups` over micro-batches of at most `budget` tokens by first-fit decreasing.
+
+    The largest comes first, and each goes into the first micro-batch that has room for it. With `cut`, a group for
+    which none has room fills what is free in them, completion by completion. Groups larger than the budget are always
+    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` cuts at the same places.
+    """
+    batches: list[list[Group]] = []
+    room: list[int] = []
+    pieces = [piece for group in groups for [piece] in split_groups([group], budget)]
+    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+        fitting = [i for i, free in enumerate(room) if piece.tokens <= free][:1]
+        left = piece.completions
+        for i in fitting or (range(len(room)) if cut else ()):
+            [first], *_ = split_groups([replace(piece, completions=left)], room[i])
+            if first.tokens <= room[i]:
+                batches[i].append(first)
+                room[i] -= first.tokens
+                left = left[len(first.completions) :]
+            if not left:
+                break
+        if left:
+            batches.append([replace(piece, completions=left)])
+            room.append(budget - batches[-1][0].tokens)
+    return batches
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:

@@ -217,7 +217,7 @@ class MemoryBudget:
     margin: float  # the part of it that the allocator cannot use
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
     optimizer: float  # gradients and moments, which the first update allocates
-    logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
+    logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and a trained lm_head's gradients of them
     gathered: float
     """The embedding, the lm_head, and two layers with their gradients; beside 4-bit weights, the whole adapter."""
 
@@ -245,14 +245,15 @@ def measure_memory(
     gathered += size * sum(p.numel() for p in root)
     if is_quantised(policy):
         gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
-    vocab_size = decoder.embed_tokens.weight.shape[0]
+    head = policy.model.lm_head.weight
+    logits = (12 if flags.compile else 28) * LOGIT_ROWS * decoder.embed_tokens.weight.shape[0]
     total = min(limit * 2**30 or gpu_size, gpu_size)
     return MemoryBudget(
         total=total,
         margin=MARGIN * total,
         in_use=gpu_size - free,
         optimizer=(TRAINED_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
-        logits=(12 if flags.compile else 28) * LOGIT_ROWS * vocab_size,
+        logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # one gradient is added to the other
         gathered=gathered,
     )
 

@@ -5,7 +5,6 @@ predicted from the wrong hidden state, images assigned to the wrong group, and g
 """
 
 import copy
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,14 +14,13 @@ import torch.nn.attention.varlen
 import packing
 from common import flash_attention
 from common.gather import Gather, gather
-from common.records import Completion, Group, Prompt
-from packing import order_for_packing, pack, pack_groups, split_groups
+from packing import pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
-from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs
+from tests.helpers.models import FAMILIES, WITH_IMAGES, build, groups_of, make_group, plain_logprobs
 
 # For each group of a pack: number of text tokens, image grids in patches, completion lengths (length 1: just the end
 # token).
@@ -107,40 +105,6 @@ def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     torch.testing.assert_close(got, logp, atol=1e-5, rtol=0)
     if budget == 10_000:
         assert len(batches) == 1
-
-
-def groups_of(lengths_of_groups: list[list[int]]) -> list[Group]:
-    """Return groups with a prompt of 10 tokens each, and completions of these lengths."""
-    prompt = Prompt(torch.zeros(10, dtype=torch.long), [], torch.zeros(1, 10, dtype=torch.long))
-    completions = [
-        [Completion(torch.zeros(n).long(), torch.zeros(n)) for n in lengths] for lengths in lengths_of_groups
-    ]
-    return [Group(prompt, group, index) for index, group in enumerate(completions)]
-
-
-def test_groups_are_ordered_so_that_micro_batches_are_full():
-    """By hand: groups of 60, 30, 80, 40 and 120 tokens fill four micro-batches of 110, not five."""
-    groups = groups_of([[50], [20], [70], [30], [100, 10]])
-    assert len(split_groups(groups, 110)) == 5
-    parts = split_groups(order_for_packing(groups, 110, 0.0), 110)
-    assert [[group.tokens for group in part] for part in parts] == [[110], [80, 30], [60, 40], [20]]
-    assert [[group.index for group in part] for part in parts] == [[4], [2, 1], [0, 3], [4]]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ordering_for_packing_keeps_every_completion(seed):
-    """Also those longer than a micro-batch; no micro-batch could take the first group of the next."""
-    g = torch.Generator().manual_seed(seed)
-    groups = groups_of([torch.randint(1, 400, (8,), generator=g).tolist() for _ in range(20)])
-    ordered = order_for_packing(groups, 300, 0.0)
-    assert sorted((group.index, id(c)) for group in ordered for c in group.completions) == sorted(
-        (group.index, id(c)) for group in groups for c in group.completions
-    )
-    parts = split_groups(ordered, 300)
-    assert [group.index for part in parts for group in part] == [group.index for group in ordered]
-    assert len(parts) <= len(split_groups(groups, 300))
-    for part, following in itertools.pairwise(parts):
-        assert sum(group.tokens for group in part) + following[0].tokens > 300
 
 
 def test_entropy_is_that_of_the_sampling_distribution():

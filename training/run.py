@@ -6,6 +6,7 @@ Start reading at `set_up`. grpo.py trains what it returns.
 import functools
 import gc
 import math
+import os
 import pathlib
 from dataclasses import asdict, dataclass, field, replace
 
@@ -104,6 +105,10 @@ def set_up(cfg: Config) -> Run:
     check_start_is_kept(cfg)
     inputs = check_inputs(cfg)
     models = load_models(cfg, inputs, device)
+    if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        # As under torchrun. Otherwise, torch wakes a thread per core for each small operation of packing. On a busy
+        # machine, a micro-batch then waits for 50 ms and more (docs/log.md).
+        torch.set_num_threads(1)
     return restore(cfg, inputs, models, folder, resume)
 
 

@@ -268,6 +268,15 @@ def _tokenizer(row: Tiny, vision: Vision | None) -> transformers.PreTrainedToken
     )
 
 
+def groups_of(lengths_of_groups: list[list[int]]) -> list[Group]:
+    """Return groups with a prompt of 10 tokens each, and completions of these lengths."""
+    prompt = Prompt(torch.zeros(10, dtype=torch.long), [], torch.zeros(1, 10, dtype=torch.long))
+    completions = [
+        [Completion(torch.zeros(n).long(), torch.zeros(n)) for n in lengths] for lengths in lengths_of_groups
+    ]
+    return [Group(prompt, group, index) for index, group in enumerate(completions)]
+
+
 def make_group(model, family: str, text: int, grids: list[tuple[int, int]], lengths: list[int], g) -> Group:
     """Return a group with one random completion for each length in `lengths`.
 
