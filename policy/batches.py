@@ -46,16 +46,14 @@ def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Gro
     room: list[int] = []
     pieces = [piece for group in groups for [piece] in split_groups([group], budget)]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        fitting = [i for i, free in enumerate(room) if piece.tokens <= free][:1]
-        left = piece.completions
-        for i in fitting or (range(len(room)) if cut else ()):
-            [first], *_ = split_groups([replace(piece, completions=left)], room[i])
-            if first.tokens <= room[i]:
+        size, left = piece.tokens, piece.completions
+        fitting = next(([i] for i, free in enumerate(room) if size <= free), range(len(room)) if cut else [])
+        for i in fitting:
+            if left and len(piece.prompt.ids) + len(left[0].ids) <= room[i]:
+                [first], *_ = split_groups([replace(piece, completions=left)], room[i])
                 batches[i].append(first)
                 room[i] -= first.tokens
                 left = left[len(first.completions) :]
-            if not left:
-                break
         if left:
             batches.append([replace(piece, completions=left)])
             room.append(budget - batches[-1][0].tokens)
