@@ -29,6 +29,7 @@ MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
 SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
+OOM_RETRIES = 3
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
 
@@ -329,23 +330,23 @@ def choose_gathering(policy: Policy, reference: Policy | None, flags: PolicyFlag
 
 
 def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
-    """Run `work(budget)` and return (budget, result); if the GPU runs out of memory, retry once with half the budget.
+    """Run `work(budget)` and return (budget, result); if the GPU runs out of memory, retry with a smaller budget.
 
-    Before the retry, all gradients are discarded. Raises RunStopped if the retry also runs out of memory, or if there
-    are other processes, which would be left waiting in the middle of the same work.
+    It is made a quarter smaller, at most `OOM_RETRIES` times. Before a retry, all gradients are discarded. Raises
+    RunStopped if the last retry also runs out of memory, or if there are other processes, which would be left waiting
+    in the middle of the same work.
     """
-    try:
-        return budget, work(budget)
-    except torch.OutOfMemoryError as error:
-        if distributed.world_size() > 1:
-            raise _out_of_memory(error) from None
-    budget //= 2
-    console.log(f"out of GPU memory: reducing micro-batches to {budget} tokens")
-    try:
-        recover(policy)  # only here, where the first exception no longer holds the activations
-        return budget, work(budget)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(error) from None
+    retries = 0
+    while True:
+        try:
+            if retries:
+                recover(policy)  # only here, where the exception no longer holds the activations
+            return budget, work(budget)
+        except torch.OutOfMemoryError as error:
+            if distributed.world_size() > 1 or retries == OOM_RETRIES:
+                raise _out_of_memory(error) from None
+        retries, budget = retries + 1, budget * 3 // 4
+        console.log(f"out of GPU memory: reducing micro-batches to {budget} tokens")
 
 
 def _out_of_memory(error: torch.OutOfMemoryError) -> RunStopped:

@@ -511,8 +511,8 @@ def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(monkeypatch, caps
     assert "no memory for a copy; sampling is slow" in capsys.readouterr().err
 
 
-def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_path, capsys):
-    """The first micro-batch needs more memory than the allocator may use. The run continues with half the budget."""
+def test_an_overflow_on_the_device_shrinks_the_budget(tiny_model, shapes, tmp_path, capsys):
+    """The first micro-batch needs more memory than the allocator may use. The run continues with a smaller one."""
     cfg = grpo.Config(
         model=tiny_model,
         data=shapes,
@@ -544,7 +544,7 @@ def test_an_overflow_on_the_device_halves_the_budget(tiny_model, shapes, tmp_pat
         run.step, stats = 0, grpo.update(run, groups)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "reducing micro-batches to 7000 tokens" in capsys.readouterr().err
-    assert run.micro_batch_tokens == 7000
+    assert "reducing micro-batches to 10500 tokens" in capsys.readouterr().err
+    assert run.micro_batch_tokens in (10500, 7875)
     assert memory_flushes() > flushes
     assert stats["grad_norm"].isfinite()

@@ -496,7 +496,7 @@ def split_run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize(
     "where", ["backward", *(pytest.param(other, marks=SLOW) for other in ("forward", "reference"))]
 )
-def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
+def test_a_memory_overflow_shrinks_the_budget_and_counts_nothing_twice(
     tiny_model, shapes, split_run, tmp_path, where, capsys
 ):
     """A decoder layer runs out of memory in the second micro-batch, while the gradient is being accumulated."""
@@ -520,7 +520,7 @@ def test_a_memory_overflow_halves_the_budget_and_counts_nothing_twice(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, loader, overflowing)
         grpo.main(config(tiny_model, shapes, tmp_path, **SPLIT))
-    assert "reducing micro-batches to 100 tokens" in capsys.readouterr().err
+    assert "reducing micro-batches to 150 tokens" in capsys.readouterr().err
     assert len(calls) > 4
     plain, other = (read_jsonl(folder / "metrics.jsonl") for folder in (split_run, tmp_path))
     for row, retried in zip(plain, other):

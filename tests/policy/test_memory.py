@@ -1,5 +1,6 @@
 """Choices that depend on GPU memory. The choices are plain arithmetic, so these tests need no GPU."""
 
+import functools
 import weakref
 
 import pytest
@@ -239,6 +240,24 @@ def test_an_overflow_while_the_first_one_is_cleared_up_stops_with_advice(monkeyp
         memory.with_oom_retry(policy, 100, overflow)
 
 
+def test_the_budget_shrinks_by_a_quarter_three_times(monkeypatch, policy, capsys):
+    """A work that needs exactly 43 tokens' room gets it; one that fits no budget stops the run."""
+    budgets = []
+
+    def work(budget: int, fitting: int) -> str:
+        budgets.append(budget)
+        if budget > fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+        return "done"
+
+    monkeypatch.setattr(memory, "recover", lambda policy: None)
+    assert memory.with_oom_retry(policy, 100, functools.partial(work, fitting=43)) == (42, "done")
+    assert budgets == [100, 75, 56, 42]
+    assert "reducing micro-batches to 42 tokens" in capsys.readouterr().err
+    with pytest.raises(RunStopped, match="out of GPU memory"):
+        memory.with_oom_retry(policy, 100, functools.partial(work, fitting=41))
+
+
 @pytest.mark.parametrize("overflow_at", [1, 2])
 @pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_full_backward_hook"])
 @pytest.mark.parametrize("flags", [{}, {"train_vision": True}, {"lora_rank": 4}])
@@ -263,8 +282,8 @@ def test_gradients_after_an_overflow_are_those_without_it(tiny_model, flags, hoo
                 for batch in micro_batches(policy, groups, budget):
                     policy(batch)[0].sum().backward()
 
-        budget, _ = memory.with_oom_retry(policy, 40 if overflows else 20, work)
-        assert budget == 20
+        budget, _ = memory.with_oom_retry(policy, 40 if overflows else 30, work)
+        assert budget == 30
         return [p.grad.full_tensor() for p in policy.parameters() if p.grad is not None]
 
     got, want = gradients(overflows=True), gradients(overflows=False)
