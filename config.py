@@ -277,7 +277,7 @@ class EngineFlags:
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256
-    """Maximum number of sequences that vLLM decodes at the same time on each GPU."""
+    """Maximum number of sequences that a vLLM engine decodes at the same time."""
     tensor_parallel: int = 1
     """Number of GPUs per vLLM engine; above 1 for a model that does not fit on one GPU alongside the trainer."""
     check_sync: bool = False
@@ -310,12 +310,13 @@ class RunFlags:
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
-    """Number of steps between checkpoints; 0: save only when the run ends, whatever the reason."""
+    """Number of steps between checkpoints; 0: save only when the run ends or is interrupted, but not if it
+    runs out of memory."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
     keep_best: bool = False
-    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward so far, and keep the best
-    checkpoint."""
+    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward since training began, and keep the
+    best checkpoint."""
     max_skipped: int = 3
     """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
     loss or gradient is not finite."""

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from common import cli, console, distributed, errors
-from common.errors import RunStopped, UserError
+from common import cli, console, distributed
+from common.errors import RunStopped, UserError, require
 from common.files import atomic_write
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
@@ -90,24 +90,22 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         self.check_data()
         self.check_rewards()
         self.check_engine()
-        errors.require((self.model is None) == (self.predictions is not None), "give either model or predictions")
-        errors.require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
-        errors.require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
-        errors.require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
-        errors.require(
+        require((self.model is None) == (self.predictions is not None), "give either model or predictions")
+        require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
+        require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
+        require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
+        require(
             not self.load_in_4bit or self.baseline is None or self.baseline_is_saved,
             "load_in_4bit: the baseline must be the output folder of an earlier evaluation",
         )
         overwrites = self.baseline_is_saved and os.path.realpath(self.baseline) == os.path.realpath(self.output)
-        errors.require(not overwrites, "output would overwrite the baseline's predictions: choose another output")
-        errors.require(
-            self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter"
-        )
-        errors.require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
+        require(not overwrites, "output would overwrite the baseline's predictions: choose another output")
+        require(self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter")
+        require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
         greedy = self.n > 1 and self.temperature == 0
-        errors.require(not greedy, "n above 1 needs a temperature above 0: greedy completions are identical")
+        require(not greedy, "n above 1 needs a temperature above 0: greedy completions are identical")
 
     @property
     def baseline_is_saved(self) -> bool:

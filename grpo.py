@@ -4,11 +4,10 @@
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
 
 `train_step` implements Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers. It
-departs from the paper in three ways. The loss is normalised over the whole batch, across all processes
-(`token_weights`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
-corrects for the small difference between the sampler's and the trainer's log-probabilities (Yao et al. 2025, "Your
-Efficient RL Framework Secretly Brings You Off-Policy RL Training"). The flags are defined in config.py, and
-training/run.py sets a run up.
+departs from the paper in three ways. By default, there is no KL term (`--beta`). A group whose rewards are all equal
+gets advantages of exactly zero. A truncated importance weight corrects for the small difference between the sampler's
+and the trainer's log-probabilities (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training"). The flags are defined in config.py, and training/run.py sets a run up.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch.
@@ -197,8 +196,8 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     Returns this process's groups, the rewards of all groups to train on (K, G), and those of all groups sampled. K is
     P; with dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are
     repeated until P groups are kept or the limit is reached. If none is kept, the step uses the last round with rewards
-    of 0, since only the lengths differ. Groups stay in data order on any number of processes. Raises StepFailed when
-    too many completions are unscored.
+    of 0, since only the overlong penalty differs. Groups stay in data order on any number of processes. Raises
+    StepFailed when too many completions are unscored.
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
@@ -266,7 +265,7 @@ def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
     cfg = run.cfg
     target = round(cfg.oversample * cfg.prompts_per_step)
     if not (cfg.max_steps and cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
-        target = min(target, max(run.steps_left, 1) * cfg.prompts_per_step)
+        target = min(target, run.steps_left * cfg.prompts_per_step)
     new = range(run.position, run.position + max(target - len(run.in_flight), 0))
     drawn = [*run.in_flight, *(Drawn(position, run.step) for position in new)]
     return drawn, run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
@@ -500,7 +499,7 @@ def train(run: Run) -> None:
         due = run.steps_left <= 0 or (cfg.eval_every and run.step % cfg.eval_every == 0)
         run.eval_due = bool(due and run.eval_samples)
         finish_step(run, metrics)
-    save_checkpoint(run, last=True)  # before the export, so that the run is not lost if the export fails
+    save_checkpoint(run, wait=True)  # before the export, so that the run is not lost if the export fails
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
 
@@ -517,7 +516,7 @@ def step_or_save(run: Run) -> dict[str, float]:
     except (StepFailed, Interrupted) as error:  # these are raised on every process
         run.position, run.in_flight, run.stream.lengths = position, in_flight, lengths
         restore_random_states(random)  # dropout has drawn some
-        save_checkpoint(run, last=True)
+        save_checkpoint(run, wait=True)
         if isinstance(error, Interrupted):
             end_run(run)
         hint = run.checkpoints.resume_hint("retry the step")
@@ -551,7 +550,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
     retry = write_failed or run.checkpoints.save_failed
     due = run.step and cfg.save_every and run.step % cfg.save_every == 0
     if stopping or retry or due or (is_best and cfg.keep_best):
-        save_checkpoint(run, last=stopping)
+        save_checkpoint(run, wait=stopping)
     if problem:
         raise RunStopped(f"{problem}; {run.checkpoints.resume_hint()}", status=1)
     if interrupted:
@@ -559,7 +558,7 @@ def finish_step(run: Run, metrics: dict[str, float]) -> None:
 
 
 def record_best(run: Run, metrics: dict[str, float]) -> bool:
-    """Record the step and score of the best evaluation so far; return whether this one is the best."""
+    """Record the best evaluation since training began; return whether it is this one."""
     score = metrics.get("eval/reward", -math.inf)
     is_best = bool(run.step) and score > (run.best["score"] if run.best else -math.inf)
     if is_best:
@@ -567,12 +566,12 @@ def record_best(run: Run, metrics: dict[str, float]) -> bool:
     return is_best
 
 
-def save_checkpoint(run: Run, last: bool = False) -> None:
-    """Save a checkpoint in the background; with `last`, wait until the checkpoint is on disk."""
+def save_checkpoint(run: Run, wait: bool = False) -> None:
+    """Save a checkpoint in the background; with `wait`, wait until it is on disk."""
     state = {name: getattr(run, name) for name in RUN_STATE} | {"lengths": run.stream.lengths}
     state["config"] = asdict(run.cfg) | run.stream.fingerprint
     state["in_flight"] = saved_state(run.in_flight)
-    run.checkpoints.save(run.policy, run.optimizer, run.scheduler, state, last)
+    run.checkpoints.save(run.policy, run.optimizer, run.scheduler, state, wait)
 
 
 def end_run(run: Run) -> None:

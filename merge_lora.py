@@ -134,7 +134,8 @@ def _untie(model: transformers.PreTrainedModel) -> None:
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
     """Print how the logits differ; return the largest difference of the `merged` model's from the `adapted` model's.
 
-    Raises RunStopped if it is more than rounding error. The `base` logits show how much the adapter changes.
+    Raises RunStopped if their RMS difference is more than rounding error. The `base` logits show how much the adapter
+    changes.
     """
     largest, deviation = (merged - adapted).abs().max().item(), adapted.std().item()
     error, change = ((merged - other).square().mean().sqrt().item() for other in (adapted, base))

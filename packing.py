@@ -42,7 +42,7 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    keys: Gather | None  # the key of each packed token, segment by segment: K keys; None: not needed
+    keys: Gather | None  # the packed token behind each key, segment by segment (K); None: not needed
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
@@ -216,7 +216,7 @@ def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
     """
     parts: list[list[Group]] = []
     remaining = 0
-    for chunk in (chunk for group in groups for chunk in _split(group, budget)):
+    for chunk in (chunk for group in groups for chunk in split_group(group, budget)):
         if chunk.tokens > remaining:
             parts.append([])
             remaining = budget
@@ -225,7 +225,7 @@ def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
     return parts
 
 
-def _split(group: Group, budget: int) -> list[Group]:
+def split_group(group: Group, budget: int) -> list[Group]:
     """Cut the completions of `group` into groups that fit into `budget` tokens with the prompt, or have only one."""
     chunks: list[list[Completion]] = []
     remaining = 0

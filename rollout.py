@@ -2,8 +2,9 @@
 
 `VLLMEngine` runs inside each training process. vLLM receives the trainer's weights before every step and frees its GPU
 memory while the trainer works. `HFEngine` (policy/hf_engine.py) is a plain transformers copy of the policy with a KV
-cache, and it needs no GPU. Both hold a full copy of the weights, so each process samples at its own pace.
-`PolicyEngine` (in the same file) has no copy: it samples from the trainer's own model, in a single process.
+cache, and it needs no GPU. Each process has a full copy of the weights and samples at its own pace, except with
+`--tensor_parallel` or partial rollouts. `PolicyEngine` (in the same file) has no copy: it samples from the trainer's
+own model, in a single process.
 
 The random numbers for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
 the same completions on any number of processes, up to rounding in matrix products of different shapes. Only those of
@@ -89,8 +90,8 @@ def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = Tru
     """
     on_gpu, installed = device.type == "cuda", importlib.util.find_spec("vllm") is not None
     if flags.engine == "vllm" and not (installed and on_gpu):
-        missing = "there is no GPU" if installed else "vLLM is not installed"
-        raise UserError(f"--engine vllm: {missing}; run pip install -r requirements-gpu.txt or use --engine hf")
+        why = "there is no GPU;" if installed else "vLLM is not installed; run pip install -r requirements-gpu.txt or"
+        raise UserError(f"--engine vllm: {why} use --engine hf")
     if flags.engine == "policy" and distributed.world_size() > 1:
         raise UserError("--engine policy works in one process only: leave it out, or set --nproc_per_node 1")
     if flags.engine != "auto":
@@ -281,11 +282,11 @@ class VLLMEngine:
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        before = scheduler.interruptions
+        before = scheduler.preemptions
         rollouts = self._sample(prompts, seeds, how, continuation)
-        if scheduler.interruptions and not before:  # once per run
+        if scheduler.preemptions and not before:  # once per run
             console.log(
-                f"vLLM's memory was full: in this step it interrupted a completion {scheduler.interruptions} times and "
+                f"vLLM's memory was full: in this step it preempted a completion {scheduler.preemptions} times and "
                 "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster"
             )
         return rollouts

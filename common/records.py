@@ -1,4 +1,4 @@
-"""Data classes that travel between the rooms.
+"""Data classes that travel between the packages.
 
 A row of a data set is a `Sample`; once encoded, it is a `Prompt`. A completion goes through three stages: sampled
 (`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and prepared for an update (`Completion` in a

@@ -1,7 +1,7 @@
 """Scoring models on held-out rows and named benchmarks: metrics, intervals and figures. The command is `evaluate.py`.
 
-Imports `training`, and the rooms and modules up to `rollout`. Start reading at `held_out.py`, which samples and judges
-rows and is also used during training. `benchmarks.py` defines the prompt and the scoring of each benchmark,
+Imports `training`, and the packages and modules up to `rollout`. Start reading at `held_out.py`, which samples and
+judges rows and is also used during training. `benchmarks.py` defines the prompt and the scoring of each benchmark,
 `metrics.py` summarises predictions and compares two models, `figures.py` draws, and `run_flags.py` prints the flags
 that score a trained run.
 """

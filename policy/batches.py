@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common import distributed
 from common.records import Completion, Group, Prompt
-from packing import PackedBatch, pack, split_groups
+from packing import PackedBatch, pack, split_group, split_groups
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
@@ -44,13 +44,13 @@ def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Gro
     """
     batches: list[list[Group]] = []
     room: list[int] = []
-    pieces = [piece for group in groups for [piece] in split_groups([group], budget)]
+    pieces = [piece for group in groups for piece in split_group(group, budget)]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         size, left = piece.tokens, piece.completions
         fitting = next(([i] for i, free in enumerate(room) if size <= free), range(len(room)) if cut else [])
         for i in fitting:
             if left and len(piece.prompt.ids) + len(left[0].ids) <= room[i]:
-                [first], *_ = split_groups([replace(piece, completions=left)], room[i])
+                first = split_group(replace(piece, completions=left), room[i])[0]
                 batches[i].append(first)
                 room[i] -= first.tokens
                 left = left[len(first.completions) :]
@@ -119,8 +119,8 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     key that the query attends to takes four operations per dimension of the heads. In each Gated DeltaNet layer, a
     token takes six operations per element of the heads' states.
 
-    The gradients of the activations cost as much as the forward pass. The gradients of the weights cost as much as the
-    forward pass times the fraction of the weights that are trained.
+    In the backward pass, attention costs twice the forward pass. For the rest, the gradients of the activations cost as
+    much as the forward pass, and those of the weights as much times the fraction of the weights that are trained.
     """
     model = language_model(policy.model)
     config = model.config
@@ -143,8 +143,8 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
 
     def count(batch: PackedBatch) -> float:
         pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
-        forward = 2.0 * (weights * batch.input_ids.shape[1] + lm_head * len(batch.targets)) + 4.0 * width * pairs
-        return forward * (2 + trained)
+        dense = 2.0 * (weights * batch.input_ids.shape[1] + lm_head * len(batch.targets))
+        return (2 + trained) * dense + 3 * 4.0 * width * pairs
 
     return count
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
-TRAINED_BYTES = 4  # a trained parameter's master weight, or its gradient, in float32
+FLOAT32_BYTES = 4  # a master weight or a gradient
 MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
@@ -45,7 +45,7 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device
         own = set(policy.parameters()) - (set() if flags.train_vision else set(vision_parameters(policy.model)))
         held += size * sum(p.numel() for p in own)  # it shares a frozen tower with the policy (`load_reference`)
     moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
-    return held + (TRAINED_BYTES + moments) * trained, TRAINED_BYTES * trained
+    return held + (FLOAT32_BYTES + moments) * trained, FLOAT32_BYTES * trained
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
@@ -242,7 +242,7 @@ def measure_memory(
     decoder = language_model(policy.model)
     size = compute_dtype(flags.dtype, device).itemsize
     root = {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()}
-    gathered = 2 * (size + TRAINED_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
+    gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
     gathered += size * sum(p.numel() for p in root)
     if is_quantised(policy):
         gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
@@ -253,7 +253,7 @@ def measure_memory(
         total=total,
         margin=MARGIN * total,
         in_use=gpu_size - free,
-        optimizer=(TRAINED_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
+        optimizer=(FLOAT32_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
         logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # one gradient is added to the other
         gathered=gathered,
     )

@@ -10,9 +10,9 @@ code takes over until a batch can be formed again.
 
     vLLM's own code -> _form_batch -> _schedule_decode, _take_row, ... -> _dissolve_batch -> vLLM's own code -> ...
 
-Waiting requests start several at a time, and not in the last of the memory, which leaves a few places empty for a
-while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it samples the same
-completion.
+Waiting requests start several at a time, and only while blocks stay free for the running ones, which leaves a few
+places empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
+samples the same completion.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
 scheduled before a batch was formed or dissolved, and arrive afterwards, are handled by vLLM's own code.
@@ -116,7 +116,7 @@ class DecodeScheduler(AsyncScheduler):
         # attention have one block per request, whose size is the maximum length of a request.
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
         self.growing = [size for size in sizes if size < self.max_model_len]
-        self.interruptions = 0  # number of times that a request lost its memory and had to be computed anew
+        self.preemptions = 0  # number of times that a request lost its memory and had to be computed anew
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Return the next iteration."""
@@ -151,7 +151,7 @@ class DecodeScheduler(AsyncScheduler):
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Take the memory of a running request, and let the request wait."""
-        self.interruptions += 1
+        self.preemptions += 1
         super()._preempt_request(request, timestamp)
 
     def take_unsent(self) -> list[EngineCoreOutput]:

@@ -320,10 +320,10 @@ def test_masked_completions_are_not_trained_on(loss_type):
     assert weights == pytest.approx(want)
 
 
-def test_norms_of_zero_do_not_make_the_next_norm_a_spike():
-    assert not is_spike([0.0] * 20 + [1.0])
-    assert not is_spike([0.0] * 20 + [1.0] * 10 + [2.0])
-    assert is_spike([0.0] * 20 + [1.0] * 10 + [6.0])
+def test_a_spike_is_five_times_the_median_of_ten_norms():
+    assert not is_spike([1.0] * 10 + [2.0])
+    assert not is_spike([1.0] * 9 + [6.0])
+    assert is_spike([1.0] * 10 + [6.0])
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,9 @@ class Saver:
         self.save_failed = False  # whether the last requested checkpoint could not be written
 
     def save(
-        self, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, progress: dict[str, Any], last: bool = False
+        self, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, progress: dict[str, Any], wait: bool = False
     ) -> None:
-        """Write checkpoint-STEP in the background, or before returning if `last`.
+        """Write checkpoint-STEP in the background, or before returning if `wait`.
 
         Does nothing if the checkpoint already exists. `progress` holds "step", "best" and everything else that
         `load_checkpoint` should return. All processes must call this together. An error is printed and sets
@@ -108,7 +108,7 @@ class Saver:
             state = progress | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
             if error := self._missing_space(tensors) or self._start_write(tensors, state):
                 self._report_failure(progress["step"], error)
-        if last:
+        if wait:
             self.wait()
 
     def wait(self) -> str | None:

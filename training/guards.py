@@ -51,7 +51,8 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
 def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
     """Return an error message if sampler and trainer differ by more than `limit` nats per token on average, else None.
 
-    Later updates of a step are not checked, since the policy has changed. A limit of 0 allows any difference.
+    Later updates of a step are not checked: a step can only be undone before its first update. A limit of 0 allows any
+    difference.
     """
     mean = (stats["difference"] / stats["fresh_tokens"].clamp(min=1)).item()
     if not (is_first_update and limit and mean > limit):
@@ -63,9 +64,5 @@ def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_updat
 
 
 def is_spike(norms: list[float]) -> bool:
-    """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms.
-
-    Norms of 0 are left out, because those updates had nothing to learn from.
-    """
-    earlier = [norm for norm in norms[:-1] if norm]
-    return len(earlier) >= 10 and norms[-1] > 5 * statistics.median(earlier)
+    """Return whether the last gradient norm is more than 5 times the median of at least 10 earlier norms."""
+    return len(norms) > 10 and norms[-1] > 5 * statistics.median(norms[:-1])

@@ -48,7 +48,7 @@ def get_loss(loss_type: str) -> Loss:
 def clipped_objective(
     logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return min(r·A, clip(r)·A), and whether the clipped term is the smaller one. All tensors are (C,).
+    """Return min(r·A, clip(r)·A), and whether a clip bound decides. All tensors are (C,).
 
     This is eq. 3 of DeepSeekMath or, with clip_high > clip_low, eq. 8 of DAPO (arXiv:2503.14476). With c = `dual_clip`,
     the objective of a negative advantage is max(min(r·A, clip(r)·A), c·A) (dual clip, arXiv:1912.09729).
@@ -87,8 +87,7 @@ def clipped_ratio(log_ratio: Tensor, options: LossOptions) -> tuple[Tensor, Tens
 
 def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
     """Return for each token the sum of `values` (C,) over its completion, as (C,)."""
-    sums = torch.zeros(int(row_of_token[-1]) + 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, row_of_token, values)[row_of_token]
+    return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
 
 
 def mean_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:

@@ -106,8 +106,7 @@ def set_up(cfg: Config) -> Run:
     inputs = check_inputs(cfg)
     models = load_models(cfg, inputs, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
-        # As under torchrun. Otherwise, torch wakes a thread per core for each small operation of packing. On a busy
-        # machine, a micro-batch then waits for 50 ms and more (docs/log.md).
+        # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         torch.set_num_threads(1)
     return restore(cfg, inputs, models, folder, resume)
 

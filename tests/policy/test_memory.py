@@ -32,7 +32,8 @@ def set_free_memory(monkeypatch, policy, num_checkpointed: int, tokens: int, com
     fixed += 12 * memory.LOGIT_ROWS * len(text.embed_tokens.weight) + 12 * sum(
         p.numel() for p in text.layers[0].parameters()
     )
-    fixed += 2 * sum(p.numel() for p in {text.embed_tokens.weight, policy.model.lm_head.weight})
+    head = policy.model.lm_head.weight
+    fixed += 2 * sum(p.numel() for p in {text.embed_tokens.weight, head}) + 2 * 2 * head.numel()
     total = 2**34
     free = fixed + memory.MARGIN * total + (tokens + 0.5) * memory.bytes_per_token(policy, num_checkpointed, compiled)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))

@@ -262,9 +262,9 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
     """An older checkpoint of the same step is kept, also when the run does not know it."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
-    grpo.save_checkpoint(run, last=True)
+    grpo.save_checkpoint(run, wait=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
-    grpo.save_checkpoint(run, last=True)
+    grpo.save_checkpoint(run, wait=True)
     assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
     rename = pathlib.Path.rename
 
@@ -277,9 +277,9 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            grpo.save_checkpoint(run, last=True)
+            grpo.save_checkpoint(run, wait=True)
     assert RunFolder(str(tmp_path)).plan_resume("newest").checkpoint == tmp_path / "checkpoint-0"
-    grpo.save_checkpoint(run, last=True)
+    grpo.save_checkpoint(run, wait=True)
     assert run.checkpoints.save_failed, "an existing checkpoint is not replaced"
     assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
 
@@ -477,7 +477,7 @@ def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, c
     assert json.loads(text)["verifier_url"] == "http://***@host/v1?key=***&v=1"
     assert "--verifier_url=http://***@host/v1?key=***&v=1" in json.loads(text)["command"]
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", verifier_url=url))
-    grpo.save_checkpoint(run, last=True)
+    grpo.save_checkpoint(run, wait=True)
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url=url))
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url="http://me:pa@ss@other"))
     stderr, state = capsys.readouterr().err, (tmp_path / "run" / "checkpoint-0" / "state.json").read_text()
@@ -755,7 +755,7 @@ def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path)
     next(run.policy.parameters()).grad = None
     for parameter in list(run.policy.parameters())[:3]:
         parameter.grad = torch.ones_like(parameter)
-    grpo.save_checkpoint(run, last=True)
+    grpo.save_checkpoint(run, wait=True)
     assert all(entry["step"] == 0 for entry in run.optimizer.state_dict()["state"].values())
     resumed = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
     loaded = resumed.optimizer.state_dict()["state"]
