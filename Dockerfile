@@ -1,6 +1,7 @@
 # The image for training on NVIDIA GPUs; docs/cluster.md uses it on Kubernetes. Build it in this folder:
 #
 #   docker build --tag grpo-vlm .
+#   mkdir -p runs && sudo chown 1001 runs    # 1001 is the user in the image
 #   docker run --gpus all --shm-size 16g --volume "$PWD/runs:/app/runs" grpo-vlm ./run.sh vqa --smoke
 #
 # Not tested: the project was built where no Docker and no image registry could be reached. Only hadolint has read it.

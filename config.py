@@ -86,8 +86,8 @@ class RowFlags:
     max_megapixels: float = 64.0
     """Maximum size of an image in millions of pixels, before resizing. Larger images are refused without decoding."""
     skip_bad_rows: bool = False
-    """Leave out unusable and duplicate rows. Without this flag, unusable rows stop the run. Either way, the first
-    few are listed."""
+    """Leave out unusable rows and, except in evaluations, duplicate ones. Without this flag, unusable rows stop the
+    run. Either way, the first few are listed."""
 
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -105,7 +105,8 @@ class DataFlags(RowFlags):
 
     data: str
     """Data set: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name. Append @split to choose one of several
-    splits. Separate several data sets with commas; their rows are mixed."""
+    splits. Separate several data sets with commas; their rows are mixed. grpo.py trains the tasks vqa and math without
+    it, too, with the flags of recipes/TASK.flags."""
     template: str | None = None
     """Jinja file that replaces the task's prompt template. The file must contain {{ content }}."""
     chat_template_kwargs: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -268,9 +269,9 @@ class EngineFlags:
     """The flags of the sampler."""
 
     engine: Literal["auto", "hf", "vllm", "policy"] = "auto"
-    """The sampler: vllm, hf (transformers with a KV cache), or policy (the same, but with the trainer's own weights
-    instead of a copy; training in one process only). auto: vllm if it is installed and there is a GPU, otherwise hf;
-    policy if the GPU has no memory for a copy."""
+    """The sampler: vllm, hf (transformers with a KV cache), or, in grpo.py only, policy (the same, but with the
+    trainer's own weights instead of a copy, in one process). auto: vllm if it is installed and there is a GPU,
+    otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.25
     """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
     Training raises it if the weights need more. At other times, the trainer uses this memory."""
@@ -395,9 +396,9 @@ class GRPOFlags:
     """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
     the advantages of their groups."""
     clip_low: float | None = None
-    """ε_low: ratios below 1 − ε_low are clipped. The default depends on the loss type."""
+    """ε_low: ratios below 1 − ε_low are clipped. Default: 0.2; 3e-4 for gspo, 1 (no lower bound) for cispo."""
     clip_high: float | None = None
-    """ε_high: ratios above 1 + ε_high are clipped. The default depends on the loss type."""
+    """ε_high: ratios above 1 + ε_high are clipped. Default: 0.2; 0.28 for dapo, 4e-4 for gspo, 4 for cispo."""
     dual_clip: float = 0.0
     """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
     beta: float = 0.0

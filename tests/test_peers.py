@@ -1,9 +1,6 @@
 """The loss and its gradient, compared with TRL 1.16's and verl 0.9's own functions on 100 random batches per case.
 
-    pip install --no-deps -t peers trl==1.16.0 verl==0.9.1
-    pip install --no-deps -t peers tensordict pyvers omegaconf antlr4-python3-runtime==4.9.3    # verl needs these
-    PYTHONPATH=peers python -m pytest tests/test_peers.py       # the tests are skipped without TRL or verl
-    PYTHONPATH=peers python -m tests.test_peers                 # print the table of docs/peers.md
+docs/peers.md has the commands. The tests are skipped without TRL or verl.
 
 Everything is computed in float64, so a difference is one of the formulas, not of rounding; only the token weights are
 float32. Guards against: a formula that differs from the one that users of those libraries expect under its name.
