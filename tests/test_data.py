@@ -8,12 +8,12 @@ import zipfile
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from common.errors import UserError
 from common.records import Sample
 from data import encode_prompt, load_processor, load_samples
-from inputs.images import decode_image, fit_image, fitted_size
+from inputs.images import check_image, decode_image, fit_image, fitted_size
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
 
@@ -76,6 +76,29 @@ def test_images_are_oriented_flattened_and_stretched(tmp_path):
     assert (
         np.asarray(decode_image(Image.fromarray(np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)))).max() == 255
     )
+
+
+def test_every_orientation_is_turned_upright(tmp_path):
+    """As Pillow turns it: not only the size tells left from right."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8))
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        picture.save(tmp_path / "x.png", exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(tmp_path / "x.png"))
+        assert np.array_equal(decode_image(tmp_path / "x.png"), upright), orientation
+        assert check_image(tmp_path / "x.png") == upright.size[::-1], orientation
+
+
+def test_a_float_scan_may_have_pixels_that_are_no_number():
+    scan = Image.fromarray(np.array([[np.nan, -1.0, 3.0, np.inf]], dtype=np.float32))
+    assert np.asarray(decode_image(scan))[0, :, 0].tolist() == [0, 0, 255, 0]
+
+
+def test_pictures_are_resized_bicubically():
+    noise = Image.effect_noise((60, 90), 80).convert("RGB")
+    got = fit_image(noise, lambda h, w: (56, 28))
+    assert np.array_equal(got, noise.resize((28, 56), Image.Resampling.BICUBIC))
 
 
 def test_image_sources(tmp_path):

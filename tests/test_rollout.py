@@ -8,6 +8,8 @@ import importlib.util
 import os
 import re
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,14 +26,16 @@ import evaluate
 import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
-from common.records import Completion, Group, Sample, Sampling
+from common.records import Completion, Group, Prompt, Rollout, Sample, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
+from policy.continuation import NOT_STARTED, Continuation
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_policy, stop_tokens
-from policy.vllm_checks import check_pixels, check_weights
+from policy.vllm_checks import check_expansion, check_pixels, check_weights
+from policy.vllm_loop import Output
 from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
 
@@ -129,6 +133,29 @@ def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
     assert len(feature_cache) == 2
 
 
+def test_the_oldest_image_features_are_forgotten_but_not_before_their_step(tiny_model, processor, monkeypatch):
+    samples = [Sample("<image>?", "1", [Image.new("RGB", (84, 84), (i, 9, 9))], f"row {i}") for i in range(3)]
+    first, second, third = prompts = encode_prompts(samples, processor)
+    policy, feature_cache = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
+    cache_image_features(policy, [first], feature_cache)
+    monkeypatch.setattr("policy.model.FEATURE_CACHE_BYTES", 2 * first.features.nbytes)
+    cache_image_features(policy, [third], feature_cache)
+    cache_image_features(policy, [second], feature_cache)
+    assert list(feature_cache) == [third.image_digest, second.image_digest]
+    for prompt in prompts:
+        prompt.features = None
+    cache_image_features(policy, prompts, feature_cache)
+    assert all(prompt.features is not None for prompt in prompts)
+    assert len(feature_cache) == 2
+
+
+def test_end_tokens_may_be_named_in_any_of_the_configs(tiny_model):
+    tokenizer = load_processor(tiny_model, "count").tokenizer
+    config = PreTrainedConfig(eos_token_id=7)
+    config.text_config = PreTrainedConfig(eos_token_id=[8, 9])
+    assert set(stop_tokens({"eos_token_id": 5}, config, tokenizer)) == {5, 7, 8, 9, tokenizer.eos_token_id}
+
+
 def test_every_end_token_of_the_generation_config_counts(tiny_model):
     """vLLM returns the generation config as a dict; transformers returns it as an object."""
     tokenizer = load_processor(tiny_model, "count").tokenizer
@@ -203,6 +230,179 @@ def test_pixels_are_compared_picture_by_picture(processor):
         check_pixels(prompts, received)
     with pytest.raises(UserError, match="row 0"):
         check_pixels(prompts, [])
+
+
+def test_the_pixels_of_each_of_a_prompts_images_are_compared(processor):
+    """vLLM's tower gets them image by image, those of other prompts in between."""
+    images = [Image.new("RGB", (56, 56 + 28 * i), (80 * i, 9, 90)) for i in range(2)]
+    (prompt,) = encode_prompts([Sample("<image><image>?", "1", images, "row 1")], processor)
+    pixels = prompt.vision["pixel_values"].split([16, 24])
+    check_pixels([prompt], [pixels[1], torch.zeros(4, 1176), pixels[0]])
+    with pytest.raises(UserError, match="row 1"):
+        check_pixels([prompt], [pixels[0]])
+
+
+def test_tokens_that_vllm_expands_otherwise_are_refused(prompts):
+    check_expansion(prompts[0], prompts[0].ids.tolist())
+    for ids in (prompts[0].ids.tolist()[:-1], [*prompts[0].ids.tolist()[:-1], 3]):
+        with pytest.raises(UserError, match="a: vLLM expands the prompt to"):
+            check_expansion(prompts[0], ids)
+
+
+class FusedLayer(torch.nn.Module):
+    """A layer with vLLM's fused weights: four heads of 2 dimensions, and two of keys and values."""
+
+    num_heads, num_kv_heads, head_size = 4, 2, 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 8))
+
+
+def test_a_weight_that_does_not_reach_vllm_is_found():
+    """vLLM fuses projections. The trainer's are compared one by one."""
+    mlp = torch.nn.ModuleDict({"gate_up_proj": torch.nn.Linear(8, 6, bias=False)})
+    model = torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"qkv_proj": FusedLayer()}), "mlp": mlp})
+    q, k, v = model["self_attn"]["qkv_proj"].weight.detach().clone().split([8, 4, 4])
+    gate, up = mlp["gate_up_proj"].weight.detach().clone().chunk(2)
+    sent = {"self_attn.q_proj.weight": q, "self_attn.k_proj.weight": k, "self_attn.v_proj.weight": v}
+    sent |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    check_weights(sent.items(), model)
+    for name in sent:
+        with pytest.raises(RunStopped, match=f"{name} differs between vLLM and the trainer"):
+            check_weights((sent | {name: sent[name] + 1}).items(), model)
+    with pytest.raises(RunStopped, match=r"norm\.weight is missing in vLLM"):
+        check_weights([*sent.items(), ("norm.weight", q)], model)
+    check_weights([*sent.items(), ("tower.post_norm.weight", q)], model, unused="post_norm")
+
+
+class FakeVLLM:
+    """Stands in for `vllm.LLM`: a request for the prompt of n tokens samples n, n + 1, ... and then a stop token."""
+
+    def __init__(self):
+        self.requests, self.calls = [], []
+
+    def generate(self, requests, params, use_tqdm):
+        self.requests += list(zip(requests, params))
+        return [self.output(request, each) for request, each in zip(requests, params)]
+
+    def output(self, request, params):
+        ids = request["prompt_token_ids"]
+        completions = []
+        for i in range(params.n):
+            tokens, reason = ([len(ids), i, 3], "stop") if i else ([len(ids)] * params.max_tokens, "length")
+            logprobs = SimpleNamespace(logprobs=[-0.5 * token for token in tokens])
+            completions.append(SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=logprobs))
+        return SimpleNamespace(prompt_token_ids=ids, outputs=completions)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *kwargs.get("tags", ())))
+
+
+@pytest.fixture
+def vllm_engine(processor):
+    """Return an engine of which only `llm` is not real."""
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.flags, engine.processor, engine.llm = EngineFlags(engine="vllm"), processor, FakeVLLM()
+    engine.llm.model_config = SimpleNamespace(dtype=torch.float32)
+    engine.llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: engine.llm.calls.append(("encoder",)))
+    engine.vision, engine.hidden_size, engine.stop = processor.family.vision, 64, [3]
+    engine.asleep, engine.pixels_checked, engine.sampling_params = False, True, SimpleNamespace
+    return engine
+
+
+def text_prompt(tokens: int, **more) -> Prompt:
+    ids = torch.arange(100, 100 + tokens)
+    return Prompt(ids, ids.tolist(), ids[None], source=f"row {tokens}", **more)
+
+
+def test_vllm_starts_with_the_longest_and_returns_the_completions_of_each_prompt(vllm_engine):
+    prompts = [text_prompt(4, expected_length=5.0), text_prompt(6, expected_length=9.0), text_prompt(5)]
+    groups = vllm_engine._sample(prompts, [10, 11, 12], Sampling(2, 4, temperature=0.7), None)
+    assert [(len(r["prompt_token_ids"]), p.seed) for r, p in vllm_engine.llm.requests] == [(6, 11), (4, 10), (5, 12)]
+    params = vllm_engine.llm.requests[0][1]
+    assert (params.n, params.max_tokens, params.temperature, params.stop_token_ids) == (2, 4, 0.7, [3])
+    for n, (cut, ended) in zip((4, 6, 5), groups):
+        assert (cut.ids.tolist(), cut.truncated) == ([n] * 4, True)
+        assert (ended.ids.tolist(), ended.truncated) == ([n, 1, 3], False)
+        assert ended.sampling_logp.tolist() == [-0.5 * n, -0.5, -1.5]
+        assert ended.text == vllm_engine.processor.tokenizer.decode([n, 1]), "without the stop token"
+    other = replace(prompts[0], ids=prompts[0].ids + 1)
+    with pytest.raises(UserError, match="vLLM expands the prompt"):
+        vllm_engine._sample([other], [1], Sampling(1, 4), None)
+
+
+def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch):
+    old = Rollout(torch.tensor([7, 8]), torch.tensor([-1.0, -2.0]), finished=False)
+    done = Rollout(torch.tensor([5, 3]), torch.tensor([-1.0, -1.0]), text="5")
+    started, sent, whole = [[done, old], [NOT_STARTED, NOT_STARTED]], [], []
+    prompts = [text_prompt(4), text_prompt(5)]
+
+    def run(llm, requests, params, is_enough):
+        sent.extend(zip(requests, params))
+        assert [is_enough(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
+        ids = [*prompts[0].engine_ids, 7, 8]
+        return [Output([9, 3], [-3.0, -4.0], ids, "stop"), Output([9], [-5.0]), Output()]
+
+    monkeypatch.setattr("rollout.run_until", run)
+    continuation = Continuation(started, lambda is_whole: whole.append(is_whole) or all(is_whole))
+    (first, ended), (cut, empty) = vllm_engine._sample(prompts, [10, 11], Sampling(2, 6), continuation)
+    assert whole == [[False, False], [True, False], [True, True]]
+    assert [r["prompt_token_ids"] for r, _ in sent] == [[100, 101, 102, 103, 7, 8], *[prompts[1].engine_ids] * 2]
+    assert [p.max_tokens for _, p in sent] == [4, 6, 6], "the tokens so far count"
+    assert len({p.seed for _, p in sent}) == 3
+    assert first is done
+    assert (ended.ids.tolist(), ended.sampling_logp.tolist()) == ([7, 8, 9, 3], [-1, -2, -3, -4])
+    assert (ended.finished, ended.truncated) == (True, False)
+    assert ended.text == vllm_engine.processor.tokenizer.decode([7, 8, 9])
+    assert (cut.ids.tolist(), cut.finished, len(empty.ids), empty.finished) == ([9], False, 0, False)
+
+
+def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
+    vllm_engine.flags, vllm_engine.group = EngineFlags(engine="vllm", tensor_parallel=2), None
+    shares = [([text_prompt(4)], [10]), ([text_prompt(5), text_prompt(6)], [11, 12])]
+    monkeypatch.setattr("rollout.dist.all_gather_object", lambda out, own, group: out.__setitem__(slice(None), shares))
+    for rank, (prompts, seeds) in enumerate(shares):
+        monkeypatch.setattr("rollout.dist.get_rank", lambda group, rank=rank: rank)
+        groups = vllm_engine._sample(prompts, seeds, Sampling(1, 2), None)
+        assert [group[0].ids.tolist() for group in groups] == [[len(prompt.ids)] * 2 for prompt in prompts]
+
+
+def test_vllm_gets_features_only_if_it_accepts_them(vllm_engine, prompts):
+    for prompt, sent in (
+        (prompts[1], None),
+        (replace(prompts[0], features=None), "images"),
+        (replace(prompts[0], features=torch.zeros(9, 64)), "features"),
+        (replace(prompts[0], features=torch.zeros(9, 128)), "images"),  # with those of inner layers
+    ):
+        data = vllm_engine._multi_modal_data(prompt).get("multi_modal_data", {}).get("image")
+        assert {type(None): None, list: "images", dict: "features"}[type(data)] == sent
+        assert vllm_engine._sends_images(prompt) == (sent == "images")
+
+
+def test_what_vllm_computed_with_old_weights_is_discarded(vllm_engine, tiny_model):
+    """After a sleep, the KV cache gets its memory back once the weights are there."""
+    policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+    vllm_engine.sync_weights(policy)
+    vllm_engine.sleep()
+    vllm_engine.wake_up()
+    vllm_engine.sync_weights(policy)
+    synced, caches = ("apply_model",), [("reset_prefix_cache",), ("encoder",)]
+    calls = [synced, *caches, ("sleep",), ("wake_up", "weights"), synced, ("wake_up", "kv_cache"), *caches]
+    assert vllm_engine.llm.calls == calls
+    assert not vllm_engine.asleep
+
+
+def test_an_engine_needs_all_its_ranks(tiny_model, processor, monkeypatch):
+    monkeypatch.setattr("rollout.distributed.world_size", lambda: 6)
+    flags = EngineFlags(engine="vllm", tensor_parallel=4)
+    with pytest.raises(UserError, match="--tensor_parallel 4 must divide the 6 processes"):
+        make_engine(flags, tiny_model, processor, torch.device("cpu"), torch.float32, RequestLimits(64, 1))
+
+
+def test_without_room_for_a_copy_the_policy_samples(capsys):
+    assert choose_engine(EngineFlags(), torch.device("cpu"), has_room=False) == "policy"
+    assert "no memory for a copy; sampling is slow" in capsys.readouterr().err
 
 
 # --- the policy itself ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -141,20 +142,31 @@ def row_at(
 @functools.lru_cache(maxsize=2)
 def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...], batch: int) -> np.ndarray:
     rows = sum(sizes)
-    shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
     if not weights:
-        begun = epoch * rows % batch  # number of the previous epoch's rows in this epoch's first batch
-        if begun and batch <= rows:
-            others = shuffled[~np.isin(shuffled, _epoch_order(sizes, seed, epoch - 1, weights, batch)[-begun:])]
-            first = others[: batch - begun]
-            shuffled = np.concatenate([first, shuffled[~np.isin(shuffled, first)]])
-        return shuffled
+        return _unweighted_order(rows, seed, epoch, batch)
+    shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
     bounds = itertools.pairwise(_bounds(weights, rows))
     chosen = []
     for source, (size, offset, (start, end)) in enumerate(zip(sizes, np.cumsum([0, *sizes]), bounds)):
         positions = range(epoch * (end - start), (epoch + 1) * (end - start))
         chosen += [offset + row_at(position, (size,), seed + 1 + source) for position in positions]
     return np.asarray(chosen)[shuffled]
+
+
+def _unweighted_order(rows: int, seed: int, epoch: int, batch: int) -> np.ndarray:
+    """Return the rows of an epoch in an order in which its first batch repeats none of the previous epoch's last rows.
+
+    That depends on the previous epoch's order, and so on, back to an epoch that begins with a batch of its own.
+    """
+    order = np.empty(0, dtype=int)
+    period = batch // math.gcd(rows, batch) if batch <= rows else 1
+    for each in range(epoch - epoch % period, epoch + 1):
+        begun = each * rows % batch  # number of the previous epoch's rows in this epoch's first batch
+        previous, order = order, np.random.default_rng([seed, each]).permutation(rows)
+        if begun and batch <= rows:
+            first = order[~np.isin(order, previous[-begun:])][: batch - begun]
+            order = np.concatenate([first, order[~np.isin(order, first)]])
+    return order
 
 
 def _bounds(weights: tuple[float, ...], rows: int) -> list[int]:

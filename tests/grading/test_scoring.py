@@ -188,6 +188,20 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
         rewards._math_workers.cache_clear()
 
 
+def test_areas_and_volumes_are_units_of_their_own():
+    """Compared as they are: in `math_reward`, two words count as a sentence, whose number is compared too."""
+    assert rewards.same_answer("5 cubic centimeters", "5\\text{ cm}^3")
+    assert not rewards.same_answer("5 cubic centimeters", "5 cm^2")
+    assert not rewards.same_answer("5 square meters", "5 m^3")
+
+
+def test_a_comparison_may_take_four_gigabytes_of_memory():
+    """A runaway expression must not take those of the trainer."""
+    code = "import resource; from grading import math_equal; print(resource.getrlimit(resource.RLIMIT_DATA)[0] >> 30)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "4\n"
+
+
 def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
     pools = []
 

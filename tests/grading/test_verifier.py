@@ -223,6 +223,16 @@ def test_a_reply_that_is_no_verdict_is_none_and_not_a_punishment(server):
     server.reply = "I cannot help with that."
     assert rewards.math_reward(think("x y"), "z", "q", verifier) is None
     assert "not a verdict" in verifier.last_error
+    server.reply = "Correct"
+    assert rewards.math_reward(think("x y"), "z", "q", verifier) == 1, "it must not be cached"
+
+
+def test_the_replies_in_a_cache_are_those_of_one_model(server, tmp_path):
+    flags, cache = VerifierFlags(**QUICK), str(tmp_path / "cache.sqlite")
+    for model, reply, verdict in (("small", "Correct", True), ("large", "Incorrect", False), ("small", "?", True)):
+        server.reply = reply
+        assert Verifier(server.url, model, flags, cache)("q", "a", "b") is verdict, model
+    assert [request["model"] for request in server.requests] == ["small", "large"]
 
 
 def test_a_refusing_verifier_is_given_up_for_the_round(server):

@@ -45,7 +45,7 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
     # Only groups with even indices have images. With two processes, one of them therefore has only text.
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
-    "fewer groups than processes": ({}, [0]),
+    "fewer groups than processes": ({"beta": 0.1}, [0]),
     "sampled by one process, evened out": ({"beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "sampled by one process, evened out, trained vision tower": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "whole copies": ({"sharding": "none", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),

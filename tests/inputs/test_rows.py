@@ -92,6 +92,16 @@ def test_easyr1_parquet_with_paths_and_with_bytes(folder):
     assert decode_image(samples[2].images[0]).getpixel((0, 0)) == (0, 0, 255)
 
 
+def test_the_images_of_a_long_table_belong_to_their_rows(folder):
+    """Rows are read a thousand at a time."""
+    cells = [{"bytes": b"%d" % i, "path": None} for i in range(1001)]
+    rows = [{"image": cell, "images": [cell]} for cell in cells]
+    path = parquet(folder / "long.parquet", rows, image=BYTES, images=datasets.List(BYTES))
+    source, row, _ = list(raw_rows(path))[-1]
+    assert source.endswith("row 1001")
+    assert row["image"].read() == row["images"][0].read() == b"1000"
+
+
 def test_verl_parquet(folder):
     rows = [
         verl_row("<image>How long is AB?", "5", [{"bytes": png(), "path": None}], extra_info={"question": "AB?"}),

@@ -13,6 +13,7 @@ from common import distributed
 from config import PolicyFlags
 from packing import pack, split_groups
 from policy import batches
+from policy.families import language_model
 from policy.model import Policy, load_policy
 from policy.sharding import apply_fsdp
 from tests.helpers.models import build, groups_of, make_group
@@ -98,3 +99,22 @@ def test_operations_by_hand():
     assert batches.flop_counter(policy)(batch) == pytest.approx(3 * forward, rel=0.01)
     policy.requires_grad_(False)
     assert batches.flop_counter(policy)(batch) == pytest.approx(2 * forward + 4 * 2 * 64 * pairs, rel=0.01)
+
+
+def test_operations_of_experts_and_of_linear_attention_by_hand():
+    """Of four experts, a token goes through two. A Gated DeltaNet layer has four heads with states of 32 x 32."""
+    g = torch.Generator().manual_seed(0)
+    policy = Policy(build("qwen3_vl_moe"))
+    batch = pack([make_group(policy.model, "qwen3_vl_moe", 9, [], [5, 3], g)])
+    pairs = 9 * 9 / 2 + 5 * 9 + 5 * 5 / 2 + 3 * 9 + 3 * 3 / 2
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 4 * 64 + 2 * 3 * 64 * 32)
+    dense = 2 * (matrices * 17 + 64 * 256 * 8)
+    policy.requires_grad_(False)
+    assert batches.flop_counter(policy)(batch) == pytest.approx(2 * dense + 3 * 4 * 2 * 64 * pairs, rel=0.01)
+
+    policy = Policy(build("qwen3_5").requires_grad_(False))
+    batch = pack([make_group(policy.model, "qwen3_5", 9, [], [5, 3], g)])
+    layers = language_model(policy.model).layers
+    matrices = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    dense = 2 * (matrices * 17 + 64 * 256 * 8) + 3 * 17 * 6 * 4 * 32 * 32
+    assert batches.flop_counter(policy)(batch) == pytest.approx(2 * dense + 3 * 4 * 64 * pairs, rel=0.01)

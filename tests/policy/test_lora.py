@@ -31,7 +31,7 @@ from policy.model import cache_image_features, check_trained, load_model, load_p
 from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
 from tests.helpers.adapters import LANGUAGE_TARGETS, VISION_TARGETS, copy_adapter, plain_logits, save_random_adapter
-from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs
+from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs, save_tiny
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import run_script
 
@@ -123,6 +123,20 @@ def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
         assert torch.equal(plain_logits(model, prompt), base)
     assert not torch.equal(plain_logits(model, prompt), base)
     assert [name for name, p in model.named_parameters() if p.requires_grad and ".policy." not in name] == []
+
+
+def test_a_new_adapter_is_the_same_wherever_it_is_made():
+    """On every process and at every start, whatever was drawn before. It leaves the random state as it was."""
+    adapters = []
+    for seed in (5, 6):
+        model = build("qwen2_5")
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        new_adapter(model, rank=4, alpha=0, vision=False)
+        assert torch.equal(torch.get_rng_state(), state)
+        adapters.append(lora.adapter_parameters(model))
+    assert any(parameter.any() for parameter in adapters[0].values())
+    assert all(torch.equal(parameter, adapters[1][name]) for name, parameter in adapters[0].items())
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -411,6 +425,24 @@ def test_an_adapter_of_the_lm_head_is_left_to_merge_lora(tiny_model, tmp_path):
         continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path / "a"))
 
 
+def test_an_adapter_of_a_router_is_left_to_merge_lora(tmp_path):
+    """The packed forward pass computes routers itself, from their weights alone."""
+    base = save_tiny("aria", tmp_path / "aria")
+    save_random_adapter(base, tmp_path / "a", target_modules=r".*(router|q_proj)")
+    with pytest.raises(UserError, match=r"an adapter of mlp\.router cannot be continued: merge it into its"):
+        continue_adapter(load_model(base, torch.float32), str(tmp_path / "a"))
+
+
+def test_half_of_a_layers_adapter_is_not_ignored(tiny_model, sft, tmp_path):
+    folder = copy_adapter(sft, tmp_path / "adapter", {})
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.language_model.layers.0.self_attn.v_proj.lora_B.weight"
+    save_file(tensors | {name.replace("v_proj", "o_proj"): tensors[name].clone()}, file)
+    with pytest.raises(UserError, match=r"does not fit its own adapter_config.json: it holds .*o_proj.lora_B"):
+        continue_adapter(load_model(tiny_model, torch.float32), folder)
+
+
 def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
     save_random_adapter(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
     adapter = str(tmp_path / "a")
@@ -498,6 +530,17 @@ def test_an_adapter_with_nothing_to_train_is_reported(tiny_model, sft, shapes, t
         check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
         printed = capsys.readouterr().err
         assert printed.startswith("trained: adapter of ") and printed.endswith(f"; frozen: everything else\n{expected}")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "aria"])
+def test_only_the_decoders_linear_layers_are_in_4_bits(family, tmp_path):
+    """The sampler uses the tower's features, and the packed forward pass reads lm_head and routers as they are."""
+    base = save_tiny(family, tmp_path)
+    model = load_policy(base, PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16"), CPU).model
+    quantised = {lora._name_in_base(name) for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    linear = {name for name, module in build(family).named_modules() if isinstance(module, torch.nn.Linear)}
+    decoder = {name for name in linear if ".layers." in name and "vision" not in name and "router" not in name}
+    assert quantised == {f"{name}.weight" for name in decoder}
 
 
 def test_a_base_saved_in_4_bits_is_named(tiny_model, tmp_path):

@@ -1,5 +1,6 @@
 """Choices that depend on GPU memory. The choices are plain arithmetic, so these tests need no GPU."""
 
+import contextlib
 import functools
 import weakref
 
@@ -8,7 +9,7 @@ import torch
 
 from common import distributed
 from common.errors import RunStopped, UserError
-from config import PolicyFlags
+from config import Config, PolicyFlags
 from policy import memory
 from policy import sharding as sharding_module
 from policy.batches import micro_batches
@@ -104,6 +105,36 @@ def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatc
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, False)
 
 
+def test_gpus_with_different_free_memory_get_the_same_micro_batches(policy, monkeypatch):
+    """The GPU with less memory decides for both."""
+    distributed.start()
+    policy = apply_fsdp(policy, torch.device("cpu"), torch.float32)
+    sent, choices = [], []
+    monkeypatch.setattr(distributed, "all_max", lambda value: sent.append(value) or value)
+    for checkpointed_layers, tokens in ((2, 9_000), (0, 50_000)):
+        set_free_memory(monkeypatch, policy, checkpointed_layers, tokens)
+        size = memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
+        choices.append((size, checkpointed(policy), policy.keep_unsharded))
+        small = sent[:]
+        monkeypatch.setattr(distributed, "all_max", lambda value, small=small: torch.maximum(value, small.pop(0)))
+    assert choices == [(9_000, [False, True] * 2, False)] * 2
+
+
+def test_what_the_first_update_allocates(tiny_model, policy, monkeypatch):
+    """Gradients and moments of the parameters of a shard; only a trained lm_head has gradients of its logits."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    for flags, sharding, want in (({}, "full", 3), ({}, "none", 12), ({"offload_optimizer": True}, "full", 1)):
+        budget = memory.measure_memory(policy, PolicyFlags(**flags), GPU, 0.0, sharding)
+        assert budget.optimizer == want * trained, (flags, sharding)
+    assert (budget.total, budget.in_use) == (2**34, 2**33)
+    adapted = load_policy(tiny_model, PolicyFlags(lora_rank=4), torch.device("cpu"))
+    frozen_head = memory.measure_memory(adapted, PolicyFlags(lora_rank=4), GPU, 0.0, "full")
+    assert budget.logits - frozen_head.logits == 2 * 2 * policy.model.lm_head.weight.numel()
+
+
 def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
     assert memory.bytes_per_token(policy, 0, True, torch.float32) > 1.9 * memory.bytes_per_token(policy, 0, True)
     tower = load_policy(tiny_model, PolicyFlags(train_vision=True), torch.device("cpu"))
@@ -115,6 +146,67 @@ def test_a_reference_in_float32_takes_twice_as_much(policy):
     weights = sum(p.numel() for p in policy.parameters())
     sizes = [memory.state_bytes(policy, PolicyFlags(dtype=dtype), True, GPU)[0] for dtype in ("bfloat16", "float32")]
     assert sizes[1] - sizes[0] == 2 * weights, "the reference shares the policy's frozen tower"
+
+
+def test_the_training_state_by_hand(tiny_model, policy):
+    """Bytes of a parameter in bfloat16: 2 if it is frozen, otherwise 4 + 8 for its moments, and 4 for its gradient."""
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
+    assert frozen and trained
+    for flags, with_reference, weights in (
+        ({}, False, 2 * frozen + 12 * trained),
+        ({}, True, 2 * frozen + 14 * trained),
+        ({"offload_reference": True}, True, 2 * frozen + 12 * trained),
+        ({"offload_optimizer": True}, False, 2 * frozen + 4 * trained),
+    ):
+        assert memory.state_bytes(policy, PolicyFlags(**flags), with_reference, GPU) == (weights, 4 * trained), flags
+    flags = PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16")
+    four_bit = load_policy(tiny_model, flags, torch.device("cpu"))
+    trained = sum(p.numel() for p in four_bit.parameters() if p.requires_grad)
+    frozen = sum(p.numel() * min(p.element_size(), 2) for p in four_bit.parameters() if not p.requires_grad)
+    assert memory.state_bytes(four_bit, flags, True, GPU) == (frozen + 12 * trained, 4 * trained)
+
+
+def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch):
+    cfg = Config(data="rows", beta=0.0)
+    needed = 2 * sum(p.numel() for p in policy.parameters()) + memory.SAMPLER_BYTES
+    resting, _ = memory.state_bytes(policy, cfg, False, GPU)
+    for total, has_room, fraction in (
+        (resting + needed - 1, False, pytest.approx(0.9, abs=0.1)),
+        (resting + needed, True, pytest.approx(0.9, abs=0.1)),
+        (2 * needed, True, 0.5),
+        (100 * needed, True, cfg.vllm_memory),
+    ):
+        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        assert memory.plan_sampler(policy, cfg, GPU) == (has_room, fraction)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: needed)
+    assert memory.plan_sampler(policy, cfg, GPU)[0], "several processes need copies"
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_a_shard_and_the_whole_tower_must_fit(tiny_model, monkeypatch, four_bit):
+    """On four processes. A 4-bit model is not sharded."""
+    flags = PolicyFlags(**({"lora_rank": 4, "load_in_4bit": True} if four_bit else {}), dtype="bfloat16")
+    policy = load_policy(tiny_model, flags, torch.device("cpu"))
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    weights, gradients = memory.state_bytes(policy, flags, False, GPU)
+    tower = 2 * sum(p.numel() for p in memory.vision_parameters(policy.model))
+    needed = weights + gradients if four_bit else (weights - tower + gradients) / 4 + tower
+    for total in (needed, needed - 1):
+        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        with pytest.raises(UserError, match="too small") if total < needed else contextlib.nullcontext():
+            memory.check_gpu_memory(policy, flags, False, GPU, 0.0)
+
+
+def test_the_allocator_keeps_to_the_limit(policy, monkeypatch):
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: fractions.append(args))
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 1e12)
+    monkeypatch.setattr(distributed, "memory_fraction", lambda gib: gib / 100)
+    for limit in (0.0, 10.0):
+        memory.check_gpu_memory(policy, PolicyFlags(), False, GPU, 0.0, limit)
+    assert fractions == [((10 - memory.CUDA_GIB) / 100, GPU)]
 
 
 class SmallGPU:
@@ -230,6 +322,20 @@ def test_no_full_layer_stays_alive_after_sharding(flags, tiny_model, monkeypatch
     apply_fsdp(policy, device, torch.float32)
     assert len(alive) >= 5 and len(alive[0]) > len(alive[1]) > 0
     assert alive[-1] == []
+
+
+def test_an_overflow_beside_other_processes_stops_at_once(monkeypatch, policy):
+    """They wait in the middle of the same work, so a second attempt would never end."""
+    calls = []
+
+    def overflow(budget: int) -> None:
+        calls.append(budget)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(RunStopped, match="out of GPU memory"):
+        memory.with_oom_retry(policy, 100, overflow)
+    assert calls == [100]
 
 
 def test_an_overflow_while_the_first_one_is_cleared_up_stops_with_advice(monkeypatch, policy):

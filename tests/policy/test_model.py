@@ -167,3 +167,11 @@ def test_flags_for_parts_that_a_model_lacks_are_reported(tmp_path, capsys):
         "--train_vision has no effect: the model has no vision tower",
         "--train_router has no effect: the model has no routers",
     ]
+
+
+def test_the_weights_that_are_trained_are_kept_in_float32(tiny_model):
+    """In bfloat16, an update of 1e-6 would be rounded away."""
+    for flags in (PolicyFlags(dtype="bfloat16", train_vision=True), PolicyFlags(dtype="bfloat16", lora_rank=4)):
+        policy = load_policy(tiny_model, flags, CPU)
+        dtypes = {(p.requires_grad, p.dtype) for p in policy.parameters()}
+        assert dtypes == {(True, torch.float32)} | ({(False, torch.bfloat16)} if flags.has_adapter else set())

@@ -10,10 +10,16 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 from common.files import read_jsonl
+from config import PolicyFlags
+from policy.batches import micro_batches
+from policy.model import load_policy
+from policy.sharding import apply_fsdp, unsharded
+from tests.helpers.models import make_group
 from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
 from training.run_log import check_output_folder
 
@@ -142,6 +148,20 @@ def test_the_vision_tower_is_trained_only_when_asked(results):
 
     assert has_vision("trained vision tower")
     assert not has_vision("one micro-batch")
+
+
+def test_weights_are_freed_when_an_update_is_given_up(tiny_model):
+    """After a signal between two micro-batches, a checkpoint of the shards is saved."""
+    device = distributed.start()
+    policy = apply_fsdp(load_policy(tiny_model, PolicyFlags(), device), device, torch.float32)
+    policy.keep_unsharded = True
+    groups = [make_group(policy.model, "qwen2_5_vl", 9, [], [5, 3], torch.Generator().manual_seed(0))]
+    with pytest.raises(Interrupted), unsharded(policy):
+        for batch in micro_batches(policy, groups, 100):
+            policy(batch)[0].sum().backward()
+            assert not all(isinstance(parameter, DTensor) for parameter in policy.model.lm_head.parameters())
+            raise Interrupted
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("processes", [2, FOUR])

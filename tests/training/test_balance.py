@@ -1,11 +1,17 @@
 """Load balancing: the work is split evenly, and no completion is lost."""
 
 import random
+from collections import deque
+from dataclasses import replace
 
 import pytest
+import torch
 
+from common import distributed
 from common.distributed import partition_lpt
-from training.balance import MIN_GAIN, GroupCost, plan_transfers
+from tests.helpers.models import groups_of
+from training import balance
+from training.balance import MIN_GAIN, GroupCost, Transfer, plan_transfers
 from training.metrics import time_and_idle
 
 
@@ -82,3 +88,23 @@ def test_a_process_that_holds_everything_shares_it():
     groups = [GroupCost(i, 100, (50,) * 4) for i in range(4)]
     after = apply([groups, [], [], []], plan_transfers([groups, [], [], []]))
     assert after == [300, 300, 300, 300]
+
+
+def test_a_group_that_moves_in_two_parts_is_whole_again(monkeypatch):
+    """Two processes, one after the other. Images that training does not use stay behind."""
+    (group,) = groups_of([[5, 6, 7, 8]])
+    group = replace(group, prompt=replace(group.prompt, images=["image"], vision={"pixel_values": torch.ones(1)}))
+    sent, plan = deque(), [Transfer(0, 0, 1, 2), Transfer(0, 0, 1, 1)]
+    monkeypatch.setattr(balance, "plan_transfers", lambda costs: plan)
+    monkeypatch.setattr(balance.dist, "send_object_list", lambda payload, target, device: sent.extend(payload))
+    monkeypatch.setattr(balance.dist, "recv_object_list", lambda out, *_, device: out.__setitem__(0, sent.popleft()))
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value])
+    for features in (None, torch.ones(1)):
+        held = []
+        for rank, own in ((0, [replace(group, prompt=replace(group.prompt, features=features))]), (1, [])):
+            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+            held += balance.rebalance(own, 0.0)
+        assert [[len(completion.ids) for completion in each.completions] for each in held] == [[5], [7, 8, 6]]
+        assert held[1].prompt.images == []
+        assert bool(held[1].prompt.vision) == (features is None)

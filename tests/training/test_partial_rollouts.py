@@ -16,7 +16,7 @@ from PIL import Image
 
 import grpo
 from common.errors import RunStopped, StepFailed, UserError
-from common.records import Rewards, Sample, Sampling, ScoredGroup
+from common.records import Rewards, Rollout, Sample, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
@@ -26,7 +26,7 @@ from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
-from training.partial_rollouts import StoppingRule
+from training.partial_rollouts import Drawn, StoppingRule, from_saved_state, partial_metrics, saved_state
 from training.run import resolve_loss
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
@@ -44,6 +44,7 @@ def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
     assert choose([3, 5, 5, 5], [True, False, True, True]) == [0, 2]
     assert choose([4, 4, 4, 5, 5], [False, False, False, True, True]) is None, "three are due within one step"
     assert choose([4, 4, 4, 5, 5], [False, True, False, True, True]) == [1, 3]
+    assert choose([5] * 7, [True] * 2 + [False] * 5) is None, "five are due within two steps"
     assert choose([1, 1, 1], [True, True, True]) == [0, 1], "nothing is left to wait for"
 
 
@@ -61,6 +62,32 @@ def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
 def test_settings_that_do_not_go_together_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         Config(data="rows", **flags)
+
+
+def sampled(lengths_by_step: dict[int, int], extra: int = 0, finished: bool = True) -> Rollout:
+    """Return a completion of which so many tokens were sampled in each step, and `extra` in none."""
+    length = sum(lengths_by_step.values()) + extra
+    return Rollout(torch.zeros(length).long(), torch.zeros(length), finished=finished, tokens_by_step=lengths_by_step)
+
+
+def test_ages_are_counted_in_steps():
+    """By hand, in step 7: 20 tokens of this step, 10 of the last, 5 and 1 of earlier ones, and 4 without a record."""
+    rollouts = [sampled({6: 10, 7: 12}), sampled({3: 1, 5: 5, 7: 8}), sampled({}, extra=4)]
+    waiting = Drawn(0, 6, (rollouts[0],))
+    unfinished = Drawn(1, 6, (rollouts[0], sampled({6: 3}, finished=False)))
+    got = partial_metrics(rollouts, [waiting, unfinished, unfinished], step=7, max_staleness=2)
+    shares = {f"partial/tokens_of_age_{age}": pytest.approx(tokens / 40) for age, tokens in enumerate((24, 10, 6))}
+    assert got == shares | {"partial/groups_waiting": 1, "partial/groups_unfinished": 2}
+
+
+def test_an_unfinished_completion_needs_room_for_a_token():
+    unfinished, finished = sampled({0: 9}, finished=False), sampled({0: 10})
+    in_flight = [Drawn(3, 1, (finished, unfinished))]
+    (restored,) = from_saved_state(saved_state(in_flight), max_length=10)
+    assert (restored.position, restored.step, restored.is_whole) == (3, 1, False)
+    assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}]
+    with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
+        from_saved_state(saved_state(in_flight), max_length=9)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

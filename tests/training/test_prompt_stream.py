@@ -1,6 +1,7 @@
 """Prefetched prompts are identical to prompts encoded on demand."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,23 @@ def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_p
         stream.get([position])
 
 
+def test_a_row_that_another_process_cannot_read_stops_this_one_too(stream, monkeypatch):
+    """Otherwise, this process would wait for the other one."""
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value, "row 9: lost"])
+    with pytest.raises(StepFailed, match="row 9: lost"):
+        stream.get([0])
+
+
+def test_another_prompt_or_answer_makes_another_data_set(stream):
+    """A resumed run compares the fingerprints."""
+    fingerprints = [stream.fingerprint]
+    for change in ({"answer": "other"}, {"prompt": "<image>other"}):
+        samples = [replace(stream.samples[0], **change), *stream.samples[1:]]
+        fingerprints.append(PromptStream(samples, stream.processor, seed=3).fingerprint)
+    assert len({fingerprint["rows_digest"] for fingerprint in fingerprints}) == 3
+    assert PromptStream(list(stream.samples), stream.processor, seed=9).fingerprint == stream.fingerprint
+
+
 def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
     """Each of two engines, with two processes each, gets three prompts. No two processes sample the same prompt."""
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
@@ -83,3 +101,12 @@ def test_drop_last_needs_a_full_batch(stream):
 
 def test_prompts_at_different_positions_have_different_seeds():
     assert len({prompt_seed(seed, position) for seed in range(3) for position in range(100)}) == 300
+
+
+def test_a_run_may_be_resumed_after_hundreds_of_epochs():
+    """Each epoch's order depends on the one before; in a resumed run, none of them is there yet."""
+    epoch = [row_at(500 * 601 + i, [601], seed=3, batch=512) for i in range(601)]
+    assert sorted(epoch) == list(range(601))
+    begun = 500 * 601 % 512
+    before = [row_at(500 * 601 - 1 - i, [601], seed=3, batch=512) for i in range(begun)]
+    assert not {*before} & {*epoch[: 512 - begun]}
