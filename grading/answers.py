@@ -228,9 +228,20 @@ def math_answers(text: str) -> list[str]:
         formula = next(filter(None, formulas[0 if explicit else -1]))
         candidates.append(formula.strip()[: 20 * SHORT])
     elif is_prose:
-        numbers = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer)
-        candidates += numbers[:1] if explicit else numbers[-1:]
+        found = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
+        candidates += [
+            number[0] + _unit_after(answer[number.end() :]) for number in (found[:1] if explicit else found[-1:])
+        ]
     return candidates
+
+
+def _unit_after(text: str) -> str:
+    """Return the unit with which `text` begins, such as " square feet" or " km per hour", else ""."""
+    unit = re.match(
+        r" (?:(?:square|cubic|sq|cu)\.? )?([A-Za-z]{2,})\b(?: ?(?:/|per\b) ?[A-Za-z]+)?(?! squared| cubed)", text
+    )
+    is_unit = unit and unit_symbol(unit[1]) and unit[1].lower() != "in"  # "5 in total"
+    return unit[0] if is_unit else ""
 
 
 def math_candidates(text: str, max_chars: int) -> list[str]:

@@ -188,6 +188,24 @@ def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(
         rewards._math_workers.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold", "reward"),
+    [
+        ("5 square feet", "5 square meters", -1),
+        ("5 kilometers per hour", "5 m/s", -1),
+        ("5 cubic centimeters", "5 cm^2", -1),
+        ("the length is 5 km", "5 m", -1),
+        ("the length is 5 km", "5 kilometers", 1),
+        ("the length is 5 km", "5", 1),
+        ("the length is 5 meters squared", "5 m^2", 1),
+        ("there are 5 in total", "5 apples", 1),
+        ("5 square meters", "5 m^2", 1),
+    ],
+)
+def test_a_number_in_a_sentence_keeps_its_unit(answer, gold, reward):
+    assert rewards.math_reward(f"<think>t</think><answer>{answer}</answer>", gold) == reward
+
+
 def test_areas_and_volumes_are_units_of_their_own():
     """Compared as they are: in `math_reward`, two words count as a sentence, whose number is compared too."""
     assert rewards.same_answer("5 cubic centimeters", "5\\text{ cm}^3")
