@@ -229,9 +229,8 @@ def math_answers(text: str) -> list[str]:
         candidates.append(formula.strip()[: 20 * SHORT])
     elif is_prose:
         found = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
-        candidates += [
-            number[0] + _unit_after(answer[number.end() :]) for number in (found[:1] if explicit else found[-1:])
-        ]
+        chosen = found[:1] if explicit else found[-1:]
+        candidates += [number[0] + _unit_after(answer[number.end() :]) for number in chosen]
     return candidates
 
 
@@ -240,7 +239,7 @@ def _unit_after(text: str) -> str:
     unit = re.match(
         r" (?:(?:square|cubic|sq|cu)\.? )?([A-Za-z]{2,})\b(?: ?(?:/|per\b) ?[A-Za-z]+)?(?! squared| cubed)", text
     )
-    is_unit = unit and unit_symbol(unit[1]) and unit[1].lower() != "in"  # "5 in total"
+    is_unit = unit and unit_symbol(unit[1]) and unit[1].lower() not in ("in", "unit", "units")  # "5 in total"
     return unit[0] if is_unit else ""
 
 
