@@ -218,7 +218,7 @@ class MemoryBudget:
     margin: float  # the part of it that the allocator cannot use
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
     optimizer: float  # gradients and moments, which the first update allocates
-    logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and a trained lm_head's gradients of them
+    logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and two gradients of a trained lm_head
     gathered: float
     """The embedding, the lm_head, and two layers with their gradients; beside 4-bit weights, the whole adapter."""
 
@@ -254,7 +254,7 @@ def measure_memory(
         margin=MARGIN * total,
         in_use=gpu_size - free,
         optimizer=(FLOAT32_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
-        logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # one gradient is added to the other
+        logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # see `_TokenLogprobs`
         gathered=gathered,
     )
 

@@ -269,7 +269,7 @@ def verl_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
 def needs(*peers: str) -> None:
     for peer in peers:
         if importlib.util.find_spec(peer) is None:
-            pytest.skip(f"{peer} is not installed: the first lines of this file say how to install it")
+            pytest.skip(f"{peer} is not installed: docs/peers.md says how to install it")
 
 
 @pytest.mark.parametrize(
