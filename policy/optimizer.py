@@ -19,7 +19,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size
 
 
-class HostAdamW(torch.optim.AdamW):
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW that updates each process's shards as plain tensors. The update is elementwise, so the result is the same.
+
+    With DTensors, torch 2.11 would lose memory in every step: six objects for each parameter that nothing frees. The
+    garbage collector would search them all whenever vLLM goes to sleep (docs/log.md).
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensor_lists: list[Tensor]) -> bool:
+        """Fill the lists of what to update, as PyTorch does, with plain tensors."""
+        has_complex = super()._init_group(group, *tensor_lists)
+        for tensors in tensor_lists:
+            tensors[:] = map(_local_tensor, tensors)
+        return has_complex
+
+
+class HostAdamW(ShardAdamW):
     """AdamW whose moments are kept in host memory, where `init_adam_state` allocates them.
 
     Each update copies the moments to the GPU and back, one parameter at a time.
@@ -82,7 +97,7 @@ def make_optimizer(
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-    optimizer_class = HostAdamW if flags.offload_optimizer else torch.optim.AdamW
+    optimizer_class = HostAdamW if flags.offload_optimizer else ShardAdamW
     optimizer = optimizer_class([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
     init_adam_state(optimizer)
     factor = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)

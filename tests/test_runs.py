@@ -27,6 +27,7 @@ import rewards
 import rollout
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
+from policy.optimizer import ShardAdamW
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import export
@@ -129,7 +130,7 @@ def test_each_update_trains_on_its_own_prompts(tiny_model, shapes, tmp_path, mon
 
 def test_the_norm_of_the_gradient_is_bounded(tiny_model, shapes, tmp_path, monkeypatch):
     """The metric is the norm before."""
-    step, norms = torch.optim.AdamW.step, []
+    step, norms = ShardAdamW.step, []
 
     def recorded(optimizer, *args):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -137,7 +138,7 @@ def test_the_norm_of_the_gradient_is_bounded(tiny_model, shapes, tmp_path, monke
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
         return step(optimizer, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    monkeypatch.setattr(ShardAdamW, "step", recorded)
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, max_grad_norm=1e-3))
     assert metrics(tmp_path)[0]["grad_norm"] > 0.01
     assert norms == [pytest.approx(1e-3, rel=1e-2)]

@@ -26,6 +26,7 @@ import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
+from policy.optimizer import ShardAdamW
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, run_folder
@@ -72,7 +73,7 @@ def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny
     """Reading the tensors takes longer than what precedes the next update. Some are copied ahead, some are not."""
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", max_steps=2, save_every=1))
     copy_to_host, phases = checkpoint.copy_to_host, []
-    step = torch.optim.AdamW.step
+    step = ShardAdamW.step
 
     def slow(tensor):
         phases.append("read")
@@ -85,7 +86,7 @@ def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny
 
     monkeypatch.setattr(checkpoint, "copy_to_host", slow)
     monkeypatch.setattr(checkpoint, "EARLY_COPIES", 1e6)
-    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
+    monkeypatch.setattr(ShardAdamW, "step", recorded)
     grpo.main(config(tiny_model, shapes, tmp_path / "slow", max_steps=2, save_every=1))
     for name in ("checkpoint-1", "checkpoint-2"):
         assert difference(tmp_path / "plain" / name, tmp_path / "slow" / name, tmp_path) == 0.0
