@@ -263,7 +263,7 @@ class VLLMEngine:
             for name, weight in sampler_weights(policy):
                 yield name, weight.to(self.llm.model_config.dtype)
 
-        self.llm.apply_model(lambda model: (model.load_weights(stream()), None)[1])
+        self.llm.apply_model(lambda model: model.load_weights(stream()))
         if self.flags.check_sync:
             unused = self.vision.unused if self.vision else ""
             self.llm.apply_model(lambda model: check_weights(stream(), model, unused))
