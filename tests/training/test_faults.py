@@ -681,14 +681,16 @@ def test_a_run_goes_on_without_held_out_rows_although_an_evaluation_is_due(tiny_
 # --- single functions -------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_named_by_whatever_is_not_a_number():
-    nan, finite = torch.tensor([0.0, float("nan")]), torch.zeros(2)
-    for field in ("sampling_logp", "trainer_logp", "ref_logp"):
-        completion = Completion(torch.zeros(2), **({"sampling_logp": finite} | {field: nan}), advantage=1.0)
-        prompt = Prompt(torch.zeros(1), [0], torch.zeros(1, 1), source=f"row with {field}")
-        stats = {"loss": torch.tensor(math.nan)}
-        message = describe_nonfinite(stats, torch.tensor(1.0), [Group(prompt, [completion])], [finite])
-        assert f"(row with {field})" in message
+@pytest.mark.parametrize("field", ["logp", "sampling_logp", "trainer_logp", "ref_logp", "advantage"])
+def test_rows_are_named_by_whatever_is_not_a_number(field):
+    finite = torch.zeros(2)
+    values = {"logp": finite, "sampling_logp": finite, "advantage": 1.0}
+    values |= {field: math.nan if field == "advantage" else torch.tensor([0.0, math.nan])}
+    logp = values.pop("logp")
+    prompt = Prompt(torch.zeros(1), [0], torch.zeros(1, 1), source="row 7")
+    group = Group(prompt, [Completion(torch.zeros(2), **values)])
+    message = describe_nonfinite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [logp])
+    assert "(row 7)" in message
 
 
 def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
