@@ -93,6 +93,11 @@ class AsyncScheduler:
     def schedule(self, throttle_prefills: bool) -> str:
         return "vLLM's own"
 
+    def finish_requests(self, names: list[str], status: str) -> list[tuple[str, int]]:
+        for name in names:
+            self.running.remove(self.requests.pop(name))
+        return [(name, 0) for name in names]
+
     def update_from_output(self, iteration: Record, sampled: Record) -> dict[int, Record]:
         outputs = []
         for name, i in sampled.req_id_to_index.items():
@@ -177,6 +182,16 @@ def test_a_dissolved_batch_leaves_every_request_where_it_is(scheduler_class):
     assert (a.tokens, a.num_computed_tokens, a.num_output_placeholders) == ([0, 1], 3 + 3, 2)
     assert (b.tokens, b.num_computed_tokens, b.num_output_placeholders) == ([0, 1], 5 + 2, 1)
     assert scheduler.batch is None and scheduler.unsent == []
+
+
+def test_vllm_is_told_of_the_tokens_of_the_others_after_an_abort(scheduler_class):
+    """A batch is dissolved for it. vLLM would not know the aborted request any more."""
+    scheduler = scheduler_class([Request("a", 3, 12), Request("b", 5, 12)])
+    iteration = scheduler.schedule()
+    assert scheduler.update_from_output(iteration, sample(iteration, {})) == {}
+    assert scheduler.finish_requests(["a"], "aborted") == [("a", 0)]
+    assert scheduler.batch is None
+    assert [(output.request_id, output.tokens) for output in scheduler.unsent] == [("b", [1])]
 
 
 def test_waiting_requests_start_several_at_a_time_and_not_in_the_last_blocks(scheduler_class):
