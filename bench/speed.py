@@ -33,7 +33,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 from PIL import Image
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -66,6 +65,7 @@ SHAPES = {
     "moe": dict(hidden=2048, layers=6, heads=32, kv=4, ffn=768, vocab=151936, tied=False, experts=128, chosen=8),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
+PEERS = ("trl", "verl")
 WORKLOADS = {
     "W1": dict(side=448, tokens=512, beta=0.01),
     "W1-nokl": dict(side=448, tokens=512, beta=0.0),
@@ -109,6 +109,10 @@ class Config:
         check_config(self.flags, self.steps, self.prompts, self.generations)
         if self.peer and (self.generations != 8 or "W1" not in self.workloads):
             raise ValueError("peer: the other trainer runs W1 with 8 completions per prompt")
+        if self.peer in PEERS and not importlib.util.find_spec(self.peer):
+            raise ValueError(f"peer: {self.peer} is not installed here: see docs/speed.md")
+        if self.peer and self.peer not in PEERS and not pathlib.Path(self.peer).is_file():
+            raise ValueError(f"peer: there is no script {self.peer!r}: give one, trl or verl")
 
 
 def check_config(flags: tuple[str, ...], *counts: int) -> None:
@@ -229,7 +233,7 @@ def limits(
     """
     decoder = list(language_model(policy.model).parameters())
     trained = sum(p.numel() for p in decoder if p.requires_grad) / sum(p.numel() for p in decoder)
-    held_here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in decoder if p.requires_grad)
+    held_here = sum(distributed.local_tensor(p).numel() for p in decoder if p.requires_grad)
     t = config.text_config
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -284,7 +288,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         max_completion_length=max(work["tokens"] for work in workloads.values()),
         max_prompt_length=2048 if any(work["side"] > 504 for work in workloads.values()) else 512,
         beta=max(work["beta"] for work in workloads.values()),
-        max_steps=1,
+        max_steps=len(workloads) * (cfg.steps + 2) + 1,  # with the warm-up, and the steps of --profile and --checkpoint
         report_every=1000,
     )
     run = set_up(grpo.Config(**(settings | flags)))
@@ -448,7 +452,7 @@ def write_report(report: dict[str, Any], folder: str, name: str) -> None:
 def measure_peer(cfg: Config) -> dict[str, Any]:
     """Run the other trainer on W1, and return the seconds of its steps and of the parts of its last step."""
     model = str(pathlib.Path(cfg.folder) / cfg.shape)
-    script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in ("trl", "verl") else cfg.peer
+    script = str(HERE / f"peer_{cfg.peer}.py") if cfg.peer in PEERS else cfg.peer
     command = [sys.executable, script, model, "--steps", str(cfg.steps + 1), "--prompts", str(cfg.prompts)]
     finished = subprocess.run(command, capture_output=True, text=True)
     print(finished.stdout[-3000:], finished.stderr[-1500:])
@@ -469,7 +473,9 @@ def main(cfg: Config) -> None:
     if peer:  # measure this project in a subprocess, so that the GPU is empty when the other trainer starts
         ours = folder / "ours"
         environment = os.environ | {"BENCH_PEER": "no"}
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--results", str(ours)], check=True, env=environment)
+        command = [sys.executable, __file__, *sys.argv[1:], "--results", str(ours)]
+        if status := subprocess.run(command, env=environment).returncode:
+            raise errors.RunStopped(f"measuring this project failed (exit status {status}), see above", 1)
         results = json.loads(max(ours.glob("*.json"), key=os.path.getmtime).read_text())["workloads"]
     else:
         results = measure(cfg)

@@ -188,6 +188,11 @@ def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: (maxima if name.endswith("_max") else sums)[i] for i, name in enumerate(names)}
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's shard of `tensor`, the very tensor that is sharded, or `tensor` itself if it is not."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return `tensor` in full, gathered if it is sharded. This is a collective: every process must call it."""
     if not isinstance(tensor, DTensor):

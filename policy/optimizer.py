@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from common.distributed import local_tensor
 from config import PolicyFlags
 from policy.model import Policy
 
@@ -30,7 +30,7 @@ class ShardAdamW(torch.optim.AdamW):
         """Fill the lists of what to update, as PyTorch does, with plain tensors."""
         has_complex = super()._init_group(group, *tensor_lists)
         for tensors in tensor_lists:
-            tensors[:] = map(_local_tensor, tensors)
+            tensors[:] = map(local_tensor, tensors)
         return has_complex
 
 
@@ -46,7 +46,7 @@ class HostAdamW(ShardAdamW):
             for group in groups:
                 for parameter in group["params"]:
                     self.param_groups = [group | {"params": [parameter]}]
-                    moments = [_local_tensor(self.state[parameter][name]) for name in MOMENTS]
+                    moments = [local_tensor(self.state[parameter][name]) for name in MOMENTS]
                     host_buffers = [moment.data for moment in moments]
                     for moment in moments:
                         moment.data = moment.to(parameter.device)
@@ -65,10 +65,6 @@ class HostAdamW(ShardAdamW):
             for key, value in state_dict["state"][name].items():
                 state[parameter][key].copy_(value)
         self.state = state
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
@@ -110,13 +106,13 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
     PyTorch's own code would create the state with a dummy step, which would increment `step`.
     """
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
-    sizes = [_local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
+    sizes = [local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
     host_buffers = pinned_slots(sizes, pinned=parameters[0][0].is_cuda)
     for parameter, fused in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
         for name in MOMENTS if isinstance(optimizer, HostAdamW) else ():
-            moment = _local_tensor(optimizer.state[parameter][name])
+            moment = local_tensor(optimizer.state[parameter][name])
             moment.data = next(host_buffers).view(moment.shape)
 
 

@@ -165,8 +165,7 @@ class Saver:
 
     def _missing_space(self, tensors: dict[str, Any]) -> str | None:
         """Return an error message if the disk has too little free space for the `tensors` of all processes."""
-        all_tensors = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in all_tensors]
+        local = [distributed.local_tensor(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         needed = int(distributed.all_sum(torch.tensor(sum(tensor.nbytes for tensor in local))))
         needed += needed // 50 + 2**20  # overhead of the file format
         free = distributed.all_gather(shutil.disk_usage(self.folder.path).free)[0]

@@ -107,6 +107,7 @@ def set_up(cfg: Config) -> Run:
     models = load_models(cfg, inputs, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
+        # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
     return restore(cfg, inputs, models, folder, resume)
 

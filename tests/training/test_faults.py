@@ -539,7 +539,7 @@ def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypa
 def test_a_signal_that_torchrun_forwards_is_no_second_one():
     code = "import os, signal, time; from common import signals; received = signals.defer_signals()\n"
     code += "for _ in range(2): os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
-    code += "print(received == [signal.SIGTERM])\n"
+    code += "print(received == [signal.SIGTERM], flush=True)\n"
     code += "signals.SAME_REQUEST = 0.1; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
     environment = os.environ | {"GROUP_RANK": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)

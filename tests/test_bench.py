@@ -1,0 +1,57 @@
+"""The benchmarks, with the tiny model on a CPU: that they run, and that another trainer gets the same work."""
+
+import json
+
+import pytest
+
+from bench import speed
+from tests.helpers.scripts import run_script
+
+SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
+
+
+def report(folder) -> dict:
+    """Return the only report in `folder`."""
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_steps_are_measured_and_compared_with_another_trainer(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text("import sys\nprint('STEP 9 8')\nprint('STEP 1000 7', '{\"arguments\": %d}' % len(sys.argv[1:]))\n")
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    process = run_script("bench/speed.py", *folders, "--workloads=W1", f"--peer={peer}", *SMALL)
+    assert process.returncode == 0, process.stderr[-3000:]
+    measured = report(tmp_path / "results")
+    ours, theirs = measured["workloads"]["W1"], measured["peer"]
+    assert round(ours["tokens_per_second"] * ours["step_time"]) == 8 * 512
+    assert min(ours["time/rollout"], ours["time/reference"], ours["time/train"]) > 0
+    assert (theirs["steps"], theirs["gib"], theirs["parts"]) == ([9, 1000], [8, 7], {"arguments": 5})
+    assert theirs["ratio"] == 1000 / ours["step_time"]
+
+
+def test_a_failure_of_our_own_measurement_is_told_in_one_line(tmp_path):
+    (tmp_path / "peer.py").touch()
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    process = run_script("bench/speed.py", *folders, f"--peer={tmp_path}/peer.py", *SMALL, "gpu_memory=-1")
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == "measuring this project failed (exit status 1), see above"
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_trainer_that_is_not_there_is_refused(monkeypatch):
+    """Before anything is measured."""
+    monkeypatch.setattr("bench.speed.importlib.util.find_spec", lambda name: None)
+    for peer, reason in (("nothing.py", "there is no script 'nothing.py'"), ("verl", "verl is not installed here")):
+        with pytest.raises(ValueError, match=reason):
+            speed.Config(peer=peer)
+
+
+def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    lengths = ["--generations=2", "--cap=64", "--median=20"]
+    process = run_script("bench/tail.py", *folders, *lengths, *SMALL)
+    assert process.returncode == 0, process.stderr[-3000:]
+    with_and_without = report(tmp_path / "results")["oversample"]
+    assert len(with_and_without) == 2
+    assert all(result["tokens"] > 0 for result in with_and_without)
