@@ -81,9 +81,13 @@ class PromptStream:
         """Return the samples at `positions`."""
         return [self.samples[self.row_at(position)] for position in positions]
 
-    def prefetch(self, positions: Sequence[int]) -> None:
-        """Start encoding the prompts at `positions` in a background thread."""
-        self.prefetched = list(positions), self.thread.submit(encode_prompts, self.rows(positions), self.processor)
+    def prefetch(self, positions: Sequence[int], threads: int | None = 1) -> None:
+        """Start encoding the prompts at `positions` in the background, in `threads` threads; see `encode_prompts`.
+
+        One thread is fast enough beside a training step. With more, the step would hardly get on (docs/log.md).
+        """
+        future = self.thread.submit(encode_prompts, self.rows(positions), self.processor, threads)
+        self.prefetched = list(positions), future
 
     def get(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts at `positions`; encode them now unless they were prefetched. Call it on every process.
@@ -91,7 +95,7 @@ class PromptStream:
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
         if self.prefetched is None or self.prefetched[0] != list(positions):
-            self.prefetch(positions)
+            self.prefetch(positions, threads=None)
         (_, future), self.prefetched = self.prefetched, None
         prompts, error = [], None
         try:
