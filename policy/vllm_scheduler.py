@@ -8,7 +8,7 @@ sampled a stop token or reaches its maximum length. Before anything else can hap
 is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own
 code takes over until a batch can be formed again.
 
-    vLLM's own code -> _form_batch -> _schedule_decode, _take_row, ... -> _dissolve_batch -> vLLM's own code -> ...
+    vLLM's own code -> _form_batch -> _schedule_decode, _take_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
 
 Waiting requests start several at a time, and only while blocks stay free for the running ones, which leaves a few
 places empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
@@ -21,7 +21,7 @@ scheduled before a batch was formed or dissolved, and arrive afterwards, are han
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,21 +38,20 @@ ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the plac
 
 @dataclass(frozen=True)
 class Member:
-    """A request of a batch. The numbers are those at the time the batch was formed."""
+    """A request of a batch, and what it has sampled since. The numbers are those when the batch was formed."""
 
     request: Request
     computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
     outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
     tokens_left: int  # number of tokens that it may still sample
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Row:
-    """What the model runner returns for one iteration: one token per request."""
-
-    index: dict[str, int]  # name of a request -> its place in the lists
-    tokens: list[int]
-    logprobs: list[float]
+    def output(self, **end: Any) -> EngineCoreOutput:
+        """Return its new tokens, and how it has ended, for vLLM's frontend."""
+        no_ranks = np.zeros(len(self.tokens), np.int64)  # nobody asks for them
+        columns = np.array(self.tokens, np.int64)[:, None], np.array(self.logprobs, np.float32)[:, None]
+        return EngineCoreOutput(self.request.request_id, self.tokens, LogprobsLists(*columns, no_ranks), **end)
 
 
 class Batch:
@@ -68,7 +67,6 @@ class Batch:
         self.stop = {*(params.stop_token_ids or ()), params.eos_token_id}
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
-        self.rows: list[Row] = []  # the iterations whose tokens have arrived, in order
         self.members = {member.request.request_id: member for member in members}
         self.ending_at: dict[int, list[str]] = defaultdict(list)  # number of iterations -> members that need no more
         for name, member in self.members.items():
@@ -93,15 +91,6 @@ class Batch:
         """Forget these members, which have ended."""
         self.members = {name: member for name, member in self.members.items() if name not in names}
         self._set_active({name: member for name, member in self.active.items() if name not in names})
-
-    def sampled(self, name: str) -> tuple[list[int], LogprobsLists]:
-        """Return the tokens of a request that have arrived, and their log-probabilities."""
-        rows = self.rows[: self.members[name].tokens_left]  # later ones do not contain the request
-        places = [(row, row.index[name]) for row in rows]
-        tokens = [row.tokens[i] for row, i in places]
-        logprobs = np.array([row.logprobs[i] for row, i in places], np.float32)
-        no_ranks = np.zeros(len(tokens), np.int64)  # nobody asks for them
-        return tokens, LogprobsLists(np.array(tokens, np.int64)[:, None], logprobs[:, None], no_ranks)
 
 
 class DecodeScheduler(AsyncScheduler):
@@ -132,7 +121,7 @@ class DecodeScheduler(AsyncScheduler):
         """Take the tokens of an iteration, and return what vLLM's frontend has to know."""
         batch = self.batch
         if batch and batch.pending and scheduler_output is batch.pending[0]:
-            outputs = self._take_row(batch, model_runner_output)
+            outputs = self._take_tokens(batch, model_runner_output)
             return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
         everything = super().update_from_output(scheduler_output, model_runner_output)
         if batch and (ended := batch.members.keys() - self.requests.keys()):
@@ -261,45 +250,45 @@ class DecodeScheduler(AsyncScheduler):
         batch.count_iteration()
         return iteration
 
-    def _take_row(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Store the tokens of an iteration. Return the outputs of requests that have ended."""
+    def _take_tokens(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Take the tokens of an iteration, one per request. Return the outputs of requests that have ended."""
         batch.pending.popleft()
-        tokens = [token for (token,) in sampled.sampled_token_ids]
         logprobs = sampled.logprobs.logprobs[:, 0].tolist()
-        batch.rows.append(Row(sampled.req_id_to_index, tokens, logprobs))
-        ended = [name for name, i in sampled.req_id_to_index.items() if tokens[i] in batch.stop]
-        ended += batch.ending_at.get(len(batch.rows), ())
-        ended = [name for name in dict.fromkeys(ended) if name in batch.members]
-        outputs = [self._end(batch, name) for name in ended]
+        ended = {}
+        for name, i in sampled.req_id_to_index.items():
+            if member := batch.members.get(name):  # it may have ended after this iteration was scheduled
+                (token,) = sampled.sampled_token_ids[i]
+                member.tokens.append(token)
+                member.logprobs.append(logprobs[i])
+                if token in batch.stop or len(member.tokens) == member.tokens_left:
+                    ended[name] = self._end(member)
         if ended:
             batch.remove(ended)
-        return outputs
+        return list(ended.values())
 
-    def _end(self, batch: Batch, name: str) -> EngineCoreOutput:
+    def _end(self, member: Member) -> EngineCoreOutput:
         """End a request that has sampled its last token. Return all its tokens that vLLM has not been told of."""
-        request = batch.members[name].request
-        tokens, logprobs = batch.sampled(name)
-        request.append_output_token_ids(tokens)
+        request = member.request
+        request.append_output_token_ids(member.tokens)
         check_stop(request, self.max_model_len)  # sets the status and the reason
         reason = request.get_finished_reason()
         self.running.remove(request)
         self._free_request(request)
-        return EngineCoreOutput(name, tokens, logprobs, finish_reason=reason, stop_reason=request.stop_reason)
+        return member.output(finish_reason=reason, stop_reason=request.stop_reason)
 
     def _dissolve_batch(self) -> None:
         """Give the requests of the batch, if there is one, what they have sampled."""
         if self.batch is None:
             return
         batch, self.batch = self.batch, None
-        for name, member in batch.members.items():
-            tokens, logprobs = batch.sampled(name)
+        for member in batch.members.values():
             request = member.request
             scheduled = min(batch.scheduled, member.tokens_left)
             request.num_computed_tokens = member.computed + scheduled
-            request.num_output_placeholders += scheduled - len(tokens)
-            request.append_output_token_ids(tokens)
-            if tokens:
-                self.unsent.append(EngineCoreOutput(name, tokens, logprobs))
+            request.num_output_placeholders += scheduled - len(member.tokens)
+            request.append_output_token_ids(member.tokens)
+            if member.tokens:
+                self.unsent.append(member.output())
 
 
 def extend_logprobs(processor: LogprobsProcessor, new: LogprobsLists) -> None:
