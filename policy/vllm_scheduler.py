@@ -49,9 +49,10 @@ class Member:
 
     def output(self, **end: Any) -> EngineCoreOutput:
         """Return its new tokens, and how it has ended, for vLLM's frontend."""
-        no_ranks = np.zeros(len(self.tokens), np.int64)  # nobody asks for them
-        columns = np.array(self.tokens, np.int64)[:, None], np.array(self.logprobs, np.float32)[:, None]
-        return EngineCoreOutput(self.request.request_id, self.tokens, LogprobsLists(*columns, no_ranks), **end)
+        ids, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
+        no_ranks = np.zeros(len(ids), np.int64)  # nobody asks for them
+        logprobs_lists = LogprobsLists(ids[:, None], logprobs[:, None], no_ranks)
+        return EngineCoreOutput(self.request.request_id, self.tokens, logprobs_lists, **end)
 
 
 class Batch:
