@@ -30,14 +30,18 @@ def git_commit() -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def read_jsonl(path: Path, is_valid: Callable[[dict], bool] = lambda row: True, contiguous: bool = False) -> list[dict]:
+def read_jsonl(
+    path: Path, is_valid: Callable[[dict], bool] = lambda row: True, contiguous: bool = False, last: int | None = None
+) -> list[dict]:
     """Return the objects in a .jsonl file, or [] if it does not exist. Damaged lines are skipped and reported.
 
     A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
-    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i.
+    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i. With
+    `last`, only so many lines at the end are read.
     """
     rows, damaged = [], []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+    lines = list(enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1))
+    for number, line in lines[-last if last else None :]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

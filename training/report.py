@@ -21,7 +21,7 @@ GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 def is_metrics(row: dict) -> bool:
     """Return whether `row` is a line of `metrics.jsonl`: a step, and numbers or None."""
-    return isinstance(row.get("step"), int) and all(isinstance(value, Real | None) for value in row.values())
+    return isinstance(row.get("step"), int) and all(isinstance(value, int | float | None) for value in row.values())
 
 
 def is_group(row: dict) -> bool:
@@ -88,7 +88,7 @@ def draw_curves(folder: pathlib.Path) -> None:
 
 def write_page(folder: pathlib.Path) -> None:
     """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
-    groups = read_jsonl(folder / "completions.jsonl", is_group)[-GROUPS_ON_PAGE:]
+    groups = read_jsonl(folder / "completions.jsonl", is_group, last=GROUPS_ON_PAGE)
     save_page(
         folder / "completions.html",
         title=f"Completions of {folder.name}",
