@@ -215,12 +215,9 @@ def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: 
     return ids
 
 
-def encode_prompts(samples: Sequence[Sample], processor: Processor, threads: int | None = None) -> list[Prompt]:
-    """Call `encode_prompt` on each sample, in `threads` threads; by default, in a few more than there are processors.
-
-    Most of the work is image processing, which releases the GIL. What is left slows down other threads.
-    """
-    with ThreadPoolExecutor(threads) as pool:
+def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
+    """Call `encode_prompt` on each sample, in threads: most of the work is image processing, which releases the GIL."""
+    with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
 

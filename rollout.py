@@ -212,12 +212,15 @@ def start_vllm(
 
 
 def take_buffers(model: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a buffer of vLLM's `model` and a copy of it, and let the model name no buffers from now on.
+    """Return pairs of a buffer of vLLM's `model` and a copy of it, and make `model.named_buffers()` return nothing.
 
-    They are constants, such as the table of rotary embeddings. vLLM would copy all buffers that the model names to host
-    memory whenever it goes to sleep, which takes 0.1 s or more.
+    The buffers are constants, such as the table of rotary embeddings, so one copy is enough. vLLM would copy all that
+    `named_buffers` returns to host memory, again whenever it goes to sleep.
     """
-    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    copies = [
+        (buffer, torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda).copy_(buffer))
+        for buffer in model.buffers()
+    ]
     model.named_buffers = lambda *args, **options: iter(())
     return copies
 
@@ -246,7 +249,7 @@ class VLLMEngine:
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision
         self.llm = start_vllm(flags, model, processor, dtype, limits, with_weights)
-        (self.buffers,) = self.llm.apply_model(take_buffers)
+        self.buffers: list[tuple[Tensor, Tensor]] = []
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
         self.sampling_params = SamplingParams
@@ -259,6 +262,8 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Discard the weights and the KV cache without saving them, because the next sync sends new weights."""
+        if not self.buffers:
+            (self.buffers,) = self.llm.apply_model(take_buffers)
         self.llm.sleep(level=2)
         self.asleep = True
 

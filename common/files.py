@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -37,11 +38,14 @@ def read_jsonl(
 
     A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
     `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i. With
-    `last`, only so many lines at the end are read.
+    `last`, only so many lines at the end of the file count.
     """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        lines = deque(enumerate(file, start=1), maxlen=last)
     rows, damaged = [], []
-    lines = list(enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1))
-    for number, line in lines[-last if last else None :]:
+    for number, line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -2,9 +2,9 @@
 
 vLLM plans each iteration from scratch, request by request, and reports each token separately: several milliseconds of
 Python for 256 sequences, more than the GPU takes for the iteration. But most iterations of a rollout repeat the one
-before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It stores sampled
-tokens as vLLM's model runner returns them, and touches a request only if it needs another block of the KV cache, has
-sampled a stop token or reaches its maximum length. Before anything else can happen (waiting requests start, a request
+before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It collects their
+tokens in lists of its own, and touches a request only if it needs another block of the KV cache, has sampled a stop
+token or reaches its maximum length. Before anything else can happen (waiting requests start, a request
 is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own
 code takes over until a batch can be formed again.
 
@@ -36,9 +36,9 @@ from vllm.v1.request import Request, RequestStatus
 ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the places is free
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Member:
-    """A request of a batch, and what it has sampled since. The numbers are those when the batch was formed."""
+    """A request of a batch, and what it has sampled in it. The numbers are as of when the batch was formed."""
 
     request: Request
     computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
@@ -69,9 +69,7 @@ class Batch:
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
         self.members = {member.request.request_id: member for member in members}
-        self.ending_at: dict[int, list[str]] = defaultdict(list)  # number of iterations -> members that need no more
-        for name, member in self.members.items():
-            self.ending_at[member.tokens_left].append(name)
+        self.ending_at = {member.tokens_left for member in members}  # numbers of iterations after which some are done
         self._set_active(self.members)
 
     def _set_active(self, active: dict[str, Member]) -> None:

@@ -36,7 +36,7 @@ from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_policy, stop_tokens
 from policy.vllm_checks import check_expansion, check_pixels, check_weights
 from policy.vllm_loop import Output
-from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, take_buffers, undo_global_changes
+from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
 
 
@@ -308,7 +308,7 @@ def vllm_engine(processor):
     engine.llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: engine.llm.calls.append(("encoder",)))
     engine.vision, engine.hidden_size, engine.stop = processor.family.vision, 64, [3]
     engine.asleep, engine.pixels_checked, engine.sampling_params = False, True, SimpleNamespace
-    engine.buffers = []
+    engine.buffers = [(torch.zeros(1), torch.zeros(1))]
     return engine
 
 
@@ -396,15 +396,16 @@ def test_what_vllm_computed_with_old_weights_is_discarded(vllm_engine, tiny_mode
 
 def test_vllms_buffers_are_restored_after_a_sleep_but_not_copied_to_host_memory(vllm_engine):
     model = torch.nn.BatchNorm1d(2)
-    vllm_engine.buffers = take_buffers(model)
-    assert not list(model.named_buffers()), "vLLM copies what this names"
-    vllm_engine.sleep()
-    for buffer in (model.running_mean, model.running_var, model.num_batches_tracked):
-        buffer.fill_(7)
-    vllm_engine.wake_up()
-    assert model.running_mean.tolist() == [0, 0]
-    assert model.running_var.tolist() == [1, 1]
-    assert model.num_batches_tracked == 0
+    vllm_engine.buffers, vllm_engine.llm.apply_model = [], lambda function: [function(model)]
+    for _ in range(2):
+        vllm_engine.sleep()
+        assert not list(model.named_buffers()), "vLLM copies what this names"
+        for buffer in (model.running_mean, model.running_var, model.num_batches_tracked):
+            buffer.fill_(7)
+        vllm_engine.wake_up()
+        assert model.running_mean.tolist() == [0, 0]
+        assert model.running_var.tolist() == [1, 1]
+        assert model.num_batches_tracked == 0
 
 
 def test_an_engine_needs_all_its_ranks(tiny_model, processor, monkeypatch):

@@ -18,7 +18,7 @@ from common import distributed
 from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
 from common.records import Prompt, Rollout, Sample
-from data import Processor, encode_prompts
+from data import Processor, encode_prompt, encode_prompts
 from training.partial_rollouts import Drawn
 
 
@@ -48,7 +48,7 @@ class PromptStream:
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
-        self.prefetched: tuple[list[int], Future[list[Prompt]]] | None = None
+        self.prefetched: dict[int, Future[Prompt]] = {}  # by position
         self.lengths: dict[str, float] = {}
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
         text, because a checkpoint holds this dict as JSON."""
@@ -81,25 +81,29 @@ class PromptStream:
         """Return the samples at `positions`."""
         return [self.samples[self.row_at(position)] for position in positions]
 
-    def prefetch(self, positions: Sequence[int], threads: int | None = 1) -> None:
-        """Start encoding the prompts at `positions` in the background, in `threads` threads; see `encode_prompts`.
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Start encoding the prompts at `positions` in a background thread.
 
-        One thread is fast enough beside a training step. With more, the step would hardly get on (docs/log.md).
+        More threads would compete with the training step for the GIL: 0.2 s per step of W1 (docs/log.md).
         """
-        future = self.thread.submit(encode_prompts, self.rows(positions), self.processor, threads)
-        self.prefetched = list(positions), future
+        rows = self.rows(positions)
+        self.prefetched = {
+            position: self.thread.submit(encode_prompt, row, self.processor) for position, row in zip(positions, rows)
+        }
 
     def get(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at `positions`; encode them now unless they were prefetched. Call it on every process.
+        """Return the prompts at `positions`; encode those now that were not prefetched. Call it on every process.
 
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
-        if self.prefetched is None or self.prefetched[0] != list(positions):
-            self.prefetch(positions, threads=None)
-        (_, future), self.prefetched = self.prefetched, None
+        started = {position: future for position, future in self.prefetched.items() if not future.cancel()}
+        self.prefetched = {}
+        others = [position for position in positions if position not in started]
         prompts, error = [], None
         try:
-            prompts = future.result()
+            encoded = dict(zip(others, encode_prompts(self.rows(others), self.processor)))
+            encoded |= {position: future.result() for position, future in started.items() if position in positions}
+            prompts = [encoded[position] for position in positions]
         except UserError as failure:
             error = str(failure)
         distributed.raise_first_error(error, StepFailed)

@@ -1,6 +1,7 @@
 """Prefetched prompts are identical to prompts encoded on demand."""
 
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from common import distributed
 from common.errors import StepFailed, UserError
-from data import encode_prompts, load_processor, load_samples
+from data import encode_prompt, encode_prompts, load_processor, load_samples
+from training import prompt_stream
 from training.partial_rollouts import Drawn
 from training.prompt_stream import PromptStream, _epoch_order, prompt_seed, row_at
 
@@ -33,7 +35,28 @@ def test_prepared_or_not_the_prompts_are_the_same(stream):
     assert same(stream.get(positions), want)
     stream.prefetch(positions)
     assert same(stream.get(positions), want)
-    stream.prefetch([1, 2])  # a retried step needs positions that were not prefetched
+    stream.prefetch([7, 1, 2, 200])  # a retried step needs positions that were not prefetched
+    assert same(stream.get(positions), want)
+
+
+def test_what_is_not_encoded_when_it_is_needed_is_encoded_in_all_threads(stream, monkeypatch):
+    positions, begun, go_on = [5, 6, 7], threading.Event(), threading.Event()
+    want = encode_prompts(stream.rows(positions), stream.processor)
+
+    def encode(sample, processor):
+        begun.set()
+        assert go_on.wait(10)
+        return encode_prompt(sample, processor)
+
+    def encode_now(samples, processor):
+        assert [sample.source for sample in samples] == [prompt.source for prompt in want[1:]]
+        go_on.set()
+        return encode_prompts(samples, processor)
+
+    monkeypatch.setattr(prompt_stream, "encode_prompt", encode)
+    monkeypatch.setattr(prompt_stream, "encode_prompts", encode_now)
+    stream.prefetch(positions)
+    assert begun.wait(10)
     assert same(stream.get(positions), want)
 
 
