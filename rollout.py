@@ -40,6 +40,7 @@ from policy.continuation import Continuation
 from policy.hf_engine import HFEngine, PolicyEngine
 from policy.model import Policy, load_config, load_model, stop_tokens
 from policy.sharding import sampler_weights
+from policy.vllm_buffers import take_buffers
 from policy.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
 from policy.vllm_loop import request_seed, run_until
 
@@ -209,20 +210,6 @@ def start_vllm(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
             "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
         ) from error
-
-
-def take_buffers(model: torch.nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a buffer of vLLM's `model` and a copy of it, and make `model.named_buffers()` return nothing.
-
-    The buffers are constants, such as the table of rotary embeddings, so one copy is enough. vLLM would copy all that
-    `named_buffers` returns to host memory, again whenever it goes to sleep.
-    """
-    copies = [
-        (buffer, torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda).copy_(buffer))
-        for buffer in model.buffers()
-    ]
-    model.named_buffers = lambda *args, **options: iter(())
-    return copies
 
 
 class VLLMEngine:

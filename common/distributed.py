@@ -189,7 +189,7 @@ def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this process's shard of `tensor`, the very tensor that is sharded, or `tensor` itself if it is not."""
+    """Return this process's shard of `tensor`, not a copy of it. If `tensor` is not sharded, return it as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -4,9 +4,9 @@ vLLM plans each iteration from scratch, request by request, and reports each tok
 Python for 256 sequences, more than the GPU takes for the iteration. But most iterations of a rollout repeat the one
 before: the same requests, one more token each. `DecodeScheduler` keeps such requests as a batch. It collects their
 tokens in lists of its own, and touches a request only if it needs another block of the KV cache, has sampled a stop
-token or reaches its maximum length. Before anything else can happen (waiting requests start, a request
-is aborted, memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own
-code takes over until a batch can be formed again.
+token or reaches its maximum length. Before anything else can happen (waiting requests start, a request is aborted,
+memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own code takes
+over until a batch can be formed again.
 
     vLLM's own code -> _form_batch -> _schedule_decode, _take_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
 
@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the places is free
 
 
-@dataclass(eq=False)
+@dataclass
 class Member:
     """A request of a batch, and what it has sampled in it. The numbers are as of when the batch was formed."""
 

@@ -98,12 +98,11 @@ class PromptStream:
         """
         started = {position: future for position, future in self.prefetched.items() if not future.cancel()}
         self.prefetched = {}
-        others = [position for position in positions if position not in started]
+        missing = [position for position in positions if position not in started]
         prompts, error = [], None
         try:
-            encoded = dict(zip(others, encode_prompts(self.rows(others), self.processor)))
-            encoded |= {position: future.result() for position, future in started.items() if position in positions}
-            prompts = [encoded[position] for position in positions]
+            encoded = dict(zip(missing, encode_prompts(self.rows(missing), self.processor)))
+            prompts = [started[each].result() if each in started else encoded[each] for each in positions]
         except UserError as failure:
             error = str(failure)
         distributed.raise_first_error(error, StepFailed)

@@ -348,7 +348,7 @@ def test_an_overflow_while_the_first_one_is_cleared_up_stops_with_advice(monkeyp
 
 
 def test_the_budget_shrinks_by_a_quarter_three_times(monkeypatch, policy, capsys):
-    """What fits into 43 tokens is done with 42. What fits into 41 is not tried so often, and stops the run."""
+    """Work that fits into 43 tokens succeeds with 42. Work that needs a fourth reduction stops the run."""
     budgets = []
 
     def work(budget: int, fitting: int) -> str:
