@@ -90,11 +90,14 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
 
 
 def _blank_group(policy: Policy) -> Group:
-    """Return a prompt and a completion of one token each, with weight zero."""
-    token, zero = torch.zeros(1, dtype=torch.long), torch.zeros(1)
+    """Return a prompt and a completion of two tokens each, with weight zero.
+
+    With one token each, torch.compile would compile the decoder layer anew: it takes sizes of 1 for constants.
+    """
+    tokens, zeros = torch.zeros(2, dtype=torch.long), torch.zeros(2)
     rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
-    prompt = Prompt(token, [0], torch.zeros(rows, 1, dtype=torch.long))
-    return Group(prompt, [Completion(token, zero, trainer_logp=zero, ref_logp=zero)])
+    prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(rows, -1))
+    return Group(prompt, [Completion(tokens, zeros, trainer_logp=zeros, ref_logp=zeros)])
 
 
 def vision_cost_per_token(policy: Policy) -> float:
