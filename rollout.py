@@ -249,7 +249,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Discard the weights and the KV cache without saving them, because the next sync sends new weights."""
-        if not self.buffers:
+        if not self.buffers:  # only now, because evaluate.py never lets it sleep
             (self.buffers,) = self.llm.apply_model(take_buffers)
         self.llm.sleep(level=2)
         self.asleep = True

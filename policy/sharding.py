@@ -213,13 +213,13 @@ def reshard(policy: Policy) -> None:
 
 @torch.no_grad()
 def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `lora.adapted_weights` does, but in the compute dtype if the policy is sharded over processes.
+    """Yield what `lora.adapted_weights` does, but in the compute dtype if no process holds all weights.
 
     Copy each weight before requesting the next weight. An FSDP unit is a layer, or the embedding with the lm_head. Its
     shards are gathered together while the previous unit is being read, and freed when the next unit is requested. At
     most two units are therefore gathered at a time.
     """
-    if has_adapter(policy.model) or not isinstance(policy, FSDPModule) or distributed.world_size() == 1:
+    if has_adapter(policy.model) or policy.num_shards == 1:
         yield from adapted_weights(policy.model)
         return
     units = {name: module for name, module in policy.named_modules() if isinstance(module, FSDPModule)}
