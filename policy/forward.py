@@ -21,7 +21,7 @@ from common.gather import gather
 from packing import PackedBatch, shared_prefix_attention
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
-from policy.families import language_model, vision_parts
+from policy.families import language_model, vision_blocks, vision_parts
 
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
@@ -29,9 +29,9 @@ LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) flo
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
-    `compiled`: use torch.compile to fuse the small operations around each decoder layer's matrix products, and the
-    operations that compute the log-probabilities. Attention is one call: inside a layer's graph if it is FlashAttention
-    4 (common/flash_attention.py), otherwise between two graphs.
+    `compiled`: use torch.compile to fuse the small operations around the matrix products of each layer, of the decoder
+    and of the vision tower, and the operations that compute the log-probabilities. Attention is one call: inside a
+    layer's graph if it is FlashAttention 4 (common/flash_attention.py), otherwise between two graphs.
 
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
@@ -58,6 +58,9 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
         compile_layers(language_model(model).layers)
+        # Otherwise, a trained tower's features would be rounded differently with gradients and without, as in the
+        # reference. The decoder avoids this by its float32 residual stream.
+        compile_layers(vision_blocks(model), {"emulate_precision_casts": True})
 
 
 def has_flash_attention(model: nn.Module) -> bool:
@@ -67,13 +70,16 @@ def has_flash_attention(model: nn.Module) -> bool:
     return head_dim == flash_attention.HEAD_DIM and flash_attention.is_available()
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Let torch.compile fuse the small operations of each of `layers`, in place, for inputs of any length."""
+def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None = None) -> None:
+    """Let torch.compile fuse the small operations of each of `layers`, in place, for inputs of any length.
+
+    `options`: settings of Inductor.
+    """
     # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     for layer in layers:
         # Compile the forward method, not the module, because FSDP's hooks must stay outside.
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = torch.compile(layer.forward, dynamic=True, options=options)
 
 
 def keep_residual_in_float32(decoder: nn.Module) -> None:

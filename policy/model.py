@@ -19,7 +19,7 @@ from config import PolicyFlags
 from packing import PackedBatch
 from policy.delta_net import check_kernels
 from policy.families import find_family, language_model, load_image_processor, routers, vision_blocks, vision_parts
-from policy.forward import compile_layers, enable_packed_forward, image_features, next_token_logits, token_logprobs
+from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
@@ -238,10 +238,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     for router in routers(model).values():
         router.requires_grad_(flags.train_router and not flags.has_adapter)
-    compiled = flags.compile and device.type == "cuda"
-    enable_packed_forward(model, compiled)
-    if compiled and not flags.train_vision:  # a trained tower was not tried
-        compile_layers(vision_blocks(model))
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     model.train()
     return Policy(model)
 

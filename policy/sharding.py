@@ -39,10 +39,10 @@ def load_reference(
         return policy
     dtype = compute_dtype(flags.dtype, device)
     model = load_model(name, dtype, to_shard=True)
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     if not flags.train_vision:
         for name, part in vision_parts(policy.model).items():
             setattr(model.model, name, part)
-    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     reference = Policy(model.eval().requires_grad_(False))
     return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference)
 

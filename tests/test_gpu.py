@@ -31,10 +31,10 @@ from common.files import read_jsonl
 from config import PolicyFlags
 from packing import pack
 from policy import delta_net
-from policy.forward import enable_packed_forward, token_logprobs
+from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
-from policy.model import Policy
+from policy.model import Policy, vision_parameters
 from rollout import choose_engine
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, record, save_tiny, write_rows
 from tests.helpers.scripts import ROOT
@@ -118,6 +118,28 @@ def test_compiled_layers_with_flash_attention_4_have_the_gradients_of_layers_wit
     (want, want_grad), (got, got_grad) = results
     assert (got - want).abs().mean() < 0.03
     assert torch.cosine_similarity(got_grad, want_grad, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_compiled_vision_tower_gives_the_same_features_with_gradients_and_without(family):
+    """Else, the policy and its reference would differ from the start when the tower is trained."""
+    g = torch.Generator().manual_seed(0)
+    base = build(family)
+    vision = pack([make_group(base, family, 9, [(10, 6), (4, 8)], [3], g)]).to("cuda").vision
+    base.to("cuda", torch.bfloat16)
+    results = []
+    for compiled in (False, True):
+        model = copy.deepcopy(base)
+        enable_packed_forward(model, compiled)
+        features = image_features(model, vision)
+        features.float().square().sum().backward()
+        with torch.no_grad():
+            assert torch.equal(image_features(model, vision), features)
+        gradients = [p.grad.float().flatten() for p in vision_parameters(model) if p.grad is not None]
+        results.append((features.detach(), torch.cat(gradients)))
+    (want, want_gradient), (got, gradient) = results
+    torch.testing.assert_close(got, want, atol=0.02, rtol=0.02)
+    assert torch.cosine_similarity(gradient, want_gradient, dim=0) > 0.999
 
 
 def test_logprobs_of_sampled_tokens_are_those_of_softmax():

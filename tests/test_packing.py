@@ -17,7 +17,7 @@ from common.gather import Gather, gather
 from packing import pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
-from policy.forward import enable_packed_forward, token_logprobs
+from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, groups_of, make_group, plain_logprobs
@@ -224,10 +224,49 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
         batch = pack(groups_for(model, family, shape)[:1])
         # torch.compile takes equal sizes for one: no weight may have as many rows or columns.
         assert batch.input_ids.shape[1] in (17, 25)
+        if batch.vision:
+            with torch.compiler.set_stance("force_eager"):
+                batch = replace(batch, vision={"features": image_features(model, batch.vision)})
         token_logprobs(model, batch)
         return graphs[shape]
 
     assert count_graphs("one image") == count_graphs("no image") > 3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_a_compiled_vision_tower_has_the_same_gradients_and_takes_pictures_of_any_size(family, monkeypatch):
+    model, compile_with, compiled = build(family), torch.compile, []
+    text = [p for name, p in model.named_parameters() if "vis" not in name and "projector" not in name]
+    assert 0 < len(text) < len(list(model.parameters()))
+    for parameter in text:
+        parameter.requires_grad_(False)
+    # torch.compile takes equal sizes for one: the first picture has as many patches as nothing else.
+    grids = [[(10, 6)], [(2, 6), (8, 4)], [(4, 4)], [(2, 2), (4, 4), (6, 2)]]
+    g = torch.Generator().manual_seed(1)
+    batches = [pack([make_group(model, family, 5, pictures, [3, 4], g)]) for pictures in grids]
+
+    def gradients(batch) -> torch.Tensor:
+        model.zero_grad()
+        token_logprobs(model, batch)[0].sum().backward()
+        return torch.cat([p.grad.flatten() for p in vision_parameters(model) if p.grad is not None])
+
+    def count(graph: torch.fx.GraphModule, _: list):
+        compiled.append(graph)
+        return graph.forward
+
+    enable_packed_forward(model)
+    want = [gradients(batch) for batch in batches]
+    torch.compiler.reset()  # forget what was compiled before
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, dynamic=True, backend=count))
+    enable_packed_forward(model, compiled=True)
+    model.from_logits = forward._from_logits
+    for layer in language_model(model).layers:
+        del layer.forward  # what is compiled is the tower alone
+    counts = []
+    for batch, gradient in zip(batches, want):
+        torch.testing.assert_close(gradients(batch), gradient)
+        counts.append(len(compiled))
+    assert min(counts) == max(counts) > 0
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "want"), [(128, True, "4"), (64, True, "torch"), (128, False, "torch")])
