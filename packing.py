@@ -102,7 +102,7 @@ class PackedBatch:
     image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
     flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
     dummy_vision: bool = False
-    """Whether to run a trained vision tower on a blank image, because only other ranks have images."""
+    """Whether to run a trained vision tower on a blank image, because only other batches of the update have images."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch with all tensors on `device`."""

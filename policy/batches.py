@@ -73,19 +73,19 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
     parts += [[_blank_group(policy)]] * (num_batches - len(parts))
-    has_images = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
-    tower_is_trained = trains_vision(policy.model)
-    any_images = distributed.all_max(has_images.int()).bool() if tower_is_trained else has_images
+    run_tower = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
+    several = distributed.world_size() > 1
+    if several and trains_vision(policy.model):
+        run_tower = distributed.all_max(run_tower.int()).bool()
+        run_tower[-1] = run_tower.any()  # because the tower's gradients are summed after the last micro-batch, too
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
         batch = pack(part)
-        batch.dummy_vision = bool(any_images[i]) and not batch.vision
+        batch.dummy_vision = bool(run_tower[i]) and not batch.vision
         batch.flop = count_flop(batch)
-        # Several processes sum their gradients after the last micro-batch. If the vision tower is trained, gradients
-        # are complete after every micro-batch, because the last one may not run the tower.
-        reduce_gradients(policy, tower_is_trained or (i + 1 == num_batches and distributed.world_size() > 1))
+        reduce_gradients(policy, now=several and i + 1 == num_batches)
         yield batch.to(device)
-    if distributed.world_size() == 1:
+    if not several:
         take_gradients(policy)
 
 

@@ -64,6 +64,10 @@ def apply_fsdp(
     policy.num_shards = distributed.num_shards(sharding)
     if full_state:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
+    for module in [block for block in vision_blocks(policy.model) if isinstance(block, FSDPModule)]:
+        # Otherwise, accumulating gradients fails in FSDP if the first micro-batch has no images.
+        module.unshard()
+        module.reshard()
     return policy
 
 

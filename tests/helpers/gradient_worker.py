@@ -49,11 +49,19 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
     "sampled by one process, evened out": ({"beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "sampled by one process, evened out, trained vision tower": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
     "whole copies": ({"sharding": "none", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "whole copies, trained vision tower, first and last without images": (
+        {"sharding": "none", "train_vision": True, "micro_batch_tokens": 60},
+        [1, 3, 0, 2, 5],
+    ),
     "a copy on each of two machines": ({"sharding": "hybrid", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "gathered once": ({"gather": "update", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "two machines, gathered once, trained vision tower": (
         {"sharding": "hybrid", "gather": "update", "train_vision": True, "micro_batch_tokens": 60},
         [0, 1, 2, 3, 4, 5],
+    ),
+    "two machines, trained vision tower, last micro-batch without images": (
+        {"sharding": "hybrid", "train_vision": True, "micro_batch_tokens": 60},
+        [0, 2, 1, 3, 5],
     ),
     "two machines, trained vision tower, a process without images": (
         {"sharding": "hybrid", "train_vision": True},

@@ -63,19 +63,21 @@ def test_ordering_for_packing_keeps_every_completion(seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flags", [{}, {"train_vision": True}, {"lora_rank": 4}])
-def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, monkeypatch, flags, dtype):
-    """Also if a trained vision tower first runs in the second micro-batch."""
+@pytest.mark.parametrize("images_first", [False, True])
+def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, monkeypatch, images_first, flags, dtype):
+    """Also if a trained vision tower runs in the first or the second micro-batch only."""
     device = distributed.start()
 
     def gradients() -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(0)
         policy = apply_fsdp(load_policy(tiny_model, PolicyFlags(**flags), device), device, dtype)
-        groups = [make_group(policy.model, "qwen2_5_vl", 9, grids, [5, 3], g) for grids in ([], [(4, 4)])]
+        order = ([(4, 4)], []) if images_first else ([], [(4, 4)])
+        groups = [make_group(policy.model, "qwen2_5_vl", 9, grids, [5, 3], g) for grids in order]
         with_images = []
         for batch in batches.micro_batches(policy, groups, budget=40):
             with_images.append(bool(batch.vision))
             policy(batch)[0].sum().backward()
-        assert with_images == [False, True]
+        assert with_images == [images_first, not images_first]
         return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.requires_grad}
 
     got = gradients()

@@ -73,6 +73,7 @@ VARIANTS = [
     "sampled by one process, evened out",
     "sampled by one process, evened out, trained vision tower",
     "whole copies",
+    "whole copies, trained vision tower, first and last without images",
     "gathered once",
 ]
 ON_MACHINES = [
@@ -81,6 +82,7 @@ ON_MACHINES = [
     "a copy on each of two machines",
     "two machines, gathered once, trained vision tower",
     "two machines, trained vision tower, a process without images",
+    "two machines, trained vision tower, last micro-batch without images",
 ]
 
 
