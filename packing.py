@@ -42,7 +42,7 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    keys: Gather | None  # the packed token behind each key, segment by segment (K); None: not needed
+    keys: Gather  # the packed token behind each key, segment by segment (K)
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
@@ -105,9 +105,10 @@ class PackedBatch:
     """Whether to run a trained vision tower on a blank image, because only other batches of the update have images."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return a copy of the batch with all tensors on `device`."""
+        """Return a copy of the batch with all tensors on `device`, but the grids of pictures, which the host reads."""
         move = functools.partial(to_device, device=torch.device(device))
-        return replace(_move_tensors(self, move), vision={name: move(tensor) for name, tensor in self.vision.items()})
+        vision = {name: x if name == "image_grid_thw" else move(x) for name, x in self.vision.items()}
+        return replace(_move_tensors(self, move), vision=vision)
 
 
 def _move_tensors(record: Record, move: Callable[[Tensor], Tensor]) -> Record:
@@ -265,35 +266,41 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        max_suffices = _has_kernel(q) and max_length_q is not None  # no list then has to be copied to the host
-        lengths = [int(max_length_q)] if max_suffices else cu_seq_lens_q.diff().tolist()
-        nothing = torch.empty(0)
-        windows = Segments(None, cu_seq_lens_q, cu_seq_lens_q, lengths, lengths, nothing)
-        return attend(q, k, v, windows, scaling, causal=False)[None], None
+        longest = len(q) if max_length_q is None else max_length_q
+        return attend(q, k, v, (cu_seq_lens_q,) * 2, (longest,) * 2, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
     k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
-    return attend(q, k, v, segments, scaling, causal=True)[None], None
+    ends, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
+    return attend(q, k, v, ends, longest, scaling, causal=True)[None], None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    causal: bool,
+) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
-    On a GPU in half precision, this calls torch's `varlen_attn` or, for causal attention with heads of 128 on a Hopper
-    GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
+    `ends` are the cumulative lengths of the segments' queries and keys, `longest` the largest number of each in a
+    segment. On a GPU in half precision, this calls torch's `varlen_attn` or, for causal attention with heads of 128 on
+    a Hopper GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
-        return _attend_sdpa(q, k, v, segments, scale, causal)
-    cu_q, cu_k = segments.cu_q, segments.cu_k
+        return _attend_sdpa(q, k, v, ends, scale, causal)
     if causal and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return flash_attention.attend(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, scale)[0]
+        return flash_attention.attend(q, k, v, *ends, *longest, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, **options)
+    return varlen_attn(q, k, v, *ends, *longest, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -301,9 +308,11 @@ def _has_kernel(q: Tensor) -> bool:
 
 
 @torch.compiler.disable  # it would be compiled anew for other lengths
-def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, causal: bool) -> Tensor:
-    out = []
-    for q_seg, k_seg, v_seg in zip(q.split(segments.q_lens), k.split(segments.k_lens), v.split(segments.k_lens)):
+def _attend_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], scale: float | None, causal: bool
+) -> Tensor:
+    out, (q_lens, k_lens) = [], (each.diff().tolist() for each in ends)
+    for q_seg, k_seg, v_seg in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens)):
         mask = None
         if causal:  # aligned bottom-right, so that the last query attends to every key
             ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)

@@ -15,9 +15,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from common.errors import UserError
 from inputs.images import fitted_size
+from packing import to_device
 
 ImageProcessor = Any  # one of the image processors of transformers that work with PIL; they share no useful base class
 Config = transformers.PreTrainedConfig
@@ -121,6 +128,30 @@ def patches_per_token(model: transformers.PreTrainedModel) -> float:
     """Return how many patches of the vision tower of `model` an image token stands for."""
     blank = find_family(model.config).vision.blank(model.config)
     return blank.patches / blank.tokens
+
+
+def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
+    """Return the inputs that `tower` needs for pictures with these `grids`, (pictures, 3), in host memory.
+
+    Besides the grids, they are what it would otherwise derive from them on the GPU. There, loops over sizes and indices
+    in host memory would wait for all queued work, several times in each forward and backward pass.
+    """
+    merge, ends = tower.spatial_merge_size, get_vision_cu_seqlens(grids)
+    inputs = {"position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": ends}
+    lengths = {"max_seqlen": int(ends.diff().max())}
+    if hasattr(tower, "window_size"):  # Qwen2.5-VL
+        index, ends = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
+        inputs |= {"window_index": index, "cu_window_seqlens": ends}
+        lengths["max_window_seqlen"] = int(ends.diff().max())
+    if hasattr(tower, "interpolation_mode"):  # Qwen3-VL, Qwen3.5
+        mode, corners = tower.interpolation_mode, tower.interpolation_align_corners
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids, tower.num_grid_per_side, mode, corners, merge
+        )
+        inputs |= {"interp_indices": indices, "interp_weights": weights}
+    on_device = {name: to_device(tensor, tower.device) for name, tensor in inputs.items()}
+    reads_grids = hasattr(tower, "embeddings")  # GLM-4.6V, on the GPU
+    return lengths | on_device | {"image_grid_thw": grids.to(tower.device) if reads_grids else grids}
 
 
 def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:

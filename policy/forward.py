@@ -16,12 +16,11 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from common import flash_attention
 from common.gather import gather
-from packing import PackedBatch, shared_prefix_attention
+from packing import PackedBatch, shared_prefix_attention, to_device
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
-from policy.families import language_model, vision_blocks, vision_parts
+from policy.families import grid_inputs, language_model, vision_blocks, vision_parts
 
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
 
@@ -30,8 +29,8 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     """Prepare `model` (a transformers causal or image-text model) for packed batches, in place.
 
     `compiled`: use torch.compile to fuse the small operations around the matrix products of each layer, of the decoder
-    and of the vision tower, and the operations that compute the log-probabilities. Attention is one call: inside a
-    layer's graph if it is FlashAttention 4 (common/flash_attention.py), otherwise between two graphs.
+    and of the vision tower, and the operations that compute the log-probabilities. Attention is one operator in a
+    layer's graph.
 
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
@@ -39,12 +38,8 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     # The vision towers that take pictures of any size attend to all windows in one call only if the attention's name
     # contains "flash"; otherwise they loop over the windows. The language model needs a name without "flash", because
     # transformers' mask code would look for the flash-attn package.
-    attention = torch.compiler.disable(shared_prefix_attention) if compiled else shared_prefix_attention
-    transformers.AttentionInterface.register("flash_shared_prefix", attention)
-    if compiled and has_flash_attention(model):
-        attention = shared_prefix_attention
-    # The names are those of the process: of several models, the last one decides how all are compiled.
-    transformers.AttentionInterface.register("shared_prefix", attention)
+    for name in ("shared_prefix", "flash_shared_prefix"):
+        transformers.AttentionInterface.register(name, shared_prefix_attention)
     model.config._attn_implementation_internal = "shared_prefix"
     language_model(model).config._attn_implementation_internal = "shared_prefix"
     if (visual := getattr(model.model, "visual", None)) is not None:
@@ -61,13 +56,6 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
         # Otherwise, a trained tower's features would be rounded differently with gradients and without, as in the
         # reference. The decoder avoids this by its float32 residual stream.
         compile_layers(vision_blocks(model), {"emulate_precision_casts": True})
-
-
-def has_flash_attention(model: nn.Module) -> bool:
-    """Return whether the attention of the decoder's layers is FlashAttention 4."""
-    config = language_model(model).config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim == flash_attention.HEAD_DIM and flash_attention.is_available()
 
 
 def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None = None) -> None:
@@ -134,11 +122,17 @@ def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor
     """Run the vision tower and the projector, and return the image features, with shape (image tokens, features).
 
     Each row holds the features of an image token. For models with deepstack features (Qwen3-VL), the features of inner
-    layers follow in the same row. `vision`: the inputs of the vision tower; see `policy.families`.
+    layers follow in the same row. `vision`: the inputs of the vision tower, also in host memory, where grids are read;
+    see `policy.families`.
     """
-    dtype = next(iter(vision_parts(model).values())).dtype
-    chosen = {name: getattr(model.config, name) for name in ("vision_feature_layer",) if hasattr(model.config, name)}
-    out = model.model.get_image_features(**vision | {"pixel_values": vision["pixel_values"].to(dtype)}, **chosen)
+    tower = next(iter(vision_parts(model).values()))
+    inputs = {name: to_device(tensor, tower.device) for name, tensor in vision.items() if name != "image_grid_thw"}
+    inputs["pixel_values"] = inputs["pixel_values"].to(tower.dtype)
+    if "image_grid_thw" in vision:
+        inputs |= grid_inputs(tower, vision["image_grid_thw"].cpu())
+    if hasattr(model.config, "vision_feature_layer"):
+        inputs["vision_feature_layer"] = model.config.vision_feature_layer
+    out = model.model.get_image_features(**inputs)
     features = torch.cat([image.flatten(0, -2) for image in out.pooler_output])
     return torch.cat([features, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
 

@@ -65,9 +65,7 @@ class Policy(nn.Module):
 
         This lets a rank without images take part in the collectives of the ranks that have images.
         """
-        blank = find_family(self.model.config).vision.blank(self.model.config)
-        device = next(self.parameters()).device
-        return image_features(self.model, {name: tensor.to(device) for name, tensor in blank.vision.items()}).sum()
+        return image_features(self.model, find_family(self.model.config).vision.blank(self.model.config).vision).sum()
 
 
 def load_model(

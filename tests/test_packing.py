@@ -288,7 +288,7 @@ def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypa
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     segments = pack(groups_of([[5, 3]])).segments
     q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
-    packing.attend(q, k, k, segments, 0.5, causal)
+    packing.attend(q, k, k, (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k), 0.5, causal)
     ((name, cu_q, cu_k, *numbers),) = called
     assert name == want
     assert numbers == [10, 15, 0.5]
