@@ -233,6 +233,19 @@ def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatc
     assert count_graphs("one image") == count_graphs("no image") > 3
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"])
+def test_the_host_reads_nothing_that_the_vision_tower_computes(family, monkeypatch):
+    """On a GPU, reading it would wait for all queued work; on the meta device, it fails."""
+    monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
+    model = build(family)
+    g = torch.Generator().manual_seed(0)
+    batch = pack([make_group(model, family, 5, [(10, 6), (4, 4)], [3], g)])
+    enable_packed_forward(model.to("meta"))
+    features = image_features(model, batch.to("meta").vision)
+    assert features.device.type == "meta"
+    assert len(features) == len(batch.image_tokens)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_a_compiled_vision_tower_has_the_same_gradients_and_takes_pictures_of_any_size(family, monkeypatch):
     model, compile_with, compiled = build(family), torch.compile, []
