@@ -45,7 +45,7 @@ class Segments:
     keys: Gather  # the packed token behind each key, segment by segment (K)
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
-    q_lens: list[int]  # query lengths of the segments, on the host, so that no kernel launch waits for the device
+    q_lens: list[int]  # query lengths of the segments, on the host
     k_lens: list[int]  # key lengths of the segments, on the host
     prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
     max_q: int = field(init=False)  # a graph that takes the maximum of a list would be compiled anew for each list
@@ -98,16 +98,14 @@ class PackedBatch:
     values: TokenValues  # the values of each completion token for the loss
     vision: dict[str, Tensor]
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
-    Empty if there are no images."""
+    Empty if there are no images. A blank image without image tokens (see `micro_batches`) changes nothing."""
     image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
     flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
-    dummy_vision: bool = False
-    """Whether to run a trained vision tower on a blank image, because only other batches of the update have images."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return a copy of the batch with all tensors on `device`, but the grids of pictures, which the host reads."""
+        """Return a copy of the batch on `device`, except inputs of the vision tower, which `image_features` moves."""
         move = functools.partial(to_device, device=torch.device(device))
-        vision = {name: x if name == "image_grid_thw" else move(x) for name, x in self.vision.items()}
+        vision = {name: move(x) if name == "features" else x for name, x in self.vision.items()}
         return replace(_move_tensors(self, move), vision=vision)
 
 
@@ -311,7 +309,8 @@ def _has_kernel(q: Tensor) -> bool:
 def _attend_sdpa(
     q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], scale: float | None, causal: bool
 ) -> Tensor:
-    out, (q_lens, k_lens) = [], (each.diff().tolist() for each in ends)
+    q_lens, k_lens = (each.diff().tolist() for each in ends)
+    out = []
     for q_seg, k_seg, v_seg in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens)):
         mask = None
         if causal:  # aligned bottom-right, so that the last query attends to every key

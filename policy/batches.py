@@ -11,7 +11,7 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, split_group, split_groups
 from policy.experts import experts_per_token
-from policy.families import language_model, patches_per_token, routed_experts
+from policy.families import blank_image, language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import reduce_gradients, take_gradients, unsharded
@@ -77,11 +77,14 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     several = distributed.world_size() > 1
     if several and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
-        run_tower[-1] = run_tower.any()  # because the tower's gradients are summed after the last micro-batch, too
+        if 1 < policy.num_shards < distributed.world_size():
+            # FSDP adds up what it has reduced in each micro-batch, so each must have gradients of the same weights.
+            run_tower[:] = run_tower.any()
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
         batch = pack(part)
-        batch.dummy_vision = bool(run_tower[i]) and not batch.vision
+        if run_tower[i] and not batch.vision:  # other processes have images, and all must gather the same shards
+            batch.vision = blank_image(policy.model).vision
         batch.flop = count_flop(batch)
         reduce_gradients(policy, now=several and i + 1 == num_batches)
         yield batch.to(device)

@@ -126,8 +126,13 @@ def vision_blocks(model: transformers.PreTrainedModel) -> nn.ModuleList | list[n
 
 def patches_per_token(model: transformers.PreTrainedModel) -> float:
     """Return how many patches of the vision tower of `model` an image token stands for."""
-    blank = find_family(model.config).vision.blank(model.config)
+    blank = blank_image(model)
     return blank.patches / blank.tokens
+
+
+def blank_image(model: transformers.PreTrainedModel) -> Blank:
+    """Return the smallest input of the vision tower of `model`."""
+    return find_family(model.config).vision.blank(model.config)
 
 
 def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
@@ -150,8 +155,8 @@ def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
         )
         inputs |= {"interp_indices": indices, "interp_weights": weights}
     on_device = {name: to_device(tensor, tower.device) for name, tensor in inputs.items()}
-    reads_grids = hasattr(tower, "embeddings")  # GLM-4.6V, on the GPU
-    return lengths | on_device | {"image_grid_thw": grids.to(tower.device) if reads_grids else grids}
+    needs_grids = hasattr(tower, "embeddings")  # GLM-4.6V computes with them on the GPU
+    return lengths | on_device | {"image_grid_thw": to_device(grids, tower.device) if needs_grids else grids}
 
 
 def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:

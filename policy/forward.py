@@ -53,8 +53,8 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
         compile_layers(language_model(model).layers)
-        # Otherwise, a trained tower's features would be rounded differently with gradients and without, as in the
-        # reference. The decoder avoids this by its float32 residual stream.
+        # Otherwise, a trained tower would round its features differently with gradients (policy) and without
+        # (reference). The decoder avoids this by its float32 residual stream.
         compile_layers(vision_blocks(model), {"emulate_precision_casts": True})
 
 
@@ -122,8 +122,7 @@ def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor
     """Run the vision tower and the projector, and return the image features, with shape (image tokens, features).
 
     Each row holds the features of an image token. For models with deepstack features (Qwen3-VL), the features of inner
-    layers follow in the same row. `vision`: the inputs of the vision tower, also in host memory, where grids are read;
-    see `policy.families`.
+    layers follow in the same row. `vision`: the inputs of the vision tower, on any device; see `policy.families`.
     """
     tower = next(iter(vision_parts(model).values()))
     inputs = {name: to_device(tensor, tower.device) for name, tensor in vision.items() if name != "image_grid_thw"}
@@ -171,13 +170,15 @@ def _decoder_inputs(
     """Return the decoder's inputs for tokens (B, S), with the image features inserted among the token embeddings.
 
     `vision` holds cached `features` or the inputs of the vision tower. `image_tokens` are the image tokens' indices
-    among the B x S tokens. The model's own code would search for the image tokens on the device, which would make the
-    host wait; it would also expect an image for each placeholder that the model has sampled.
+    among the B x S tokens. If there are none, the features change nothing, and the tower's gradients are zero. The
+    model's own code would search for the image tokens on the device, which would make the host wait; it would also
+    expect an image for each placeholder that the model has sampled.
     """
     embedded = language_model(model).embed_tokens(input_ids)  # (B, S, D)
     if not vision:
         return {"inputs_embeds": embedded}
     features = vision["features"] if "features" in vision else image_features(model, vision)
+    features = features if len(image_tokens) else features[:0]  # a blank image
     last, *deepstack = features.to(embedded.dtype).split(embedded.shape[-1], dim=-1)
     length = input_ids.shape[1]
     # The result must not be a view, or torch.compile would compile the first layer apart from the others.

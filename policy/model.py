@@ -50,22 +50,11 @@ class Policy(nn.Module):
 
     def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities (C,) and entropies (C,) of the completion tokens; see `token_logprobs`."""
-        # The vision tower runs before the decoder, as it does for real images, because every process must gather the
-        # same shards in the same order.
-        zero = 0.0 * self._run_blank_image() if batch.dummy_vision else 0.0
-        logp, entropy = token_logprobs(self.model, batch, temperature)
-        return logp + zero, entropy
+        return token_logprobs(self.model, batch, temperature)
 
     def next_token_logits(self, **inputs: object) -> tuple[Tensor, transformers.Cache]:
         """Call `forward.next_token_logits` as a second forward method, before which FSDP gathers weights, too."""
         return next_token_logits(self.model, **inputs)
-
-    def _run_blank_image(self) -> Tensor:
-        """Return the sum of the features of the smallest possible blank image.
-
-        This lets a rank without images take part in the collectives of the ranks that have images.
-        """
-        return image_features(self.model, find_family(self.model.config).vision.blank(self.model.config).vision).sum()
 
 
 def load_model(

@@ -40,7 +40,7 @@ def load_reference(
     dtype = compute_dtype(flags.dtype, device)
     model = load_model(name, dtype, to_shard=True)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
-    if not flags.train_vision:
+    if not flags.train_vision:  # from here on, the tower is the policy's, which is already prepared
         for name, part in vision_parts(policy.model).items():
             setattr(model.model, name, part)
     reference = Policy(model.eval().requires_grad_(False))
@@ -64,10 +64,11 @@ def apply_fsdp(
     policy.num_shards = distributed.num_shards(sharding)
     if full_state:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
-    for module in [block for block in vision_blocks(policy.model) if isinstance(block, FSDPModule)]:
-        # Otherwise, accumulating gradients fails in FSDP if the first micro-batch has no images.
-        module.unshard()
-        module.reshard()
+    for block in vision_blocks(policy.model):
+        if isinstance(block, FSDPModule):
+            # FSDP cannot accumulate gradients of what was never gathered, as in a first micro-batch without images.
+            block.unshard()
+            block.reshard()
     return policy
 
 

@@ -44,6 +44,10 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
     "trained vision tower": ({"train_vision": True, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     # Only groups with even indices have images. With two processes, one of them therefore has only text.
     "trained vision tower, a process without images": ({"train_vision": True}, [0, 1, 2, 3, 4, 5]),
+    "adapters in the vision tower, a process without images": (
+        {"lora_rank": 4, "train_vision": True},
+        [0, 1, 2, 3, 4, 5],
+    ),
     "frozen vision tower, a process without images": ({}, [0, 1, 2, 3, 4, 5]),
     "fewer groups than processes": ({"beta": 0.1}, [0]),
     "sampled by one process, evened out": ({"beta": 0.1, "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
@@ -59,9 +63,17 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
         {"sharding": "hybrid", "gather": "update", "train_vision": True, "micro_batch_tokens": 60},
         [0, 1, 2, 3, 4, 5],
     ),
+    "two machines, trained vision tower, first micro-batch without images": (
+        {"sharding": "hybrid", "train_vision": True, "micro_batch_tokens": 60},
+        [1, 5, 3, 1, 0],
+    ),
     "two machines, trained vision tower, last micro-batch without images": (
         {"sharding": "hybrid", "train_vision": True, "micro_batch_tokens": 60},
         [0, 2, 1, 3, 5],
+    ),
+    "two machines, adapters in the vision tower, a process without images": (
+        {"sharding": "hybrid", "lora_rank": 4, "train_vision": True},
+        [0, 1, 2, 3, 4, 5],
     ),
     "two machines, trained vision tower, a process without images": (
         {"sharding": "hybrid", "train_vision": True},

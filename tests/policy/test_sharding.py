@@ -68,6 +68,7 @@ VARIANTS = [
     "gspo",
     "trained vision tower",
     "trained vision tower, a process without images",
+    "adapters in the vision tower, a process without images",
     "frozen vision tower, a process without images",
     "fewer groups than processes",
     "sampled by one process, evened out",
@@ -82,7 +83,9 @@ ON_MACHINES = [
     "a copy on each of two machines",
     "two machines, gathered once, trained vision tower",
     "two machines, trained vision tower, a process without images",
+    "two machines, trained vision tower, first micro-batch without images",
     "two machines, trained vision tower, last micro-batch without images",
+    "two machines, adapters in the vision tower, a process without images",
 ]
 
 
