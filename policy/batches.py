@@ -64,8 +64,9 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     """Pack `groups` into micro-batches of at most `budget` tokens, and yield them on the policy's device.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
-    process with fewer micro-batches adds blank ones, whose tokens have weight zero. Each is packed only when it is
-    needed, while the GPU still works on the one before.
+    process with fewer micro-batches adds blank ones, whose tokens have weight zero. A process without images, while
+    others run a trained vision tower, adds a blank image, which replaces no token. Each micro-batch is packed only
+    when it is needed, while the GPU still works on the one before.
 
     This also prepares FSDP for the backward pass of each micro-batch (`reduce_gradients`). In a single process, the
     gradients are in `.grad` only when the iterator has ended (`take_gradients`).
@@ -83,7 +84,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
         batch = pack(part)
-        if run_tower[i] and not batch.vision:  # other processes have images, and all must gather the same shards
+        if run_tower[i] and not batch.vision:
             batch.vision = blank_image(policy.model).vision
         batch.flop = count_flop(batch)
         reduce_gradients(policy, now=several and i + 1 == num_batches)
