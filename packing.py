@@ -103,10 +103,8 @@ class PackedBatch:
     flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return a copy of the batch on `device`, except inputs of the vision tower, which `image_features` moves."""
-        move = functools.partial(to_device, device=torch.device(device))
-        vision = {name: move(x) if name == "features" else x for name, x in self.vision.items()}
-        return replace(_move_tensors(self, move), vision=vision)
+        """Return a copy of the batch on `device`. `vision` stays: the model moves what it needs of it."""
+        return _move_tensors(self, functools.partial(to_device, device=torch.device(device)))
 
 
 def _move_tensors(record: Record, move: Callable[[Tensor], Tensor]) -> Record:
@@ -264,8 +262,8 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        longest = len(q) if max_length_q is None else max_length_q
-        return attend(q, k, v, (cu_seq_lens_q,) * 2, (longest,) * 2, scaling, causal=False)[None], None
+        ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+        return attend(q, k, v, ends, longest, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
     k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)

@@ -138,10 +138,11 @@ def blank_image(model: transformers.PreTrainedModel) -> Blank:
 def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
     """Return the inputs that `tower` needs for pictures with these `grids`, (pictures, 3), in host memory.
 
-    Besides the grids, they are what it would otherwise derive from them on the GPU. There, loops over sizes and indices
-    in host memory would wait for all queued work, several times in each forward and backward pass.
+    Besides the grids, they are what the tower would otherwise derive from them. On a GPU, the host would then wait for
+    all queued work, several times in each forward and backward pass.
     """
-    merge, ends = tower.spatial_merge_size, get_vision_cu_seqlens(grids)
+    merge = tower.spatial_merge_size
+    ends = get_vision_cu_seqlens(grids)
     inputs = {"position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": ends}
     lengths = {"max_seqlen": int(ends.diff().max())}
     if hasattr(tower, "window_size"):  # Qwen2.5-VL
@@ -149,9 +150,8 @@ def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
         inputs |= {"window_index": index, "cu_window_seqlens": ends}
         lengths["max_window_seqlen"] = int(ends.diff().max())
     if hasattr(tower, "interpolation_mode"):  # Qwen3-VL, Qwen3.5
-        mode, corners = tower.interpolation_mode, tower.interpolation_align_corners
         indices, weights = get_vision_interpolation_indices_and_weights(
-            grids, tower.num_grid_per_side, mode, corners, merge
+            grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
         )
         inputs |= {"interp_indices": indices, "interp_weights": weights}
     on_device = {name: to_device(tensor, tower.device) for name, tensor in inputs.items()}

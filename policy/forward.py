@@ -169,16 +169,17 @@ def _decoder_inputs(
 ) -> dict[str, object]:
     """Return the decoder's inputs for tokens (B, S), with the image features inserted among the token embeddings.
 
-    `vision` holds cached `features` or the inputs of the vision tower. `image_tokens` are the image tokens' indices
-    among the B x S tokens. If there are none, the features change nothing, and the tower's gradients are zero. The
-    model's own code would search for the image tokens on the device, which would make the host wait; it would also
-    expect an image for each placeholder that the model has sampled.
+    `vision` holds cached `features` or the inputs of the vision tower, on any device. `image_tokens` are the image
+    tokens' indices among the B x S tokens. If there are none, the features change nothing, and the tower's gradients
+    are zero. The model's own code would search for the image tokens on the device, which would make the host wait; it
+    would also expect an image for each placeholder that the model has sampled.
     """
     embedded = language_model(model).embed_tokens(input_ids)  # (B, S, D)
     if not vision:
         return {"inputs_embeds": embedded}
-    features = vision["features"] if "features" in vision else image_features(model, vision)
-    features = features if len(image_tokens) else features[:0]  # a blank image
+    features = to_device(vision["features"], embedded.device) if "features" in vision else image_features(model, vision)
+    if not len(image_tokens):  # a blank image
+        features = features[:0]
     last, *deepstack = features.to(embedded.dtype).split(embedded.shape[-1], dim=-1)
     length = input_ids.shape[1]
     # The result must not be a view, or torch.compile would compile the first layer apart from the others.

@@ -199,12 +199,11 @@ class HFEngine:
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
         device = self.model.device
-        vision = {name: x.to(device) for name, x in vision_inputs([p for p, _, _ in prefixes]).items()}
         ends = torch.arange(1, len(prefixes) + 1) * max(lengths)
         image_tokens = [end - n + p.image_positions for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
         logits, cache = self._forward(
             input_ids=input_ids.to(device),
-            vision=vision,
+            vision=vision_inputs([p for p, _, _ in prefixes]),
             image_tokens=torch.cat(image_tokens).to(device),
             attention_mask=mask.to(device),
             position_ids=position_ids.to(device),

@@ -126,7 +126,7 @@ def test_a_compiled_vision_tower_gives_the_same_features_with_gradients_and_with
     """Else, the policy and its reference would differ from the start when the tower is trained."""
     g = torch.Generator().manual_seed(0)
     base = build(family)
-    vision = pack([make_group(base, family, 9, [(10, 6), (4, 8)], [3], g)]).to("cuda").vision
+    vision = pack([make_group(base, family, 9, [(10, 6), (4, 8)], [3], g)]).vision
     base.to("cuda", torch.bfloat16)
     results = []
     for compiled in (False, True):
