@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 HEAD_DIM = 128  # the only one measured; for others, such as 16 and 80, the backward pass of 4.0.0b19 is inconsistent
+MIN_LONGEST = 256  # without a segment longer than a block (80 or 128), the backward pass would be compiled anew
 
 
 @torch.compiler.assume_constant_result  # has no effect on a function with a cache
@@ -91,8 +92,8 @@ def _backward(  # noqa: PLR0913
         causal=True,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
+        max_seqlen_q=max(max_q, MIN_LONGEST),
+        max_seqlen_k=max(max_k, MIN_LONGEST),
     )
 
 

@@ -65,6 +65,9 @@ def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None 
     """
     # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # Otherwise, a layer is compiled anew for the first micro-batch of fewer than 4,096 tokens: only from there on,
+    # Inductor would fuse sums along different dimensions.
+    options = {"triton.mix_order_reduction_non_strict_mode": True} | (options or {})
     for layer in layers:
         # Compile the forward method, not the module, because FSDP's hooks must stay outside.
         layer.forward = torch.compile(layer.forward, dynamic=True, options=options)

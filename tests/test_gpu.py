@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -31,6 +32,7 @@ from common.files import read_jsonl
 from config import PolicyFlags
 from packing import pack
 from policy import delta_net
+from policy.batches import _blank_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
@@ -119,6 +121,23 @@ def test_compiled_layers_with_flash_attention_4_have_the_gradients_of_layers_wit
     (want, want_grad), (got, got_grad) = results
     assert (got - want).abs().mean() < 0.03
     assert torch.cosine_similarity(got_grad, want_grad, dim=0) > 0.99
+
+
+def test_micro_batches_of_any_size_share_compiled_layers():
+    """Inductor would compile a layer anew below 4,096 tokens, but only with weights this wide."""
+    config = build("qwen2_5").config
+    config.hidden_size, config.num_attention_heads = 1280, 10
+    model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
+    g = torch.Generator().manual_seed(0)
+    sizes = ([900] * 5, [30, 200], [1000] * 6)
+    batches = [pack([make_group(model, "qwen2_5", 90, [], lengths, g)]) for lengths in sizes]
+    torch.compiler.reset()
+    enable_packed_forward(model, compiled=True)
+    graphs = []
+    for batch in [*batches, pack([_blank_group(Policy(model))])]:
+        token_logprobs(model, batch.to("cuda"))[0].mean().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == graphs[:1] * 3
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])

@@ -23,10 +23,10 @@ from tests.helpers.models import build, make_group
 HEAD_DIM = 16  # of the tiny models
 
 
-def masked_scores(q, k, options):
+def masked_scores(q, k, options, min_longest=1):
     """Check the options of a call; yield the queries and keys of each segment as slices, and their scores (H, q, k)."""
     cu_q, cu_k = (options[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    longest = [max(b - a for a, b in itertools.pairwise(cu)) for cu in (cu_q, cu_k)]
+    longest = [max(min_longest, *(b - a for a, b in itertools.pairwise(cu))) for cu in (cu_q, cu_k)]
     assert longest == [options["max_seqlen_q"], options["max_seqlen_k"]]
     assert options["causal"]
     for i in range(len(cu_q) - 1):
@@ -49,7 +49,7 @@ def forward(q, k, v, **options):
 def backward(q, k, v, out, grad, lse, **options):
     """The backward pass of FlashAttention-2 (arXiv:2307.08691, algorithm 2), without tiles."""
     dq, dk, dv, per_head = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
-    for rows, cols, scores in masked_scores(q, k, options):
+    for rows, cols, scores in masked_scores(q, k, options, flash_attention.MIN_LONGEST):
         p = (scores - lse[:, rows, None]).exp()
         keys, values = (x[cols].repeat_interleave(per_head, 1) for x in (k, v))
         dp = torch.einsum("qhe,khe->hqk", grad[rows], values)
