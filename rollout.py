@@ -221,7 +221,7 @@ class VLLMEngine:
     frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
     resized images and computes the features itself. The first `generate` that sends images checks that vLLM's tower
     gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders of each
-    request that ends to the same tokens as the trainer.
+    prompt to the same tokens as the trainer.
     """
 
     def __init__(
@@ -375,15 +375,19 @@ class VLLMEngine:
         how: Sampling,
         continuation: Continuation,
     ) -> list[list[Rollout]]:
-        """Continue completions, each in a request of its own; see `Engine.generate`."""
+        """Continue completions, each in a request of its own; see `Engine.generate`.
+
+        vLLM prepares a prompt and its images once for all its completions.
+        """
         if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in continuation.started]
         places = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
+        inputs = {i: self._engine_input(prompts[i]) for i in dict.fromkeys(i for i, _ in places)}
         requests, params = [], []
         for i, j in places:
             tokens = rollouts[i][j].ids.tolist()
-            requests.append({"prompt_token_ids": prompts[i].engine_ids + tokens} | self._multi_modal_data(prompts[i]))
+            requests.append(inputs[i] | {"prompt_token_ids": inputs[i]["prompt_token_ids"] + tokens})
             seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(how, seeds[i], j) - len(tokens)
             params.append(self._params(how, 1, seed, limit))
 
@@ -393,13 +397,19 @@ class VLLMEngine:
 
         for (i, j), output in zip(places, run_until(self.llm, requests, params, is_enough_of)):
             old, reason = rollouts[i][j], output.finish_reason
-            if reason:
-                check_expansion(prompts[i], output.prompt_ids[: len(output.prompt_ids) - len(old.ids)])
             ids = [*old.ids.tolist(), *output.ids]
             logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])
             text = self.processor.tokenizer.decode(ids[:-1] if reason == "stop" else ids) if reason else ""
             rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
+
+    def _engine_input(self, prompt: Prompt) -> dict[str, Any]:
+        """Let vLLM prepare `prompt` and its images, and return its `EngineInput`."""
+        (prepared,) = self.llm.renderer.render_cmpl(
+            [{"prompt_token_ids": prompt.engine_ids} | self._multi_modal_data(prompt)]
+        )
+        check_expansion(prompt, prepared["prompt_token_ids"])
+        return prepared
 
     def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
         """Return the image part of a request: the trainer's features if vLLM accepts them, else resized images.

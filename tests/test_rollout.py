@@ -280,7 +280,11 @@ class FakeVLLM:
     """Stands in for `vllm.LLM`: a request for the prompt of n tokens samples n, n + 1, ... and then a stop token."""
 
     def __init__(self):
-        self.requests, self.calls = [], []
+        self.requests, self.calls, self.renderer, self.prepared = [], [], self, 0
+
+    def render_cmpl(self, requests):
+        self.prepared += len(requests)
+        return requests
 
     def generate(self, requests, params, use_tqdm):
         self.requests += list(zip(requests, params))
@@ -342,14 +346,14 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
     def run(llm, requests, params, is_enough):
         sent.extend(zip(requests, params))
         assert [is_enough(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
-        ids = [*prompts[0].engine_ids, 7, 8]
-        return [Output([9, 3], [-3.0, -4.0], ids, "stop"), Output([9], [-5.0]), Output()]
+        return [Output([9, 3], [-3.0, -4.0], "stop"), Output([9], [-5.0]), Output()]
 
     monkeypatch.setattr("rollout.run_until", run)
     continuation = Continuation(started, lambda is_whole: whole.append(is_whole) or all(is_whole))
     (first, ended), (cut, empty) = vllm_engine._sample(prompts, [10, 11], Sampling(2, 6), continuation)
     assert whole == [[False, False], [True, False], [True, True]]
     assert [r["prompt_token_ids"] for r, _ in sent] == [[100, 101, 102, 103, 7, 8], *[prompts[1].engine_ids] * 2]
+    assert vllm_engine.llm.prepared == 2, "each prompt once"
     assert [p.max_tokens for _, p in sent] == [4, 6, 6], "the tokens so far count"
     assert len({p.seed for _, p in sent}) == 3
     assert first is done
@@ -357,6 +361,9 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
     assert (ended.finished, ended.truncated) == (True, False)
     assert ended.text == vllm_engine.processor.tokenizer.decode([7, 8, 9])
     assert (cut.ids.tolist(), cut.finished, len(empty.ids), empty.finished) == ([9], False, 0, False)
+    other = replace(prompts[1], ids=prompts[1].ids + 1)
+    with pytest.raises(UserError, match="vLLM expands the prompt"):
+        vllm_engine._sample([prompts[0], other], [10, 11], Sampling(2, 6), continuation)
 
 
 def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
