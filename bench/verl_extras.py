@@ -1,4 +1,5 @@
-"""What verl 0.9.1 lacks for workload W1: a coin flip as its reward, a frozen vision tower, kernels that start soon.
+"""What verl 0.9.1 lacks for workload W1: a coin flip as its reward, a frozen vision tower, kernels that start soon, and
+an lm_head that its fused kernels can read on several GPUs.
 
 bench/peer_verl.py names this file to verl, as `reward.custom_reward_function` and as `model.external_lib`.
 """
@@ -8,6 +9,7 @@ import pathlib
 import random
 import sys
 
+from verl.utils import fsdp_utils
 from verl.workers.engine.fsdp import transformer_impl
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -40,4 +42,19 @@ def prepare_models() -> None:
     transformer_impl.FSDPEngine._build_module = build_prepared
 
 
+def leave_lm_head_to_the_root() -> None:
+    """Let FSDP gather the lm_head together with the whole model, if it is not tied to the embeddings (7B).
+
+    verl would shard it as a module of its own. Its fused kernels never call that module, and would get a shard.
+    """
+    select = fsdp_utils._select_fsdp2_wrap_targets
+
+    @functools.wraps(select)
+    def select_others(model, classes):
+        return [module for module in select(model, classes) if module is not model.get_output_embeddings()]
+
+    fsdp_utils._select_fsdp2_wrap_targets = select_others
+
+
 prepare_models()
+leave_lm_head_to_the_root()
