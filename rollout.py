@@ -321,7 +321,7 @@ class VLLMEngine:
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
-        requests = [{"prompt_token_ids": p.engine_ids} | self._multi_modal_data(p) for p in prompts]
+        requests = [self._request(prompt) for prompt in prompts]
         params = [self._params(how, how.n, seed, how.max_tokens) for seed in seeds]
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
@@ -383,8 +383,10 @@ class VLLMEngine:
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in continuation.started]
         places = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
-        inputs = {i: self._engine_input(prompts[i]) for i in dict.fromkeys(i for i, _ in places)}
-        requests, params = [], []
+        inputs, requests, params = {}, [], []
+        for i in sorted({i for i, _ in places}):
+            (inputs[i],) = self.llm.renderer.render_cmpl([self._request(prompts[i])])
+            check_expansion(prompts[i], inputs[i]["prompt_token_ids"])
         for i, j in places:
             tokens = rollouts[i][j].ids.tolist()
             requests.append(inputs[i] | {"prompt_token_ids": inputs[i]["prompt_token_ids"] + tokens})
@@ -403,26 +405,17 @@ class VLLMEngine:
             rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
 
-    def _engine_input(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare `prompt` and its images, and return its `EngineInput`."""
-        (prepared,) = self.llm.renderer.render_cmpl(
-            [{"prompt_token_ids": prompt.engine_ids} | self._multi_modal_data(prompt)]
-        )
-        check_expansion(prompt, prepared["prompt_token_ids"])
-        return prepared
-
-    def _multi_modal_data(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the image part of a request: the trainer's features if vLLM accepts them, else resized images.
+    def _request(self, prompt: Prompt) -> dict[str, Any]:
+        """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.
 
         The trainer computes features if its vision tower is frozen. With these features, vLLM does not run its own
         tower, which saves time and rules out any difference between the two towers.
         """
-        if not prompt.images:
-            return {}
-        if not self._takes_features(prompt):
-            return {"multi_modal_data": {"image": prompt.images}}
-        grid = prompt.vision["image_grid_thw"]
-        return {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
+        request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
+        if self._takes_features(prompt):
+            grid = prompt.vision["image_grid_thw"]
+            return request | {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
+        return request | {"multi_modal_data": {"image": prompt.images}} if prompt.images else request
 
     def _sends_images(self, prompt: Prompt) -> bool:
         """Return whether vLLM gets the images of the prompt, not their features."""

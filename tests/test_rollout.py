@@ -383,7 +383,7 @@ def test_vllm_gets_features_only_if_it_accepts_them(vllm_engine, prompts):
         (replace(prompts[0], features=torch.zeros(9, 64)), "features"),
         (replace(prompts[0], features=torch.zeros(9, 128)), "images"),  # with those of inner layers
     ):
-        data = vllm_engine._multi_modal_data(prompt).get("multi_modal_data", {}).get("image")
+        data = vllm_engine._request(prompt).get("multi_modal_data", {}).get("image")
         assert {type(None): None, list: "images", dict: "features"}[type(data)] == sent
         assert vllm_engine._sends_images(prompt) == (sent == "images")
 
