@@ -1,5 +1,5 @@
 """What verl 0.9.1 lacks for workload W1: a coin flip as its reward, a frozen vision tower, kernels that start soon, and
-an lm_head that its fused kernels can read on several GPUs.
+an lm_head that its fused kernels can read if it is not tied to the embeddings (7B).
 
 bench/peer_verl.py names this file to verl, as `reward.custom_reward_function` and as `model.external_lib`.
 """
@@ -43,7 +43,7 @@ def prepare_models() -> None:
 
 
 def leave_lm_head_to_the_root() -> None:
-    """Let FSDP gather the lm_head together with the whole model, if it is not tied to the embeddings (7B).
+    """Let FSDP gather the lm_head together with the root module.
 
     verl would shard it as a module of its own. Its fused kernels never call that module, and would get a shard.
     """

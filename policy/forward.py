@@ -65,8 +65,8 @@ def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None 
     """
     # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Otherwise, a layer is compiled anew for the first micro-batch of fewer than 4,096 tokens: only from there on,
-    # Inductor would fuse sums along different dimensions.
+    # Otherwise, a layer is compiled anew for the first small micro-batch: Inductor would fuse sums along different
+    # dimensions only from 4,096 tokens on, or more in a wider model.
     options = {"triton.mix_order_reduction_non_strict_mode": True} | (options or {})
     for layer in layers:
         # Compile the forward method, not the module, because FSDP's hooks must stay outside.
