@@ -162,6 +162,19 @@ def test_a_compiled_vision_tower_gives_the_same_features_with_gradients_and_with
     assert torch.cosine_similarity(gradient, want_gradient, dim=0) > 0.999
 
 
+def test_the_host_does_not_wait_for_the_gpu_in_a_micro_batch_with_a_trained_tower():
+    g = torch.Generator().manual_seed(0)
+    model = build("qwen2_5_vl").to("cuda", torch.bfloat16)
+    enable_packed_forward(model)
+    batch = pack([make_group(model, "qwen2_5_vl", 9, [(10, 6), (4, 8)], [30, 1], g)])
+    for mode in ("default", "error"):  # the first time, kernels are loaded
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            token_logprobs(model, batch.to("cuda"))[0].mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_logprobs_of_sampled_tokens_are_those_of_softmax():
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from policy.vllm_logprobs import sampled_logprobs
