@@ -413,9 +413,11 @@ class VLLMEngine:
         """
         request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
         if self._takes_features(prompt):
-            grid = prompt.vision["image_grid_thw"]
-            return request | {"multi_modal_data": {"image": {"image_embeds": prompt.features, "image_grid_thw": grid}}}
-        return request | {"multi_modal_data": {"image": prompt.images}} if prompt.images else request
+            features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+            request["multi_modal_data"] = {"image": features}
+        elif prompt.images:
+            request["multi_modal_data"] = {"image": prompt.images}
+        return request
 
     def _sends_images(self, prompt: Prompt) -> bool:
         """Return whether vLLM gets the images of the prompt, not their features."""
