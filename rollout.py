@@ -131,7 +131,8 @@ def make_engine(
         return PolicyEngine(policy, processor.tokenizer)
     if flags.engine == "hf":
         return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
-    return VLLMEngine(flags, model, processor, dtype, limits, with_weights=policy is None)
+    parameters = sum(parameter.numel() for parameter in policy.parameters()) if policy else 0
+    return VLLMEngine(flags, model, processor, dtype, limits, parameters * dtype.itemsize // flags.tensor_parallel)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ def undo_global_changes(model: str) -> Iterator[None]:
 
 
 def start_vllm(
-    flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, with_weights: bool
+    flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, weight_bytes: int
 ) -> Any:
     """Start vLLM in this process and return its `vllm.LLM`. Raises UserError if it does not start."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
@@ -182,12 +183,12 @@ def start_vllm(
             logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
             from policy.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
             from policy.vllm_scheduler import DecodeScheduler
+            from policy.vllm_worker import weight_options
 
             use_fast_logprobs()
             llm = vllm.LLM(
                 model,
                 dtype=dtype,
-                load_format="auto" if with_weights else "dummy",
                 seed=0,
                 max_model_len=limits.tokens,
                 max_num_seqs=flags.vllm_sequences,
@@ -200,6 +201,7 @@ def start_vllm(
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                 **options,
+                **weight_options(weight_bytes),
             )
             llm.apply_model(keep_logits_in_float32)
             return llm
@@ -231,11 +233,11 @@ class VLLMEngine:
         processor: Processor,
         dtype: torch.dtype,
         limits: RequestLimits,
-        with_weights: bool = True,
+        weight_bytes: int = 0,  # of the weights that `sync_weights` will send; 0: read the saved ones
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision
-        self.llm = start_vllm(flags, model, processor, dtype, limits, with_weights)
+        self.llm = start_vllm(flags, model, processor, dtype, limits, weight_bytes)
         self.buffers: list[tuple[Tensor, Tensor]] = []
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 

@@ -9,6 +9,7 @@ Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -281,5 +282,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _row_slices(length: int, size: int) -> list[slice]:
-    """Cut `length` rows into slices of at most `size`."""
-    return [slice(start, start + size) for start in range(0, length, max(size, 1))]
+    """Cut `length` rows into slices of `size`, the last of which may have one more.
+
+    torch.compile takes sizes of 1 for constants, and would compile the functions anew for a single row at the end.
+    """
+    edges = [0, *range(size, length - 1, size), length] if length else []
+    return [slice(start, end) for start, end in itertools.pairwise(edges)]

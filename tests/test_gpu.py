@@ -129,7 +129,7 @@ def test_micro_batches_of_any_size_share_compiled_layers():
     config.hidden_size, config.num_attention_heads = 1280, 10
     model = AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
     g = torch.Generator().manual_seed(0)
-    sizes = ([900] * 5, [30, 200], [1000] * 6)
+    sizes = ([900] * 5, [30, 200], [30, 483], [1000] * 6)  # 513 tokens would leave one alone in the last rows of logits
     batches = [pack([make_group(model, "qwen2_5", 90, [], lengths, g)]) for lengths in sizes]
     torch.compiler.reset()
     enable_packed_forward(model, compiled=True)
@@ -137,7 +137,7 @@ def test_micro_batches_of_any_size_share_compiled_layers():
     for batch in [*batches, pack([_blank_group(Policy(model))])]:
         token_logprobs(model, batch.to("cuda"))[0].mean().backward()
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1:] == graphs[:1] * 3
+    assert graphs[1:] == graphs[:1] * 4
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
@@ -294,6 +294,7 @@ def test_sleep_gives_memory_back_and_seeds_repeat(engine):
         assert r["freed_gib"] > 5
         assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
         assert r["distinct"] > 20, "completions must not share random numbers"
+    assert sum(size > 0.1 for size in engine["gib_of_kv_blocks"]) == 1, "vLLM takes memory block by block"
 
 
 @no_vllm

@@ -5,6 +5,7 @@ predicted from the wrong hidden state, images assigned to the wrong group, and g
 """
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,14 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
                 q.grad / scale, p.grad / scale, atol=bounds[1], rtol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
     assert compared > 20
+
+
+@pytest.mark.parametrize("length", range(12))
+def test_no_slice_of_logits_is_a_single_row(length):
+    slices = forward._row_slices(length, 4)
+    rows = [list(range(length))[cut] for cut in slices]
+    assert list(itertools.chain(*rows)) == list(range(length))
+    assert all(2 <= len(cut) <= 5 for cut in rows) or length == 1
 
 
 def test_completions_do_not_see_each_other():

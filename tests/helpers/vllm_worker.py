@@ -49,10 +49,13 @@ def main(model: str, data: str, out: str) -> None:
     samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
     flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
-    engine = make_engine(flags, model, processor, device, torch.bfloat16, RequestLimits(1024, 2))
-    engine.sleep()
     policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, torch.bfloat16)
-    results: dict = {"rounds": []}
+    engine = make_engine(flags, model, processor, device, torch.bfloat16, RequestLimits(1024, 2), policy)
+    engine.sleep()
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    blocks = CuMemAllocator.get_instance().pointer_to_data.values()
+    results: dict = {"rounds": [], "gib_of_kv_blocks": [b.handle[1] / 2**30 for b in blocks if b.tag == "kv_cache"]}
     decode = processor.tokenizer.decode
     for number in range(3):
         with torch.no_grad():  # stands in for an update, so that each round has a different policy
