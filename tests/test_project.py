@@ -376,7 +376,7 @@ def test_the_gpu_requirements_can_be_installed(python, tmp_path):
 
 
 def test_the_speeds_in_the_documents_are_those_of_the_results():
-    """The step times and the comparison in the documents match the newest results file of one GPU that contains them."""
+    """The step times and the comparison in the documents match the newest results of one GPU that contain them."""
     speed, readme = (ROOT / "docs" / "speed.md").read_text(), (ROOT / "README.md").read_text()
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "results").glob("speed-*.json"))]
     w1 = [r["workloads"]["W1"] for r in results if "W1" in r["workloads"] and r.get("gpus", 1) == 1][-1]
