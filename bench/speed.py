@@ -106,7 +106,7 @@ class Config:
     """After the measured steps of each workload, take one more and print tables of its GPU kernels, phase by phase."""
 
     def __post_init__(self) -> None:
-        check_config(self.flags, self.steps, self.prompts, self.generations)
+        check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
         if self.peer and (self.generations != 8 or "W1" not in self.workloads):
             raise ValueError("peer: the other trainer runs W1 with 8 completions per prompt")
         if self.peer in PEERS and not importlib.util.find_spec(self.peer):
@@ -115,14 +115,19 @@ class Config:
             raise ValueError(f"peer: there is no script {self.peer!r}: give one, trl or verl")
 
 
-def check_config(flags: tuple[str, ...], *counts: int) -> None:
-    """Raise ValueError if one of `flags` is not a flag of grpo.py, or if one of the `counts` of a bench is below 1."""
+def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
+    """Raise ValueError if one of `flags` is not a flag of grpo.py, or if one of the `counts` of a bench is below 1.
+
+    Without a GPU, any `shape` but "tiny" is refused, too: such models need hours there, or more memory than there is.
+    """
     known = {field.name for field in fields(grpo.Config)}
     for flag in flags:
         if "=" not in flag or flag.split("=")[0] not in known:
             raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
     if min(counts) < 1:
         raise ValueError("steps, prompts and generations must be at least 1")
+    if shape != "tiny" and not torch.cuda.is_available():
+        raise ValueError(f"shape: {shape} needs a GPU, and there is none: use --shape tiny")
 
 
 def model_shape(shape: str, tokenizer) -> PreTrainedConfig:

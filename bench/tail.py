@@ -14,6 +14,7 @@ import itertools
 import pathlib
 import sys
 import time
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, replace
 
 import matplotlib.pyplot as plt
@@ -68,7 +69,7 @@ class Config:
     """Further flags for grpo.py, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
-        speed.check_config(self.flags, self.steps, self.prompts, self.generations)
+        speed.check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
         if not self.oversample or min(self.oversample) < 1:
             raise ValueError("oversample needs values of at least 1")
 
@@ -158,6 +159,7 @@ def sample_only(run: Run) -> None:
     run.engine.sync_weights(run.policy)
     grpo.collect(run)
     run.engine.sleep()
+    wait(run.stream.prefetched.values())  # an update would take longer than encoding the next prompts
     speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.clock.laps.items()})
 
 

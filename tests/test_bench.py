@@ -39,12 +39,15 @@ def test_a_failure_of_our_own_measurement_is_told_in_one_line(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_a_trainer_that_is_not_there_is_refused(monkeypatch):
-    """Before anything is measured."""
+def test_what_cannot_be_measured_is_refused(monkeypatch):
+    """Before anything is measured: a trainer that is not there, or a large model without a GPU."""
     monkeypatch.setattr("bench.speed.importlib.util.find_spec", lambda name: None)
     for peer, reason in (("nothing.py", "there is no script 'nothing.py'"), ("verl", "verl is not installed here")):
         with pytest.raises(ValueError, match=reason):
-            speed.Config(peer=peer)
+            speed.Config(shape="tiny", peer=peer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
+        speed.Config()
 
 
 def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):
