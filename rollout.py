@@ -38,7 +38,7 @@ from config import EngineFlags
 from data import Processor
 from policy.continuation import Continuation
 from policy.hf_engine import HFEngine, PolicyEngine
-from policy.model import Policy, load_config, load_model, stop_tokens
+from policy.model import Policy, load_config, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
 from policy.vllm_buffers import take_buffers
 from policy.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
@@ -131,8 +131,8 @@ def make_engine(
         return PolicyEngine(policy, processor.tokenizer)
     if flags.engine == "hf":
         return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
-    parameters = sum(parameter.numel() for parameter in policy.parameters()) if policy else 0
-    return VLLMEngine(flags, model, processor, dtype, limits, parameters * dtype.itemsize // flags.tensor_parallel)
+    weight_bytes = 0 if policy is None else num_weights(policy) * dtype.itemsize // flags.tensor_parallel
+    return VLLMEngine(flags, model, processor, dtype, limits, weight_bytes)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def start_vllm(
             logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
             from policy.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
             from policy.vllm_scheduler import DecodeScheduler
-            from policy.vllm_worker import weight_options
+            from policy.vllm_worker import prepare_worker
 
             use_fast_logprobs()
             llm = vllm.LLM(
@@ -201,7 +201,7 @@ def start_vllm(
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                 **options,
-                **weight_options(weight_bytes),
+                **prepare_worker(weight_bytes),
             )
             llm.apply_model(keep_logits_in_float32)
             return llm
@@ -233,7 +233,7 @@ class VLLMEngine:
         processor: Processor,
         dtype: torch.dtype,
         limits: RequestLimits,
-        weight_bytes: int = 0,  # of the weights that `sync_weights` will send; 0: read the saved ones
+        weight_bytes: int = 0,  # size of the weights that `sync_weights` will send; 0: read the saved ones
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision

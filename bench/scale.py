@@ -88,7 +88,8 @@ class Config:
     def __post_init__(self) -> None:
         if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
             raise ValueError("gpus, prompts and steps must be at least 1")
-        speed.Config(flags=self.flags)  # checks the flags once, before any process starts
+        if not self.plan:
+            speed.Config(self.shape, flags=self.flags)  # checks the flags once, before any process starts
 
 
 def launch(gpus: int, script: str, *arguments: object, torchrun: bool = True) -> Iterator[str]:

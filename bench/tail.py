@@ -150,6 +150,9 @@ def restart(run: Run, data: str, oversample: float, steps: int) -> None:
     run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
     run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
     run.features.clear()
+    prompts, own = grpo.next_prompts(run)
+    run.stream.prefetch([prompts[i].position for i in own])
+    wait(run.stream.prefetched.values())
 
 
 def sample_only(run: Run) -> None:

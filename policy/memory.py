@@ -17,7 +17,7 @@ from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
-from policy.model import Policy, compute_dtype, is_quantised, trains_vision, vision_parameters
+from policy.model import Policy, compute_dtype, is_quantised, num_weights, trains_vision, vision_parameters
 from policy.sharding import reshard, take_gradients
 
 T = TypeVar("T")
@@ -87,9 +87,7 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device) -> tuple[boo
     """
     if device.type != "cuda":
         return True, cfg.vllm_memory
-    parameters = (p for name, p in policy.named_parameters() if ".lora_" not in name)
-    size = compute_dtype(cfg.dtype, device).itemsize
-    copy = size * sum(getattr(p, "quant_state", p).shape.numel() for p in parameters)
+    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize
     needed, total = copy / cfg.tensor_parallel + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
     resting, _ = state_bytes(policy, cfg, bool(cfg.beta), device)
     has_room = distributed.world_size() > 1 or resting + needed <= total

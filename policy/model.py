@@ -57,6 +57,12 @@ class Policy(nn.Module):
         return next_token_logits(self.model, **inputs)
 
 
+def num_weights(policy: Policy) -> int:
+    """Return the number of weights of the model, which the sampler has a copy of: its adapters are not counted."""
+    weights = (parameter for name, parameter in policy.named_parameters() if ".lora_" not in name)
+    return sum(getattr(weight, "quant_state", weight).shape.numel() for weight in weights)  # 4-bit weights are packed
+
+
 def load_model(
     name: str, dtype: torch.dtype, four_bit_device: torch.device | None = None, to_shard: bool = False
 ) -> transformers.PreTrainedModel:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import speed
+from bench import scale, speed, tail
 from tests.helpers.scripts import run_script
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -46,8 +46,11 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=reason):
             speed.Config(shape="tiny", peer=peer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
-        speed.Config()
+    for config in (speed.Config, tail.Config, scale.Config):
+        with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
+            config()
+    scale.Config(shape="tiny")
+    scale.Config(plan=True)
 
 
 def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):

@@ -294,7 +294,8 @@ def test_sleep_gives_memory_back_and_seeds_repeat(engine):
         assert r["freed_gib"] > 5
         assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
         assert r["distinct"] > 20, "completions must not share random numbers"
-    assert sum(size > 0.1 for size in engine["gib_of_kv_blocks"]) == 1, "vLLM takes memory block by block"
+    for tag, blocks in engine["mib_of_blocks"].items():
+        assert sum(size > 2 for size in blocks) <= 1, f"vLLM takes the memory of its {tag} block by block"
 
 
 @no_vllm

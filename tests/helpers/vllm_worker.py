@@ -54,8 +54,10 @@ def main(model: str, data: str, out: str) -> None:
     engine.sleep()
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    blocks = CuMemAllocator.get_instance().pointer_to_data.values()
-    results: dict = {"rounds": [], "gib_of_kv_blocks": [b.handle[1] / 2**30 for b in blocks if b.tag == "kv_cache"]}
+    blocks: dict[str, list[float]] = {"weights": [], "kv_cache": []}
+    for block in CuMemAllocator.get_instance().pointer_to_data.values():
+        blocks[block.tag].append(block.handle[1] / 2**20)
+    results: dict = {"rounds": [], "mib_of_blocks": blocks}
     decode = processor.tokenizer.decode
     for number in range(3):
         with torch.no_grad():  # stands in for an update, so that each round has a different policy
