@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -314,9 +315,7 @@ class VLLMEngine:
             all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
             all_seeds = [seed for _, rank_seeds in gathered for seed in rank_seeds]
             start = sum(len(rank_prompts) for rank_prompts, _ in gathered[: dist.get_rank(self.group)])
-            rollouts = []
-            if all_prompts:
-                rollouts = self._generate(all_prompts, all_seeds, how)
+            rollouts = self._generate(all_prompts, all_seeds, how) if all_prompts else []
             return rollouts[start : start + len(prompts)]
         return self._generate(prompts, seeds, how) if prompts else []
 
@@ -385,21 +384,22 @@ class VLLMEngine:
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in continuation.started]
         places = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
-        inputs, requests, params = {}, [], []
-        for i in sorted({i for i, _ in places}):
-            (inputs[i],) = self.llm.renderer.render_cmpl([self._request(prompts[i])])
-            check_expansion(prompts[i], inputs[i]["prompt_token_ids"])
-        for i, j in places:
-            tokens = rollouts[i][j].ids.tolist()
-            requests.append(inputs[i] | {"prompt_token_ids": inputs[i]["prompt_token_ids"] + tokens})
-            seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(how, seeds[i], j) - len(tokens)
-            params.append(self._params(how, 1, seed, limit))
+
+        def requests() -> Iterator[tuple[dict, Any]]:
+            for i, group in itertools.groupby(places, lambda place: place[0]):
+                (prompt,) = self.llm.renderer.render_cmpl([self._request(prompts[i])])
+                check_expansion(prompts[i], prompt["prompt_token_ids"])
+                for _, j in group:
+                    tokens = rollouts[i][j].ids.tolist()
+                    seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(how, seeds[i], j)
+                    request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
+                    yield request, self._params(how, 1, seed, limit - len(tokens))
 
         def is_enough_of(ended: Set[int]) -> bool:
             unfinished = {places[k][0] for k in range(len(places)) if k not in ended}
             return continuation.is_enough([i not in unfinished for i in range(len(prompts))])
 
-        for (i, j), output in zip(places, run_until(self.llm, requests, params, is_enough_of)):
+        for (i, j), output in zip(places, run_until(self.llm, requests(), len(places), is_enough_of)):
             old, reason = rollouts[i][j], output.finish_reason
             ids = [*old.ids.tolist(), *output.ids]
             logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])

@@ -1,13 +1,15 @@
 """Running vLLM's engine until enough of its requests have ended, for partial rollouts."""
 
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from policy.continuation import PAUSE_EVERY
+
+ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,10 @@ class Output:
     finish_reason: str | None = None  # stop, length, or None if the request has not ended
 
 
-def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Callable[[Set[int]], bool]) -> list[Output]:
-    """Run `requests` (vLLM's `EngineInput`) until `is_enough`. Return all outputs, in order.
+def run_until(
+    llm: Any, requests: Iterable[tuple[dict, Any]], count: int, is_enough: Callable[[Set[int]], bool]
+) -> list[Output]:
+    """Run `count` requests (vLLM's `EngineInput` and `SamplingParams`) until `is_enough`. Return all outputs, in order.
 
     `is_enough` gets the indices of the requests that have ended. It is called every `PAUSE_EVERY` iterations, even if
     this process has nothing left to do, so that several processes can call each other. Requests that have not ended are
@@ -28,14 +32,14 @@ def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Call
     """
     from vllm.sampling_params import RequestOutputKind
 
-    engine, outputs = llm.llm_engine, {}
-    for k, (request, request_params) in enumerate(zip(requests, params)):
-        request_params.output_kind = RequestOutputKind.FINAL_ONLY
-        engine.add_request(str(k), request, request_params)
+    engine, waiting, outputs = llm.llm_engine, enumerate(requests), {}
     for iteration in itertools.count():
         if iteration % PAUSE_EVERY == 0 and is_enough(outputs.keys()):
             break
-        for output in engine.step() if len(outputs) < len(requests) else ():
+        for k, (request, params) in itertools.islice(waiting, ADDED_TOGETHER):
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(str(k), request, params)
+        for output in engine.step() if len(outputs) < count else ():
             if output.finished:
                 (sampled,) = output.outputs
                 outputs[int(output.request_id)] = Output(
@@ -47,7 +51,7 @@ def run_until(llm: Any, requests: list[dict], params: list[Any], is_enough: Call
         ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
         outputs[int(state.external_req_id)] = Output([*ids], [*logprobs])
     engine.abort_request([*states], internal=True)
-    return [outputs.get(k, Output()) for k in range(len(requests))]
+    return [outputs.get(k, Output()) for k in range(count)]
 
 
 def request_seed(seed: int, completion: int, tokens: int) -> int:

@@ -343,8 +343,9 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
     started, sent, whole = [[done, old], [NOT_STARTED, NOT_STARTED]], [], []
     prompts = [text_prompt(4), text_prompt(5)]
 
-    def run(llm, requests, params, is_enough):
-        sent.extend(zip(requests, params))
+    def run(llm, requests, count, is_enough):
+        sent.extend(requests)
+        assert len(sent) == count == 3
         assert [is_enough(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
         return [Output([9, 3], [-3.0, -4.0], "stop"), Output([9], [-5.0]), Output()]
 
