@@ -21,7 +21,7 @@ import torch
 
 from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
-from common.files import atomic_write
+from common.files import atomic_write, lock_file
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
@@ -94,18 +94,16 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
         require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
-        require(
-            not self.load_in_4bit or self.baseline is None or self.baseline_is_saved,
-            "load_in_4bit: the baseline must be the output folder of an earlier evaluation",
-        )
-        overwrites = self.baseline_is_saved and os.path.realpath(self.baseline) == os.path.realpath(self.output)
-        require(not overwrites, "output would overwrite the baseline's predictions: choose another output")
+        is_sampled = self.baseline is not None and not self.baseline_is_saved
+        require(not (self.load_in_4bit and is_sampled), "load_in_4bit: baseline must be the output of an evaluation")
+        written = {os.path.realpath(f"{self.output}/{place}predictions.jsonl") for place in ("", "baseline/")}
+        read = {os.path.realpath(f"{self.baseline}/predictions.jsonl"), os.path.realpath(self.predictions or "")}
+        require(not read & written, "output would overwrite the predictions that it reads: choose another output")
         require(self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter")
         require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
-        greedy = self.n > 1 and self.temperature == 0
-        require(not greedy, "n above 1 needs a temperature above 0: greedy completions are identical")
+        require(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0, or all are identical")
 
     @property
     def baseline_is_saved(self) -> bool:
@@ -311,6 +309,8 @@ def main(cfg: Config) -> None:
         )
     try:  # now, so that no response is sampled in vain
         pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
+        if console.is_main():
+            lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
     judge = Judge(cfg)

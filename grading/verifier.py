@@ -269,14 +269,8 @@ class Verifier:
         """
         model_key = f"the only model of {self.url}"
         try:
-            self.model = self.model or self.cache.get(model_key)
             if self.model is None:
-                listing = self._start(self._call(self.client.models.with_raw_response.list)).result()
-                models = [str(model["id"]) for model in listing["data"]]
-                if len(models) != 1:
-                    served = ", ".join(models)[:200] or "no model"
-                    raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
-                self.model = models[0]
+                self.model = self._only_model(self.cache.get(model_key))
                 self.cache.put(model_key, self.model)
             reply = self._start(self._ask(self._judge_messages("What is 1 + 1?", "2", "2"), str)).result()
         except UserError:
@@ -289,6 +283,23 @@ class Verifier:
         if parse_verdict(reply) is None:
             reason = f"the verifier replied {reply[:80]!r}, which is not a verdict"
             console.log(f"note: asked whether 1 + 1 is 2, {reason}")
+
+    def _only_model(self, known: str | None) -> str:
+        """Return the name of the server's only model, or the `known` one from earlier if the server does not tell.
+
+        Raises UserError if it serves several models, and any error of the request if none is known.
+        """
+        try:
+            listing = self._start(self._call(self.client.models.with_raw_response.list)).result()
+            models = [str(model["id"]) for model in listing["data"]]
+        except Exception:
+            if known is None:
+                raise
+            return known
+        if len(models) != 1:
+            served = ", ".join(models)[:200] or "no model"
+            raise UserError(f"{self.url} serves {served}: name the verifier with --verifier_model")
+        return models[0]
 
 
 def make_verifier(flags: VerifierFlags, cache: str | None = None) -> Verifier | None:

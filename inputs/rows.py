@@ -19,14 +19,17 @@ import base64
 import contextlib
 import csv
 import functools
+import glob
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
 import stat
+import unicodedata
 import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,11 +140,15 @@ def raw_rows(
 
 
 def _locate(folders: Sequence[AnyPath], image: str) -> AnyPath:
-    """Return the path of `image` in the first folder that has it, or in the first folder if none has it."""
-    for folder in folders:
+    """Return the path of `image` in the first folder that has it, or in the first folder if none has it.
+
+    Accented letters may be composed in the row and decomposed in the file's name, as in a ZIP file from a Mac.
+    """
+    names = dict.fromkeys([image, *(unicodedata.normalize(form, image) for form in ("NFC", "NFD"))])
+    for folder, name in itertools.product(folders, names):
         with contextlib.suppress(OSError):  # for example, a file name that is too long
-            if (folder / image).exists():
-                return folder / image
+            if (folder / name).exists():
+                return folder / name
     return folders[0] / image
 
 
@@ -449,7 +456,7 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
 
     try:
         if path.is_file():
-            loaded = datasets.Dataset.from_parquet(name)
+            loaded = datasets.Dataset.from_parquet(glob.escape(name))
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(name)
         elif path.is_dir():
@@ -611,15 +618,17 @@ def save_images(sample: Sample, output: pathlib.Path) -> list[str]:
 def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
     """Write `samples` as an EasyR1 Parquet file that holds the images, as {bytes, path}. All rows are kept in memory.
 
-    Raises UserError if a column has values of different types, which Parquet cannot hold.
+    Raises UserError for what Parquet cannot hold, such as a column with values of different types.
     """
     import pyarrow
     from pyarrow import parquet
 
     rows = [easyr1_row(sample, [_image_cell(source) for source in sample.images]) for sample in samples]
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow would take those of the first row only
     try:
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    except pyarrow.ArrowException as error:
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+        parquet.write_table(table, path)
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{path.name.removesuffix('.partial')}: {error}: write NAME.jsonl instead") from None
 
 

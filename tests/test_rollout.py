@@ -492,7 +492,7 @@ def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):
         evaluate.Config(model=tiny_model, data="rows", engine="policy")
     with pytest.raises(ValueError, match="load_in_4bit needs an adapter"):
         evaluate.Config(model=tiny_model, data="rows", load_in_4bit=True)
-    with pytest.raises(ValueError, match="the baseline must be the output folder of an earlier evaluation"):
+    with pytest.raises(ValueError, match="baseline must be the output of an evaluation"):
         evaluate.Config(model=tiny_model, adapter="a", baseline=tiny_model, data="rows", load_in_4bit=True)
 
 

@@ -687,8 +687,22 @@ def test_saved_answers_are_read_as_those_of_rows_are(tmp_path):
 def test_a_comparison_does_not_overwrite_its_baseline(tmp_path):
     saved = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}])
     evaluate.main(Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o")))
-    with pytest.raises(ValueError, match="output would overwrite the baseline's predictions"):
+    with pytest.raises(ValueError, match="output would overwrite the predictions that it reads"):
         Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o"), baseline=f"{tmp_path}/./o")
+    with pytest.raises(ValueError, match="output would overwrite the predictions that it reads"):
+        Config(predictions=f"{tmp_path}/o/predictions.jsonl", benchmark="aime24", output=str(tmp_path / "o"), limit=1)
+
+
+def test_a_folder_in_which_another_evaluation_writes_is_refused(tmp_path):
+    saved = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}])
+    (tmp_path / "o").mkdir()
+    holder = "import sys, pathlib; from common.files import lock_file; "
+    holder += f"lock = lock_file(pathlib.Path({str(tmp_path)!r}, 'o/evaluation.lock'), ''); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", holder], stdin=-1, stdout=-1, cwd=ROOT) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match=r"--output .*o is in use"):
+            evaluate.main(Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o")))
+        other.communicate(b"\n")
 
 
 def test_an_evaluation_in_4_bits_is_not_resumed_in_another_precision():

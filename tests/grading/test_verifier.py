@@ -1,5 +1,6 @@
 """The verifier client with a real OpenAI-compatible server on loopback, which may be slow, failing or unreachable."""
 
+import functools
 import gzip
 import itertools
 import json
@@ -318,6 +319,16 @@ def test_credentials_are_in_no_message(server, monkeypatch, capsys):
         parse_url(verifier.url)
     for text in (verifier.last_error, str(error.value), str(wrong.value), *capsys.readouterr()):
         assert not re.search("pa@ss|swordfish|sesame", text), text
+
+
+def test_another_model_at_the_same_address_is_noticed(server, tmp_path):
+    flags = VerifierFlags(verifier_url=server.url, **QUICK)
+    make = functools.partial(make_verifier, flags, str(tmp_path / "cache.sqlite"))
+    assert make().model == "judge"
+    server.models = ["another judge"]
+    assert make().model == "another judge"
+    server.models = None  # the server no longer tells
+    assert make().model == "another judge"
 
 
 def test_the_environment_names_the_verifier(server, monkeypatch):
