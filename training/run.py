@@ -113,11 +113,12 @@ def set_up(cfg: Config) -> Run:
 
 
 def check_start_is_kept(cfg: Config) -> None:
-    """Raise UserError if the run starts from a folder in its own output folder that it deletes or replaces."""
+    """Raise UserError if the run starts from what lies in a folder of its output that it deletes or replaces."""
     output = pathlib.Path(cfg.output).resolve()
     for name in ("model", "adapter"):
         start = getattr(cfg, name)
-        if start and (path := pathlib.Path(start).resolve()).parent == output and WRITTEN.fullmatch(path.name):
+        path = pathlib.Path(start or "").resolve()
+        if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
 
 
@@ -213,6 +214,8 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     for name in RUN_STATE:
         if name in state:
             setattr(run, name, state[name])
+    if state and state["config"]["eval_data"] != cfg.eval_data:  # scores of other rows say nothing about these
+        run.best, run.eval_due = None, True
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run
 

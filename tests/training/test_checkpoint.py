@@ -225,6 +225,19 @@ def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatc
     assert json.loads((tmp_path / "checkpoint-5" / "state.json").read_text())["best"] == {"step": 1, "score": 0.9}
 
 
+def test_the_best_of_other_held_out_rows_is_forgotten(tiny_model, shapes, tmp_path, monkeypatch):
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
+    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    shutil.copytree(shapes, tmp_path / "others")
+    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    output = tmp_path / "run"
+    grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
+    grpo.main(
+        config(tiny_model, shapes, output, max_steps=4, eval_data=str(tmp_path / "others"), resume="newest", **flags)
+    )
+    assert json.loads((output / "checkpoint-4" / "state.json").read_text())["best"] == {"step": 4, "score": 0.5}
+
+
 def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, shapes, tmp_path, capsys):
     """The first checkpoint and the final model fit on a real disk of 24 MB, but later checkpoints do not."""
     disk = tmp_path / "disk"

@@ -526,6 +526,9 @@ def test_a_run_deletes_what_runs_have_written_and_nothing_else(tiny_model, shape
     assert (tmp_path / "checkpoint-best" / "config.json").is_file() and (tmp_path / "final").is_dir()
     with pytest.raises(UserError, match="checkpoint-1' would be replaced by this run"):
         grpo.main(config(str(tmp_path / "checkpoint-1"), shapes, tmp_path, overwrite=True))
+    shutil.copytree(tiny_model, tmp_path / "final" / "sub" / "model")
+    with pytest.raises(UserError, match="sub/model' would be replaced by this run"):
+        grpo.main(config(str(tmp_path / "final" / "sub" / "model"), shapes, tmp_path, overwrite=True))
 
 
 def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):
