@@ -248,11 +248,11 @@ def load_baseline(cfg: Config) -> Policy:
         ) from None
     if is_adapter:
         return policy
-    shapes = {name: param.shape for name, param in empty_model(cfg.model).named_parameters()}
-    if differing := [name for name, param in policy.model.named_parameters() if shapes.get(name) != param.shape]:
+    own, other = ({(name, p.shape) for name, p in m.named_parameters()} for m in (empty_model(cfg.model), policy.model))
+    if differing := sorted(name for name, _ in own ^ other):
         raise UserError(
-            f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}; score the baseline "
-            "in a separate run and give --baseline the output folder of that run"
+            f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}, or only one has it; "
+            "score the baseline in a separate run and give --baseline the output folder of that run"
         )
     return policy
 

@@ -161,8 +161,8 @@ class Store:
         file_id = str(uuid.uuid4())
         problems = json.dumps(contents["problems"])
         counts = [contents[name] for name in ("rows", "images", "usable")]
+        path.rename(self.zip_path(file_id))  # first: the next start deletes a ZIP without a row, but not the reverse
         self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file_id, filename, _now(), *counts, problems)
-        path.rename(self.zip_path(file_id))
         return self.file(file_id)
 
     def files(self) -> list[dict]:
