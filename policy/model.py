@@ -137,8 +137,8 @@ def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError if the configuration cannot be read, if the project does not support the model's family, or if the
-    weights were saved quantised, because quantised weights can neither be trained nor merged with an adapter.
+    Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
+    attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
     """
     with _explain_load_errors(name):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -151,6 +151,11 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
         raise UserError(
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
         )
+    text = config.get_text_config()
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        raise UserError(f"{name!r} has layers with a sliding window, which packed batches do not support")
+    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
+        raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported")
     return config
 
 

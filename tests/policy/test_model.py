@@ -175,3 +175,16 @@ def test_the_weights_that_are_trained_are_kept_in_float32(tiny_model):
         policy = load_policy(tiny_model, flags, CPU)
         dtypes = {(p.requires_grad, p.dtype) for p in policy.parameters()}
         assert dtypes == {(True, torch.float32)} | ({(False, torch.bfloat16)} if flags.has_adapter else set())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0), "a sliding window"),
+        (transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "depend on the length"),
+    ],
+)
+def test_attention_that_packing_cannot_honour_is_refused(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=reason):
+        load_config(str(tmp_path))
