@@ -94,11 +94,17 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
         require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
-        is_sampled = self.baseline is not None and not self.baseline_is_saved
-        require(not (self.load_in_4bit and is_sampled), "load_in_4bit: baseline must be the output of an evaluation")
+        samples_baseline = self.baseline is not None and not self.baseline_is_saved
+        require(
+            not (self.load_in_4bit and samples_baseline), "load_in_4bit: baseline must be the output of an evaluation"
+        )
+        require(
+            not (self.predictions and samples_baseline), "predictions: baseline must be the output of an evaluation"
+        )
+        read = {self.predictions, f"{self.baseline}/predictions.jsonl" if self.baseline_is_saved else None} - {None}
         written = {os.path.realpath(f"{self.output}/{place}predictions.jsonl") for place in ("", "baseline/")}
-        read = {os.path.realpath(f"{self.baseline}/predictions.jsonl"), os.path.realpath(self.predictions or "")}
-        require(not read & written, "output would overwrite the predictions that it reads: choose another output")
+        overwrites = any(os.path.realpath(path) in written for path in read)
+        require(not overwrites, "output would overwrite the predictions that it reads: choose another output")
         require(self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter")
         require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
@@ -248,8 +254,9 @@ def load_baseline(cfg: Config) -> Policy:
         ) from None
     if is_adapter:
         return policy
-    own, other = ({(name, p.shape) for name, p in m.named_parameters()} for m in (empty_model(cfg.model), policy.model))
-    if differing := sorted(name for name, _ in own ^ other):
+    own = {name: parameter.shape for name, parameter in empty_model(cfg.model).named_parameters()}
+    other = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
+    if differing := sorted(name for name, _ in own.items() ^ other.items()):
         raise UserError(
             f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}, or only one has it; "
             "score the baseline in a separate run and give --baseline the output folder of that run"
@@ -303,10 +310,6 @@ class Judge:
 
 def main(cfg: Config) -> None:
     device = distributed.start()
-    if cfg.predictions and cfg.baseline and not cfg.baseline_is_saved:
-        raise UserError(
-            f"--baseline {cfg.baseline!r} has no predictions.jsonl, and --predictions gives no model to sample it with"
-        )
     try:  # now, so that no response is sampled in vain
         pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
         if console.is_main():

@@ -144,7 +144,7 @@ def compile_first(run: Run, data: str) -> None:
 
 
 def restart(run: Run, data: str, oversample: float, steps: int) -> None:
-    """Let `run` begin anew with this value of --oversample."""
+    """Let `run` begin anew with this value of --oversample, and with its first prompts encoded."""
     run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
     samples = load_split(run.cfg, data, "count", run.stream.processor)
     run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)

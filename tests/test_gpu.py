@@ -294,8 +294,9 @@ def test_sleep_gives_memory_back_and_seeds_repeat(engine):
         assert r["freed_gib"] > 5
         assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
         assert r["distinct"] > 20, "completions must not share random numbers"
-    for tag, blocks in engine["mib_of_blocks"].items():
-        assert sum(size > 2 for size in blocks) <= 1, f"vLLM takes the memory of its {tag} block by block"
+    large = {tag: sum(size > 2 for size in blocks) for tag, blocks in engine["mib_of_blocks"].items()}
+    assert large["kv_cache"] == 1, "vLLM takes the memory of its KV cache block by block"
+    assert large["weights"] <= 1, "the tiny model's weights may all lie in blocks for small tensors"
 
 
 @no_vllm

@@ -214,7 +214,7 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
     for name in RUN_STATE:
         if name in state:
             setattr(run, name, state[name])
-    if state and state["config"]["eval_data"] != cfg.eval_data:  # scores of other rows say nothing about these
+    if state and state["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
         run.best, run.eval_due = None, True
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run

@@ -598,13 +598,20 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     assert better["paired"]["difference"] == pytest.approx(100.0 - scores["score"])
     page = (tmp_path / "better" / "completions.html").read_text()
     assert "Wrong before, right after: 6" in page
-    narrow = tiny.build_model(tokenizer, seed=0).config
+    narrow, untied = (tiny.build_model(tokenizer, seed=0).config for _ in range(2))
     narrow.text_config.intermediate_size = 64
+    untied.tie_word_embeddings = untied.text_config.tie_word_embeddings = False
     from transformers import Qwen2_5_VLForConditionalGeneration
 
-    tiny.save(Qwen2_5_VLForConditionalGeneration(narrow), tokenizer, tmp_path / "narrow")
-    with pytest.raises(UserError, match="has a different shape"):
-        evaluate.main(Config(**flags, output=f"{tmp_path}/no", baseline=f"{tmp_path}/narrow"))
+    cases = (("narrow", narrow, "has a different shape"), ("untied", untied, "its lm_head.weight .*or only one has it"))
+    for name, other, reason in cases:
+        tiny.save(Qwen2_5_VLForConditionalGeneration(other), tokenizer, tmp_path / name)
+        with pytest.raises(UserError, match=reason):
+            evaluate.main(Config(**flags, output=f"{tmp_path}/no", baseline=f"{tmp_path}/{name}"))
+    with pytest.raises(UserError, match="or only one has it"):
+        evaluate.main(
+            Config(**flags | {"model": f"{tmp_path}/untied"}, output=f"{tmp_path}/no", baseline=flags["model"])
+        )
 
 
 def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
