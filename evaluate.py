@@ -94,13 +94,9 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
         require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
-        samples_baseline = self.baseline is not None and not self.baseline_is_saved
-        require(
-            not (self.load_in_4bit and samples_baseline), "load_in_4bit: baseline must be the output of an evaluation"
-        )
-        require(
-            not (self.predictions and samples_baseline), "predictions: baseline must be the output of an evaluation"
-        )
+        unsaved = self.baseline is not None and not self.baseline_is_saved
+        require(not (self.load_in_4bit and unsaved), "load_in_4bit: baseline must be the output of an evaluation")
+        require(not (self.predictions and unsaved), "baseline has no predictions.jsonl, and no model to sample it")
         read = {self.predictions, f"{self.baseline}/predictions.jsonl" if self.baseline_is_saved else None} - {None}
         written = {os.path.realpath(f"{self.output}/{place}predictions.jsonl") for place in ("", "baseline/")}
         overwrites = any(os.path.realpath(path) in written for path in read)
