@@ -18,9 +18,11 @@ from typing import Literal
 import numpy as np
 
 from common import cli
+from common.errors import UserError
 from demo import tiny
 
 ROWS = 8
+WRITTEN = {"model", "train.jsonl", "test.jsonl", "images", "text.parquet", "image", "train.zip", "test.zip"}
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Config:
     recipe: Literal["vqa", "geo3k", "math", "count"]
     """Recipe to write data for."""
     output: str
-    """Folder for model/ and the data. Its contents are replaced."""
+    """Folder for model/ and the data. What an earlier call has written there is replaced."""
 
 
 def write_vqa(folder: pathlib.Path, rng: np.random.Generator) -> None:
@@ -95,6 +97,8 @@ def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
 
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.output)
+    if others := sorted(path.name for path in folder.glob("*") if path.name not in WRITTEN):
+        raise UserError(f"--output {cfg.output!r} holds something else ({others[0]}): choose a new folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write = {"vqa": write_vqa, "geo3k": write_geo3k, "math": write_math, "count": write_count}[cfg.recipe]

@@ -84,6 +84,11 @@ def load_model(
             name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
         )
     _check_tensors(name, model, report)
+    if ties_lm_head(empty_model(name)) and not ties_lm_head(model):  # other processes load it as the config says
+        raise UserError(
+            f"cannot load the model {name!r}: its files hold an lm_head of its own, but its config ties it to the "
+            "embedding: set tie_word_embeddings to false in its config.json, also in text_config"
+        )
     for module in model.modules():
         # On some CPUs, bitsandbytes would repack 4-bit weights in evaluation mode, in a format that cannot be trained.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -96,6 +101,11 @@ def empty_model(name: str, **options: object) -> transformers.PreTrainedModel:
     config = load_config(name)
     with _explain_load_errors(name), torch.device("meta"):
         return auto_class(config).from_config(config, **options)
+
+
+def ties_lm_head(model: transformers.PreTrainedModel) -> bool:
+    """Return whether the lm_head shares the weight of the embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def check_saved_model(folder: str) -> None:

@@ -351,7 +351,11 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
         "training_args.json": request | {"base_model": job.model, "grpo_flags": job.settings["flags"]},
         "trainer_state.json": {"global_step": last_step, "max_steps": job.total_steps, "log_history": history},
     }
-    copy_processor(job.model, scratch / "processor")
+    try:
+        copy_processor(job.model, scratch / "processor")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise HTTPException(409, f"cannot read the tokenizer of the base model {job.model!r}: {reason}") from None
     with zipfile.ZipFile(scratch / "result.zip", "w") as archive:
         for file in [*sorted(final.glob("adapter_*")), *sorted((scratch / "processor").iterdir())]:
             archive.write(file, file.name)
@@ -406,7 +410,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     if done.returncode:
         log.error("predict %s: %s", job.job_id, done.stderr[-2000:])
         reason = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
-        raise HTTPException(409, f"the model could not answer ({reason[:200]})")
+        raise HTTPException(409, f"the model could not answer ({reason.replace(f'{scratch}/', '')[:200]})")
     return json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0]
 
 

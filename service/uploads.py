@@ -8,6 +8,7 @@ import io
 import itertools
 import pathlib
 import resource
+import zipfile
 
 from common.errors import UserError
 from common.records import TAG, Sample
@@ -51,9 +52,11 @@ def to_png(source: str, target: str, max_megapixels: float) -> str | None:
     """Decode the image at `source` and write it to `target` as a PNG. Return an error message, or None."""
     limit_images(max_megapixels)
     try:
-        decode_image(source).save(target)
+        image = decode_image(source)
+        fitted_size(image.height, image.width, DataFlags.min_pixels, DataFlags.max_pixels)
+        image.save(target)
     except ValueError as error:
-        return f"the image cannot be read: {error}"
+        return f"the image cannot be used: {error}"
     return None
 
 
@@ -63,7 +66,8 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
     Messages contain `name` instead of the path.
     """
     limit_images(max_megapixels)
-    rows, images, problems = 0, set(), []
+    rows, problems = 0, []
+    image_problems: dict[str, str | None] = {}
     try:
         table = open_zip(pathlib.Path(path)) / "main.csv"
         size = table.root.getinfo(table.at).file_size
@@ -71,39 +75,49 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
             raise UserError(f"main.csv has {size / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")
         for row in read_rows(path):
             rows += 1
-            problem = ": ".join(row) if isinstance(row, Problem) else _image_problem(row)
-            if problem is None:
-                images.add(str(row.images[0]))
-                problem = _text_problem(row)
-            if problem is not None:
+            if problem := _row_problem(row, image_problems):
                 problems.append(problem.replace(path, name))
     except UserError as error:
         return {"error": str(error).replace(path, name)}
     if rows == len(problems):
         return {"error": ": ".join([f"{name} has no usable row", *problems[:1]])}
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    images = list(image_problems.values()).count(None)
     usable = rows - len(problems)
-    return {"rows": rows, "images": len(images), "usable": usable, "problems": problems[:MAX_PROBLEMS] + more}
+    return {"rows": rows, "images": images, "usable": usable, "problems": problems[:MAX_PROBLEMS] + more}
 
 
-def _image_problem(row: Sample) -> str | None:
-    """Return where and why a row's image cannot be used, or None."""
+def _row_problem(row: Sample | Problem, image_problems: dict[str, str | None]) -> str | None:
+    """Return where and why a row cannot be used, or None.
+
+    `image_problems` holds what `_image_problem` has returned for each image so far: many rows may share an image.
+    """
+    if isinstance(row, Problem):
+        return ": ".join(row)
     image = row.images[0]
+    if str(image) not in image_problems:
+        image_problems[str(image)] = _image_problem(image)
+    problem = image_problems[str(image)] or _text_problem(row)
+    return problem and f"{row.source}: {problem}"
+
+
+def _image_problem(image: zipfile.Path) -> str | None:
+    """Return why an image cannot be used, or None."""
     try:
         height, width = check_image(read_source(image))
-        fitted_size(height, width, DataFlags.min_pixels, DataFlags.max_pixels)  # refuses an extreme aspect ratio
+        fitted_size(height, width, DataFlags.min_pixels, DataFlags.max_pixels)
     except FileNotFoundError:
         name = image.at.removeprefix("images/images/").removeprefix("images/")
-        return f"{row.source}: there is no image {name!r} in the ZIP or in its folder images/"
+        return f"there is no image {name!r} in the ZIP or in its folder images/"
     except (ValueError, OSError) as error:
-        return f"{row.source}: {error}"
+        return str(error)
     return None
 
 
 def _text_problem(row: Sample) -> str | None:
-    """Return where and why a row's answer or question cannot be used, or None."""
+    """Return why a row's answer or question cannot be used, or None."""
     if problem := gold_problem("count", row.answer):
-        return f"{row.source}: {problem}"
+        return problem
     if len(row.prompt) > MAX_QUESTION_CHARS:
-        return f"{row.source}: the question has more than {MAX_QUESTION_CHARS} characters"
+        return f"the question has more than {MAX_QUESTION_CHARS} characters"
     return None

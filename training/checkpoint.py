@@ -49,7 +49,7 @@ from common.errors import RunStopped, UserError
 from config import PolicyFlags, RunFlags
 from policy.model import Policy, load_policy
 from training.export import export
-from training.run_folder import RunFolder, checkpoints_by_step, verify_checkpoint
+from training.run_folder import RunFolder, checkpoints_by_step, named_checkpoint
 
 # Settings that must stay the same when a run is resumed: they determine the prompts and their order, the trained
 # parameters, the objective and the number of updates. Other settings, such as the learning rate or β, may change.
@@ -382,9 +382,7 @@ def _read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
 
 def main(cfg: Config) -> None:
     device = distributed.start()
-    folder = Path(cfg.checkpoint)
-    if error := verify_checkpoint(folder):
-        raise UserError(error)
+    folder = named_checkpoint(Path(cfg.checkpoint), "--checkpoint")
     if Path(cfg.output).exists():
         raise UserError(f"--output {cfg.output!r} already exists: remove it or choose another folder")
     saved = json.loads((folder / "state.json").read_text())["config"]

@@ -100,7 +100,7 @@ class RunFolder:
         elif not requested or requested == "auto":
             checkpoint = None
         else:
-            checkpoint = _named_checkpoint(Path(requested))
+            checkpoint = named_checkpoint(Path(requested), "--resume")
         is_own = checkpoint is not None and checkpoint.resolve().parent == self.path.resolve()
         is_unfinished = requested == "auto" and not (self.path / "final").exists()
         return ResumePlan(checkpoint, is_own, restarted or is_unfinished)
@@ -185,12 +185,12 @@ def checkpoints_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
-def _named_checkpoint(folder: Path) -> Path:
-    """Return `folder` if it is a complete checkpoint, else raise UserError."""
+def named_checkpoint(folder: Path, flag: str) -> Path:
+    """Return `folder`, which the user gave as `flag`, if it is a complete checkpoint, else raise UserError."""
     checkpoints = checkpoints_by_step(folder)
     if checkpoints and not os.path.exists(folder / MANIFEST):
         newest = checkpoints[max(checkpoints)]
-        raise UserError(f"--resume: {str(folder)!r} is a run: pass one of its checkpoints, the newest is {newest}")
+        raise UserError(f"{flag}: {str(folder)!r} is a run: pass one of its checkpoints, the newest is {newest}")
     if error := verify_checkpoint(folder):
         raise UserError(error)
     return folder

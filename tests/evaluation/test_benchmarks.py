@@ -667,7 +667,7 @@ def test_other_settings_start_anew(tmp_path, capsys):
     assert "predictions.old was sampled with different n" in capsys.readouterr().err
 
 
-def test_an_evaluation_resumes_with_the_same_template_and_images_only(tmp_path):
+def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     """The images of a table are named alike in every process."""
     (tmp_path / "t.jinja").write_text("{{ content }}")
     cfg = Config(model="m", data="rows", task="vqa", template=str(tmp_path / "t.jinja"))
@@ -676,6 +676,10 @@ def test_an_evaluation_resumes_with_the_same_template_and_images_only(tmp_path):
     key = evaluate.resume_key(cfg, samples)
     other = replace(cell, locate=functools.partial(print, object()))
     assert evaluate.resume_key(cfg, [replace(samples[0], images=[other])]) == key
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "predictions.jsonl").touch()
+    assert evaluate.resume_key(replace(cfg, baseline=str(tmp_path / "saved")), samples) == key  # it is only read
+    assert evaluate.resume_key(replace(cfg, baseline="other/model"), samples) != key
     (tmp_path / "t.jinja").write_text("{{ content }}!")
     assert evaluate.resume_key(cfg, samples) != key
 

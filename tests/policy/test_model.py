@@ -74,6 +74,16 @@ def test_tied_weights_and_computed_buffers_may_be_absent_or_present(damaged):
     load_model(damaged(add_buffers), torch.float32)
 
 
+def test_an_lm_head_that_the_config_ties_is_refused(damaged):
+    """transformers would load it, but the other processes of a run build the model from the config alone."""
+
+    def add_head(tensors: dict) -> None:
+        tensors["lm_head.weight"] = torch.ones_like(tensors["model.embed_tokens.weight"])
+
+    with pytest.raises(UserError, match="hold an lm_head of its own, but its config ties it"):
+        load_model(damaged(add_head), torch.float32)
+
+
 def test_reference_sampler_and_merge_make_the_same_check(damaged, tiny_model, sft, tmp_path):
     model = damaged(DAMAGES["missing"][0])
     processor, policy = load_processor(model, "count"), load_policy(tiny_model, FLAGS, CPU)

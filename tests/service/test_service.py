@@ -28,14 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+from fastapi import HTTPException
 from starlette.requests import Request
 
 import grpo
 from common.errors import UserError
 from common.files import release_locks
 from demo import tiny
-from service.app import Config, job_info, read_token
-from service.jobs import Store, used_bytes
+from service.app import Config, job_info, pack_result, read_token
+from service.jobs import Job, Store, used_bytes
 from service.middleware import AccessMiddleware, OncePerSecond
 from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
@@ -210,6 +211,10 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
         replies = sorted((answer.result() for answer in answers), key=lambda reply: reply.status_code)
     assert isinstance(replies[0].json()["answer"], str)
     assert {reply.status_code for reply in replies} <= {200, 503}
+    tiny.Image.new("RGB", (900, 3)).save(thin := io.BytesIO(), "PNG")
+    question["files"] = {"picture": ("thin.png", thin.getvalue())}
+    reply = service.call("POST", f"/jobs/{job_id}/predict", 400, **question).json()["detail"]
+    assert reply == "the image cannot be used: the image is 900x3: one side is more than 200 times the other"
     service.call("DELETE", f"/files/{file['file_id']}", 200)
     assert service.call("GET", "/files", 200).json() == []
     service.call("GET", "/jobs/none", 404)
@@ -360,6 +365,16 @@ def test_bad_rows_are_listed(shared):
     assert str(shared.folder) not in json.dumps(file), "the service's own paths must not be revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
     assert picture.content.startswith(b"\x89PNG")
+
+
+def test_rows_that_share_an_image_are_checked_in_seconds(shared):
+    """6,000 questions about one image of 8 megapixels; decoding it for each of them would take an hour."""
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        archive.writestr("images/a.png", huge_png(2900))
+        rows = [f"images/a.png,How many things of kind {i}?,{i}" for i in range(6000)]
+        archive.writestr("main.csv", "\n".join(["images_path,question,answer", *rows]))
+    file = shared.upload(data.getvalue())
+    assert (file["csv_rows"], file["valid_images"], file["problems"]) == (6000, 1, [])
 
 
 def test_many_uploads_wait_for_each_other(shared, archive):
@@ -639,6 +654,15 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "service" / "service.sqlite").write_text("damaged" * 1000)
     with pytest.raises(UserError, match=r"service.sqlite cannot be used .*: restore it"):
         Store(str(tmp_path / "service"))
+
+
+def test_a_result_whose_base_model_has_moved_names_it(tmp_path):
+    store = Store(str(tmp_path / "service"))
+    settings = {"flags": {}, "request": {}}
+    job = Job("j", "a job", "f", "/gone/model", settings, "completed", 8, "2026-01-01T00:00:00", 0.0)
+    (store.run_folder("j") / "final").mkdir(parents=True)
+    with pytest.raises(HTTPException, match="409: cannot read the tokenizer of the base model '/gone/model'"):
+        pack_result(store, job, tmp_path)
 
 
 def test_finished_jobs_cost_little(tmp_path):

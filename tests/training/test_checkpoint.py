@@ -138,6 +138,8 @@ def test_damage_at_twenty_random_places_is_always_noticed(saved, tmp_path, capsy
     (newest / "manifest.json").write_bytes(manifest)
     with pytest.raises(UserError, match=r"is a run: pass one of its checkpoints, the newest is .*checkpoint-4"):
         RunFolder(str(tmp_path)).plan_resume(str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"--checkpoint: .* is a run: pass one of its checkpoints, .*checkpoint-4"):
+        checkpoint.main(checkpoint.Config(str(tmp_path / "run"), str(tmp_path / "exported")))
     folder = RunFolder(str(tmp_path / "run"))
     files = [path for path in newest.iterdir() if path.is_file()]
     assert {"manifest.json", "state.json", "random-0.pt"} < {path.name for path in files}
