@@ -417,7 +417,7 @@ class GRPOFlags:
     the product of its completion's ratios, at most the cap. sequence_mask: the same, but 0 if the cap is exceeded."""
     max_logp_difference: float = 0.1
     """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
-    stops if the difference exceeds this limit; 0: no limit."""
+    stops if the first update of a step exceeds it; 0: no limit."""
 
     epochs: int = 1
     """Number of passes over the training rows. Prompts that dynamic sampling replaces count too."""

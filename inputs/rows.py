@@ -469,8 +469,9 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
         problem = f"no data at {name!r}: not a local path, and not on the hub or the hub cannot be reached"
         if path.exists():
             problem = f"no data in {name!r}: `datasets` cannot read it and it has no main.csv"
-        reason = str(error).strip().partition("\n")[0][:160]
-        raise UserError(f"{problem} ({type(error).__name__}: {reason})") from error
+        cause = error.__cause__ or error  # `datasets` wraps an error of a file's reader
+        reason = str(cause).strip().partition("\n")[0][:160]
+        raise UserError(f"{problem} ({type(cause).__name__}: {reason})") from error
     splits = loaded
     if isinstance(loaded, datasets.Dataset):  # a single split, which may have no name
         splits = {str(loaded.split or default_split): loaded, default_split: loaded}
