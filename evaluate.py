@@ -169,8 +169,8 @@ def _pop_output(row: dict) -> dict:
 
 
 def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
-    for name in ("exact", "rewards", "answers", "measures", "gold", "source"):  # added by an earlier evaluation
-        row.pop(name, None)
+    for name in ("answers", "measures", "gold", "source") if cfg.benchmark else ("exact", "rewards", "source"):
+        row.pop(name, None)  # added by an earlier evaluation
     if cfg.benchmark:
         row.pop("prompt", None)
         return to_sample(cfg.benchmark, source, row)

@@ -28,7 +28,7 @@ from common.records import Sample
 from data import encode_prompt, load_processor
 from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
 from policy.model import load_config, load_model, saved_dtype
-from training.export import write_preprocessor_config
+from training.export import save_weights, write_preprocessor_config
 
 MAX_SHARD_SIZE = "4GB"  # of a weight file
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
@@ -112,9 +112,7 @@ def _merge(
         layer.merge(safe_merge=True)
         layer.base_layer.to(output_dtype)
     model = tuner.unload().to(output_dtype)
-    model.generation_config = transformers.GenerationConfig()  # transformers refuses to save some configs that it loads
-    model.save_pretrained(output, max_shard_size=MAX_SHARD_SIZE)
-    (output / "generation_config.json").unlink()  # that of the base, copied below, replaces it, if there is one
+    save_weights(model, output, max_shard_size=MAX_SHARD_SIZE)  # the loop below copies generation_config.json
     for path in pathlib.Path(base).iterdir():
         is_settings = path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name
         if path.is_file() and is_settings and path.name != "config.json":

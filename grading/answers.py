@@ -259,16 +259,29 @@ def math_candidates(text: str, max_chars: int) -> list[str]:
 def whole_number(text: str) -> int | None:
     """Return the whole number that an answer gives, or None if there is no number or the number is not whole.
 
-    The number is the first in an explicitly marked answer ("the answer is …"), and the last in any other text.
+    A box holds the number alone, with a unit at most, or an equation whose right-hand side is the number. In any other
+    text, it is the first number after "the answer is", or else the last. A part of a fraction, a power or a product
+    with a symbol does not count (25/2, 2^{10}, 25\\pi).
     """
     answer, explicit = short_answer(text)
-    answer = answer.replace("\\,", "").replace("{,}", ",")
-    numbers = re.findall(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
-    if not numbers:
-        return None
-    number = numbers[0 if explicit else -1].replace(",", "").replace("−", "-")
-    whole, _, decimals = number.partition(".")
-    return None if decimals.strip("0") else int(whole[:30])
+    answer = answer.replace("\\,", "").replace("{,}", ",").replace("−", "-")
+    answer = re.sub(r"\\(?:text|mathrm|mathbf|boldsymbol)\b|\\[%$;:! ]|\^\\circ|\^\{\\circ\}", "", answer)
+    if last_boxed(text) is not None:
+        alone = re.fullmatch(r"[${(\s]*(-?\d[\d,]*(?:\.\d+)?)[^\d\\/^!*+×·]*", answer.rpartition("=")[2])
+        number = alone and alone[1]
+    else:
+        numbers = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer))
+        number = numbers[0 if explicit else -1] if numbers else None
+        number = number[0] if number and not _is_part(answer, *number.span()) else None
+    whole, _, decimals = (number or "").replace(",", "").partition(".")
+    return None if not number or decimals.strip("0") else int(whole[:30])
+
+
+def _is_part(text: str, start: int, end: int) -> bool:
+    """Return whether the number at text[start:end] is a part of a fraction, a power or a product with a symbol."""
+    before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[:start])
+    after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end:])
+    return bool(before or after)
 
 
 _MORE_CHOICES = (

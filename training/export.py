@@ -72,8 +72,19 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
     if model is not None:
         if parameters:
             raise RuntimeError(f"the policy has no parameter {sorted(parameters)[0]!r} to export")
-        model.save_pretrained(folder)
+        save_weights(model, folder)
         copy_processor(source, folder)
+        copy_files(source, folder, "generation_config.json")
+
+
+def save_weights(model: transformers.PreTrainedModel, folder: pathlib.Path, **options: object) -> None:
+    """Write the configuration and the weights of `model` to `folder`, but no generation_config.json.
+
+    That of the model it was made from is to be copied: transformers refuses to save some settings that it loads.
+    """
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink()
 
 
 def _check(source: str, folder: pathlib.Path) -> None:
@@ -92,17 +103,17 @@ def copy_processor(source: str, folder: pathlib.Path) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the tokenizers library raises a bare Exception, for example on a full disk
         raise OSError(f"the tokenizer: {error}") from error
-    files = (
-        "processor_config.json",
-        "preprocessor_config.json",
-        "video_preprocessor_config.json",
-        "chat_template.json",
-    )
-    for name in files:
+    copy_files(source, folder, "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    copy_files(source, folder, "chat_template.json")
+    write_preprocessor_config(folder)
+
+
+def copy_files(source: str, folder: pathlib.Path, *names: str) -> None:
+    """Copy those of the files `names` that the model at `source` has to `folder`."""
+    for name in names:
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if path is not None:
             shutil.copy(path, folder)
-    write_preprocessor_config(folder)
 
 
 def write_preprocessor_config(folder: pathlib.Path) -> None:

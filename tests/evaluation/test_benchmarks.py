@@ -95,6 +95,25 @@ def test_what_is_left_of_a_response(response, part, short):
             ("25 apples", 25),
             ("x2", None),
             ("10{,}000", 10000),
+            (r"\boxed{m + n = 25}", 25),
+            (r"\boxed{025}", 25),
+            (r"\boxed{\text{25 apples}}", 25),
+            (r"\boxed{90^\circ}", 90),
+            (r"so \(\boxed{1,234.0}\).", 1234),
+            (r"The answer is \(25\).", 25),
+            ("The answer is 25!", 25),
+            (r"Thus the total is $\mathbf{25}$", 25),
+            (r"so $2^{10} = 1024$", 1024),
+            (r"\quad 25", 25),
+            (r"\boxed{\$25\%}", 25),
+        ],
+        *[
+            (rf"\boxed{{{text}}}", None)
+            for text in (r"\frac{25}{2}", r"25\sqrt{3}", r"25\pi", "25!", "2^{10}", "100-75", "x")
+        ],
+        *[
+            (text, None)
+            for text in ("The answer is 25/2", r"the answer is $25\pi$.", r"so x = \frac{5}{25}", "it is 5^{25}")
         ],
     ],
 )
