@@ -312,7 +312,7 @@ def check_scored(run: Run, rewards: GroupRewards) -> None:
     """Raise StepFailed when too many of the step's completions are unscored."""
     unscored = rewards.total.isnan().double().mean().item()
     if unscored > MAX_UNSCORED:
-        reason = next(filter(None, distributed.all_gather(run.scorer.why_none)), "unknown")
+        reason = distributed.first_error(run.scorer.why_none or None) or "unknown reason"
         limit = f"at most {MAX_UNSCORED:.0%} may have none"
         raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
 

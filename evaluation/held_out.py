@@ -145,6 +145,7 @@ def score_policy(
     engine.wake_up()
     engine.sync_weights(policy)
     outputs = sample_rows(engine, processor, samples, SamplingFlags(max_tokens=max_tokens))
-    scores = summarise(judge_task(scorer, samples, outputs), scorer.task)
+    predictions = judge_task(scorer, samples, outputs)
+    scores = summarise(predictions, scorer.task, distributed.first_error(scorer.why_none or None))
     engine.sleep()
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}

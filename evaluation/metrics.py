@@ -118,17 +118,20 @@ def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def summarise(predictions: list[dict], task: str) -> dict:
+def summarise(predictions: list[dict], task: str, why_none: str | None = None) -> dict:
     """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict count only in `no_verdict`; the other scores leave them out. Raises UserError when
-    more than a tenth of the completions have no verdict.
+    more than a tenth of the completions have no verdict; `why_none` says why one has none.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
     no_verdict = mean([reward is None for reward in rewards])
     if no_verdict > MAX_UNSCORED:
-        raise UserError(f"{no_verdict:.0%} of the completions have no verdict (at most 10% may): is the verifier up?")
+        limit = f"at most {MAX_UNSCORED:.0%} may have none"
+        raise UserError(
+            f"{no_verdict:.0%} of the completions have no verdict, {limit} ({why_none or 'unknown reason'})"
+        )
     exact_by_row = [
         [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]
         for row in predictions

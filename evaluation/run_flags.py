@@ -8,14 +8,21 @@ The arguments are the run's folder and the user's own flags for evaluate.py, whi
 import json
 import pathlib
 import sys
+from dataclasses import fields
 from typing import Any
 
 from common import cli
+from config import DataFlags, EngineFlags, RewardFlags
 
-TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
-COMMON_FLAGS = ("min_pixels", "max_pixels", "max_side", "max_prompt_length", "vllm_memory", "tensor_parallel", "engine")
-COMMON_FLAGS += ("max_megapixels", "verifier_url", "verifier_model", "verifier_template")
-COMMON_FLAGS += ("skip_bad_rows", "chat_template_kwargs")
+SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
+TASK_FLAGS = (
+    "image_dir",
+    "prompt_column",
+    "answer_column",
+    "image_column",
+    "template",
+    "reward",
+)  # not for a benchmark
 
 
 def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
@@ -36,8 +43,11 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags["data"] = config["eval_data"]
             if not flags["data"]:
                 sys.exit("error: the run has no eval_data: add --data FILE or --benchmark NAME")
-        flags |= {name: config[name] for name in ("task", *TASK_FLAGS) if config.get(name)}
-    flags |= {name: config[name] for name in COMMON_FLAGS if config.get(name) is not None}
+        flags["task"] = config["task"]
+    for field in SHARED:
+        value = config.get(field.name, field.default)
+        if value not in (field.default, []) and not ("--benchmark" in given and field.name in TASK_FLAGS):
+            flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
     return flags | {"max_tokens": config["max_completion_length"]}

@@ -145,7 +145,7 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     lm_head = config.hidden_size * config.vocab_size
     counts = {False: 0, True: 0}
     for parameter in model.parameters():
-        counts[parameter.requires_grad] += parameter.numel()
+        counts[parameter.requires_grad] += getattr(parameter, "quant_state", parameter).shape.numel()
     trained = counts[True] / sum(counts.values())
 
     def count(batch: PackedBatch) -> float:

@@ -111,14 +111,18 @@ def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     assert re.search(r"^\+ \S*python evaluate.py .*--output runs/vqa/eval --temperature 0.6", said, re.MULTILINE), said
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "adapter_config.json").touch()
-    cfg = grpo.Config(data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056)
+    of_rewards = {"reward": ("mine.py:reward",), "reward_timeout": 40.0, "verifier_retries": 5}
+    cfg = grpo.Config(
+        data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056, gpu_memory=24, **of_rewards
+    )
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | {"engine": "policy"}))
     flags = run_flags(tmp_path, {"--data"})
     assert "engine" not in flags, "evaluate.py refuses the engine policy"
     expected = {"model": "base", "adapter": f"{tmp_path}/final", "baseline": "sft", "task": "vqa", "max_pixels": 7056}
+    expected |= of_rewards | {"reward": ["mine.py:reward"], "gpu_memory": 24}
     assert expected.items() <= flags.items()
     assert "data" not in flags, "the user's own"
-    assert not {"task", "data"} & run_flags(tmp_path, {"--benchmark"}).keys()
+    assert not {"task", "data", "reward"} & run_flags(tmp_path, {"--benchmark"}).keys()
     with pytest.raises(SystemExit, match="the run has no eval_data"):
         run_flags(tmp_path, set())
 
