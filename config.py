@@ -181,7 +181,7 @@ class PolicyFlags:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after the warm-up: constant, or a linear or cosine decay to zero at the last update."""
+    """Learning-rate schedule after the warm-up: constant, or a linear or cosine decay to zero after the last update."""
     warmup: float = 0.0
     """Number of linear warm-up updates; a value below 1 is a fraction of all updates."""
     weight_decay: float = 0.0

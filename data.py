@@ -40,7 +40,7 @@ from common.templates import parse_template, read_template, template_variables, 
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
-from policy.families import Family, ImageLimits, ImageProcessor, Pictures, find_family, load_image_processor
+from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_image_processor
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Processor:
     tokenizer: transformers.PreTrainedTokenizerBase
     family: Family
     image_processor: ImageProcessor | None  # None: the model is text-only
-    pictures: Pictures | None  # how images are prepared, within the limits of the flags
+    preparation: ImagePreparation | None  # how images are prepared, within the limits of the flags
     skeleton: transformers.PreTrainedModel  # the model without weights, used to compute token positions
     system: str | None
     template: jinja2.Template
@@ -108,11 +108,13 @@ def load_processor(
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, user_turn = prompt_template(task, template)
-    pictures = None
+    preparation = None
     if family.vision:
-        pictures = family.vision.pictures(image_processor, config, ImageLimits(min_pixels, max_pixels, max_side))
+        preparation = family.vision.prepare_images(
+            image_processor, config, ImageLimits(min_pixels, max_pixels, max_side)
+        )
     variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
-    return Processor(tokenizer, family, image_processor, pictures, _skeleton(config), system, user_turn, variables)
+    return Processor(tokenizer, family, image_processor, preparation, _skeleton(config), system, user_turn, variables)
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
@@ -182,13 +184,13 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
         try:
-            image = fit_image(source, processor.pictures.fit)
+            image = fit_image(source, processor.preparation.fit)
         except (OSError, ValueError) as error:
             problem = f"image {source}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
-    prepared = processor.image_processor(images=images, return_tensors="pt", **processor.pictures.options)
+    prepared = processor.image_processor(images=images, return_tensors="pt", **processor.preparation.options)
     vision = processor.family.vision.inputs(prepared)
     ids = torch.tensor(_expand_images(engine_ids, images, processor))
     return Prompt(
@@ -209,7 +211,7 @@ def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: 
     for token_id in engine_ids:
         if token_id == processor.image_token_id:
             image = next(remaining)
-            ids += processor.image_ids(processor.pictures.count(image.height, image.width))
+            ids += processor.image_ids(processor.preparation.count(image.height, image.width))
         else:
             ids.append(token_id)
     return ids
@@ -321,9 +323,9 @@ def max_images(samples: list[Sample]) -> int:
     return max(1, *(len(sample.images) for sample in samples))
 
 
-def _summarise(problems: list[str], what: str, limit: int = 5) -> str:
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return f"{len(problems)} {what}: " + "; ".join(problems[:limit]) + more
+def _summarise(problems: list[str], what: str) -> str:
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"{len(problems)} {what}: " + "; ".join(problems[:5]) + more
 
 
 def _check_row(
@@ -371,9 +373,9 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
         raise ValueError(f"its prompt has {characters:,} characters; --max_prompt_length is {max_length} tokens")
     length = len(_engine_ids(sample, processor))
     for size in sizes:
-        fitted = processor.pictures.fit(*size)
+        fitted = processor.preparation.fit(*size)
         # The image's tokens, and those around them that `image_ids` adds, replace one placeholder.
-        length += processor.pictures.count(*fitted) + len(processor.image_ids(0)) - 1
+        length += processor.preparation.count(*fitted) + len(processor.image_ids(0)) - 1
     if max_length is not None and length > max_length:
         raise ValueError(f"its prompt has {length} tokens, images expanded; --max_prompt_length is {max_length}")
     return length

@@ -218,10 +218,9 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
         if len(kept) == cfg.prompts_per_step:
             break
     all_rewards = concatenate(rounds)
-    kept_rewards = all_rewards.map(lambda values: values[kept])
-    if not kept:
-        kept = list(range(len(all_rewards.total)))[-cfg.prompts_per_step :]
-        kept_rewards = rewards.map(torch.zeros_like)
+    found = bool(kept)
+    kept = kept or list(range(len(all_rewards.total)))[-cfg.prompts_per_step :]
+    kept_rewards = all_rewards.map(lambda values: values[kept] if found else torch.zeros_like(values[kept]))
     groups = [replace(local[row], index=index) for index, row in enumerate(kept) if row in local]
     return groups, kept_rewards, all_rewards
 
@@ -232,27 +231,27 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
     Raises StepFailed on every process when a row can no longer be read, or when a user-defined reward fails.
     """
     cfg = run.cfg
-    drawn, own = next_prompts(run)
+    drawn, local_indices = next_prompts(run)
     run.position += len(drawn) - len(run.in_flight)
-    own_positions = [drawn[i].position for i in own]
+    local_positions = [drawn[i].position for i in local_indices]
     with run.clock("prompts"):
-        prompts = dict(zip(own_positions, run.stream.get(own_positions)))
+        prompts = dict(zip(local_positions, run.stream.get(local_positions)))
         cache_image_features(run.policy, list(prompts.values()), run.features)
     with run.clock("rollout"):
-        chosen, run.in_flight = sample_prompts(run, drawn, own, list(prompts.values()))
-    mine = {index: each for index, each in enumerate(chosen) if each.position in prompts}
-    positions = [each.position for each in mine.values()]
-    samples, rollouts = run.stream.rows(positions), [list(each.rollouts) for each in mine.values()]
+        chosen, run.in_flight = sample_prompts(run, drawn, local_indices, list(prompts.values()))
+    local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
+    positions = [each.position for each in local.values()]
+    samples, rollouts = run.stream.rows(positions), [list(each.rollouts) for each in local.values()]
     with run.clock("reward"):
         rewards, error = run.scorer(samples, rollouts, cfg.max_completion_length)
     distributed.raise_first_error(error, StepFailed)
     groups = [
         ScoredGroup(sample, prompts[each.position], completions, scores, index)
-        for (index, each), sample, completions, scores in zip(mine.items(), samples, rollouts, rewards)
+        for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
     ]
     all_rewards = gather_results(run, groups, positions)
-    upcoming, own = next_prompts(run)
-    run.stream.prefetch([upcoming[i].position for i in own])  # they are encoded while this step trains
+    upcoming, local_indices = next_prompts(run)
+    run.stream.prefetch([upcoming[i].position for i in local_indices])  # they are encoded while this step trains
     return groups, all_rewards
 
 
@@ -272,20 +271,20 @@ def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
 
 
 def sample_prompts(
-    run: Run, drawn: list[Drawn], own: list[int], prompts: list[Prompt]
+    run: Run, drawn: list[Drawn], local_indices: list[int], prompts: list[Prompt]
 ) -> tuple[list[Drawn], list[Drawn]]:
-    """Sample the completions of `prompts`, which are those of `drawn` with the indices `own`.
+    """Sample the completions of `prompts`, which are those of `drawn` at `local_indices`.
 
-    Returns the P prompts to train on, and those that stay in flight. Completions of other processes may be missing.
+    Returns the P prompts to train on, of which other processes' may lack completions, and those that stay in flight.
     """
     cfg = run.cfg
-    seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in own]
+    seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in local_indices]
     sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
     sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
     if run.in_flight or len(drawn) > cfg.prompts_per_step:
         rule = StoppingRule(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
-        return sample_until_whole(sample, drawn, own, rule)
-    sampled = dict(zip(own, sample()))
+        return sample_until_whole(sample, drawn, local_indices, rule)
+    sampled = dict(zip(local_indices, sample()))
     return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)], []
 
 

@@ -176,7 +176,7 @@ def start_vllm(
     if processor.image_processor is not None:
         options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
         options["enable_mm_embeds"] = True
-        options["mm_processor_kwargs"] = processor.pictures.vllm_options
+        options["mm_processor_kwargs"] = processor.preparation.vllm_options
     try:
         with undo_global_changes(model):
             import vllm

@@ -67,8 +67,8 @@ def main(folder: str) -> None:
         merge = f"--base_model {config['model']} --lora_model {run}/final --output_path {model}"
         print(f"  .venv/bin/python merge_lora.py {merge}")
     limits = {name: config[name] for name in ("min_pixels", "max_pixels", "max_side")}
-    pictures = load_processor(str(trained), config["task"], config["template"], **limits).pictures
-    options = {name: config.get(name, value) for name, value in pictures.vllm_options.items()} if pictures else {}
+    preparation = load_processor(str(trained), config["task"], config["template"], **limits).preparation
+    options = {name: config.get(name, value) for name, value in preparation.vllm_options.items()} if preparation else {}
     arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"
     print(
         f"  lmms-eval --model vllm --tasks {LMMS_EVAL_TASKS} --batch_size 64 --process-docs-parallel 1 --log_samples "

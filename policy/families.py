@@ -1,9 +1,9 @@
-"""The model families: where the parts of a model are, and how its pictures become tokens.
+"""The model families: where the parts of a model are, and how its images become tokens.
 
 A family is one record in `FAMILIES`; docs/models.md shows how to add one. Everything else in this project works with
-any family: the decoder stack gets embedded tokens, with the features of the pictures in the places of image tokens.
+any family: the decoder stack gets embedded tokens, with the features of the images in the places of image tokens.
 
-Sizes of pictures are (height, width) in pixels.
+Sizes of images are (height, width) in pixels.
 """
 
 import importlib
@@ -32,7 +32,7 @@ Config = transformers.PreTrainedConfig
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The flags that limit the size of pictures; see `config.DataFlags`."""
+    """The flags that limit the size of images; see `config.DataFlags`."""
 
     min_pixels: int
     max_pixels: int
@@ -40,11 +40,11 @@ class ImageLimits:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """How the pictures of a run are prepared."""
+class ImagePreparation:
+    """How the images of a run are prepared."""
 
-    fit: Callable[[int, int], tuple[int, int]]  # the size to which a picture is resized before anything else
-    count: Callable[[int, int], int]  # the number of image tokens of a picture that has this size
+    fit: Callable[[int, int], tuple[int, int]]  # the size to which an image is resized before anything else
+    count: Callable[[int, int], int]  # the number of image tokens of an image that has this size
     options: dict[str, Any]  # arguments of the image processor
     vllm_options: dict[str, Any]  # arguments of vLLM's own image processor, with which it does the same
 
@@ -64,7 +64,7 @@ class Vision:
 
     image_processor: str
     """The module and the class in `transformers.models`; those that `AutoImageProcessor` chooses need torchvision."""
-    pictures: Callable[[ImageProcessor, Config, ImageLimits], Pictures]
+    prepare_images: Callable[[ImageProcessor, Config, ImageLimits], ImagePreparation]
     blank: Callable[[Config], Blank]
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """Turns the image processor's output into the model's inputs. Their first dimensions count patches, tiles or
@@ -75,7 +75,7 @@ class Vision:
     token: str  # the image token; the chat template writes one for each picture
     expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
     unused: str = ""  # a module of the vision tower whose output nothing depends on
-    vllm_features: bool = False  # whether vLLM accepts the trainer's features, with their grids, instead of pictures
+    vllm_features: bool = False  # whether vLLM accepts the trainer's features, with their grids, instead of images
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def blank_image(model: transformers.PreTrainedModel) -> Blank:
 
 
 def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
-    """Return the inputs that `tower` needs for pictures with these `grids`, (pictures, 3), in host memory.
+    """Return the inputs that `tower` needs for images with these `grids`, (images, 3), in host memory.
 
     Besides the grids, they are what the tower would otherwise derive from them. On a GPU, the host would then wait for
     all queued work, several times in each forward and backward pass.
@@ -176,16 +176,16 @@ def _outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return lambda outputs: {name: outputs[name] for name in names}
 
 
-# --- pictures as grids of patches ---------------------------------------------------------------------------------
+# --- images as grids of patches ---------------------------------------------------------------------------------------
 
 
-def _grid_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
-    """Pictures of any size: merge_size x merge_size neighbouring patches become one token."""
-    factor = images.patch_size * images.merge_size  # 28 pixels for Qwen2.5-VL
+def _prepare_grids(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
+    """Images of any size: merge_size x merge_size neighbouring patches become one token."""
+    factor = image_processor.patch_size * image_processor.merge_size  # 28 pixels for Qwen2.5-VL
     if limits.max_pixels < factor**2 or 0 < limits.max_side < factor:
         problem = f"--max_pixels {limits.max_pixels} or --max_side {limits.max_side} is too small for one image token"
         raise UserError(f"{problem}, which is {factor} x {factor} pixels")
-    return Pictures(
+    return ImagePreparation(
         fit=lambda h, w: fitted_size(h, w, limits.min_pixels, limits.max_pixels, factor, limits.max_side),
         count=lambda h, w: h * w // factor**2,
         options={"do_resize": False},
@@ -203,7 +203,7 @@ def _blank_grid(config: Config) -> Blank:
 def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
     return Vision(
         image_processor=image_processor,
-        pictures=_grid_pictures,
+        prepare_images=_prepare_grids,
         blank=_blank_grid,
         inputs=_outputs("pixel_values", "image_grid_thw"),
         parts=("visual",),
@@ -213,28 +213,30 @@ def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Visio
     )
 
 
-# --- pictures padded to a square ----------------------------------------------------------------------------------
+# --- images padded to a square ----------------------------------------------------------------------------------------
 
 
-def _square_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
-    """Pictures scaled and padded to one square, with the number of tokens that the projector has for it (Aria)."""
+def _prepare_squares(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
+    """Images scaled and padded to one square, with the number of tokens that the projector has for it (Aria)."""
     tokens = {
         side: config.projector_patch_to_query_dict.get((side // config.vision_config.patch_size) ** 2)
         for side in (490, 980)  # the sides that the image processor accepts
     }
-    sides = [side for side, count in tokens.items() if count and side <= images.max_image_size]
+    sides = [side for side, count in tokens.items() if count and side <= image_processor.max_image_size]
     if not sides:
-        raise UserError(f"the model has no number of image tokens for pictures of {images.max_image_size} pixels")
+        raise UserError(
+            f"the model has no number of image tokens for images of {image_processor.max_image_size} pixels"
+        )
     longest = min(math.isqrt(limits.max_pixels), limits.max_side or math.inf)
     side = max((side for side in sides if side <= longest), default=sides[0])
 
     def fit(height: int, width: int) -> tuple[int, int]:
         scale = side / max(height, width)
-        h, w = (max(int(length * scale), images.min_image_size) for length in (height, width))
+        h, w = (max(int(length * scale), image_processor.min_image_size) for length in (height, width))
         return (h, side) if width >= height else (side, w)
 
     options = {"max_image_size": side}
-    return Pictures(fit, lambda h, w: tokens[side], options, options)
+    return ImagePreparation(fit, lambda h, w: tokens[side], options, options)
 
 
 def _blank_square(config: Config) -> Blank:
@@ -245,21 +247,21 @@ def _blank_square(config: Config) -> Blank:
     return Blank({"pixel_values": torch.zeros(1, 3, side, side), "pixel_mask": mask}, patches, tokens)
 
 
-# --- pictures cut into tiles --------------------------------------------------------------------------------------
+# --- images cut into tiles --------------------------------------------------------------------------------------------
 
 
-def _tile_pictures(images: ImageProcessor, config: Config, limits: ImageLimits) -> Pictures:
-    """Pictures cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
-    tile = images.size["height"]
-    most = min(images.max_patches, limits.max_pixels // tile**2)
+def _prepare_tiles(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
+    """Images cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
+    tile = image_processor.size["height"]
+    most = min(image_processor.max_patches, limits.max_pixels // tile**2)
     if limits.max_side:
         most = min(most, limits.max_side // tile)
-    options = {"crop_to_patches": True, "min_patches": images.min_patches, "max_patches": max(1, most)}
+    options = {"crop_to_patches": True, "min_patches": image_processor.min_patches, "max_patches": max(1, most)}
 
     def count(height: int, width: int) -> int:
-        return images.get_number_of_image_patches(height, width, options) * config.image_seq_length
+        return image_processor.get_number_of_image_patches(height, width, options) * config.image_seq_length
 
-    return Pictures(lambda h, w: (h, w), count, options, options)  # the tiles are cut from the original
+    return ImagePreparation(lambda h, w: (h, w), count, options, options)  # the tiles are cut from the original
 
 
 def _blank_tile(config: Config) -> Blank:
@@ -283,7 +285,7 @@ FAMILIES = (
         ("aria",),
         Vision(
             image_processor="aria.image_processing_pil_aria.AriaImageProcessorPil",
-            pictures=_square_pictures,
+            prepare_images=_prepare_squares,
             blank=_blank_square,
             inputs=_outputs("pixel_values", "pixel_mask"),
             parts=("vision_tower", "multi_modal_projector"),
@@ -298,7 +300,7 @@ FAMILIES = (
         ("internvl",),
         Vision(
             image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
-            pictures=_tile_pictures,
+            prepare_images=_prepare_tiles,
             blank=_blank_tile,
             inputs=_outputs("pixel_values"),
             parts=("vision_tower", "multi_modal_projector"),

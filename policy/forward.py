@@ -36,7 +36,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
     The attention function is set in the configs after loading, because `from_pretrained` would reject the vision
     tower's attention name unless the flash-attn package is installed.
     """
-    # The vision towers that take pictures of any size attend to all windows in one call only if the attention's name
+    # The vision towers that take images of any size attend to all windows in one call only if the attention's name
     # contains "flash"; otherwise they loop over the windows. The language model needs a name without "flash", because
     # transformers' mask code would look for the flash-attn package.
     for name in ("shared_prefix", "flash_shared_prefix"):

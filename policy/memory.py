@@ -215,7 +215,7 @@ class MemoryBudget:
     total: float  # memory of the GPU, or the limit `--gpu_memory`
     margin: float  # the part of it that the allocator cannot use
     in_use: float  # weights, the reference, and what the sleeping sampler keeps
-    optimizer: float  # gradients and moments, which the first update allocates
+    optimizer: float  # moments and gradients, which are not allocated yet
     logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and two gradients of a trained lm_head
     gathered: float
     """The embedding, the lm_head, and two layers with their gradients; beside 4-bit weights, the whole adapter."""

@@ -119,8 +119,8 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
     """Return the learning rate of update number `update` (0, 1, …) as a fraction of the peak learning rate.
 
-    The rate rises linearly during the warm-up. It then stays constant or falls to zero, either linearly or along a
-    cosine.
+    The rate rises linearly during the warm-up. It then stays constant or falls, linearly or along a cosine, to what
+    would be zero one update after the last.
     """
     warmup_updates = warmup * updates if warmup < 1 else warmup
     if update < warmup_updates:

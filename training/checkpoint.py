@@ -51,8 +51,9 @@ from policy.model import Policy, load_policy
 from training.export import export
 from training.run_folder import RunFolder, checkpoints_by_step, named_checkpoint
 
-# Settings that must stay the same when a run is resumed: they determine the prompts and their order, the trained
-# parameters, the objective and the number of updates. Other settings, such as the learning rate or β, may change.
+# Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
+# of updates depend on them, and nobody changes `loss_type` or `reward` within a run on purpose. Other settings, such as
+# the learning rate or β, may change; the changes are printed.
 ROW_SETTINGS = ("task", "data", "data_weights", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")

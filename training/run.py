@@ -95,7 +95,8 @@ def set_up(cfg: Config) -> Run:
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
-    sized once all other memory has been allocated. The output folder is changed last, after all checks have passed.
+    sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
+    after all checks have passed.
     """
     device = distributed.start(cfg.hang_timeout)
     resolve_loss(cfg)

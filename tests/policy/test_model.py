@@ -165,7 +165,7 @@ def test_a_side_below_the_size_of_a_tile_leaves_one_tile(tmp_path):
     vision = find_family(config).vision
     processor = load_image_processor(vision, model)
     limits = [ImageLimits(0, 1280 * 28 * 28, side) for side in (0, 28, 55, 56, 112)]
-    assert [vision.pictures(processor, config, limit).count(400, 400) for limit in limits] == [20, 4, 4, 4, 4]
+    assert [vision.prepare_images(processor, config, limit).count(400, 400) for limit in limits] == [20, 4, 4, 4, 4]
 
 
 def test_flags_for_parts_that_a_model_lacks_are_reported(tmp_path, capsys):
