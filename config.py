@@ -165,7 +165,7 @@ class RewardFlags(VerifierFlags):
     """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
     flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
     reward_timeout: float = 10.0
-    """Time limit in seconds for a user-defined reward function to score one completion."""
+    """Time limit in seconds for importing the file of a user-defined reward, and for scoring one completion with it."""
 
     def check_rewards(self) -> None:
         """Raise ValueError for invalid settings."""

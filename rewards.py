@@ -322,12 +322,12 @@ class Scorer:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
         name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
-        if not abs(weight) < MAX_REWARD:
-            raise UserError(f"--reward {text}: the weight must be finite, and below {MAX_REWARD:g}")
-        if name in self.built_in:
-            self.weights[name] = weight
-            return
         file, _, function = name.rpartition(":")
+        if "=" in function or not abs(weight) < MAX_REWARD:
+            raise UserError(f"--reward {text}: the weight must be a finite number below {MAX_REWARD:g}")
+        if name in (*self.built_in, self.user_functions.get(function)):  # the last weight counts
+            self.weights[function] = weight
+            return
         if not file.endswith(".py"):
             raise UserError(
                 f"--reward {text}: give file.py:function or one of {', '.join(self.built_in)}, "

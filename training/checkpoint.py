@@ -13,6 +13,7 @@ import datetime
 import io
 import json
 import math
+import os
 import random
 import shutil
 import threading
@@ -54,7 +55,7 @@ from training.run_folder import RunFolder, checkpoints_by_step, named_checkpoint
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
 # of updates depend on them, and nobody changes `loss_type` or `reward` within a run on purpose. Other settings, such as
 # the learning rate or β, may change; the changes are printed.
-ROW_SETTINGS = ("task", "data", "data_weights", "rows", "rows_digest", "seed", "drop_last")
+ROW_SETTINGS = ("task", "data_weights", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
@@ -353,7 +354,9 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings
     changes = {
-        name: f"{name} was {old[name]}, is {new[name]}" for name in new if name in names and old[name] != new[name]
+        name: f"{name} was {old[name]}, is {new[name]}"
+        for name in new
+        if name in names and not _is_same(old[name], new[name])
     }
     if conflicts := [change for name, change in changes.items() if name in MUST_MATCH]:
         raise UserError(
@@ -362,6 +365,12 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
         )
     if changes:
         console.log(f"settings changed since the checkpoint: {', '.join(changes.values())}")
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Return whether two values of a setting are equal, or two spellings of the same path."""
+    is_path = isinstance(old, str) and isinstance(new, str) and os.path.exists(new)
+    return old == new or (is_path and os.path.realpath(old) == os.path.realpath(new))
 
 
 def _load_tensors(folder: Path, policy: Policy, optimizer: Optimizer) -> None:

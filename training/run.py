@@ -193,6 +193,8 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
             cfg.check_stale_tokens("--resume: the checkpoint's unfinished completions need")
         except ValueError as error:
             raise UserError(str(error)) from None
+        if cfg.max_staleness < (saved := state["config"].get("max_staleness", 0)):
+            raise UserError(f"--resume: the checkpoint's unfinished completions need --max_staleness {saved} or more")
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     run = Run(

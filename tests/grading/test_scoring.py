@@ -460,10 +460,10 @@ def test_a_task_of_ones_own_may_return_none(monkeypatch):
         ("user:missing", "cannot be loaded .AttributeError"),
         ("/nowhere/x.py:f", "cannot be loaded .FileNotFoundError: .*/nowhere/x.py"),
         ("lenght=0.5", "give file.py:function or one of count, vqa, math, format"),
-        ("user:brief=heavy", "cannot be loaded"),
+        ("user:brief=heavy", "the weight must be a finite number"),
         ("user:overlong", "a reward named 'overlong' already exists"),
         ("user:format", "a reward named 'format' already exists"),
-        ("user:brief=1.2.3", "cannot be loaded"),
+        ("user:brief=1.2.3", "the weight must be a finite number"),
         ("", "give file.py:function"),
         ("leaves.py:f", "cannot be loaded .SystemExit: 3"),
     ],
@@ -476,9 +476,14 @@ def test_rewards_that_cannot_be_used_are_refused_at_the_start(user_file, flag, m
         Scorer("count", RewardFlags(reward=(flag,)))
 
 
-def test_two_rewards_of_one_name_are_refused(user_file):
+def test_two_rewards_of_one_name_are_refused_and_the_last_weight_of_one_counts(user_file, tmp_path):
+    other = tmp_path / "other" / "user.py"
+    other.parent.mkdir()
+    other.write_text("def brief(completion, answer):\n    return 1.0\n")
     with pytest.raises(UserError, match="a reward named 'brief' already exists"):
-        Scorer("count", RewardFlags(reward=(f"{user_file}:brief", f"{user_file}:brief=2")))
+        Scorer("count", RewardFlags(reward=(f"{user_file}:brief", f"{other}:brief")))
+    flags = RewardFlags(reward=("format=0.3", f"{user_file}:brief", f"{user_file}:brief=2", "format=0.7"))
+    assert Scorer("count", flags).weights == {"count": 1.0, "format": 0.7, "brief": 2.0}
 
 
 # --- arbitrary text ---------------------------------------------------------------------------------------------------
@@ -614,7 +619,7 @@ def test_a_reward_that_would_overflow_is_an_error(tmp_path):
     rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, "1")
     _, error = scorer([Sample("q", "1", [], "row 1")], [[rollout]])
     assert "it returned 1e+39; expected a finite number" in error
-    with pytest.raises(UserError, match="the weight must be finite, and below 1e"):
+    with pytest.raises(UserError, match="the weight must be a finite number below 1e"):
         Scorer("count", RewardFlags(reward=("format=1e30",)))
     with pytest.raises(UserError, match="every reward has the weight 0"):
         Scorer("count", RewardFlags(reward=("count=0",)))

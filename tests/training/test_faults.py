@@ -144,6 +144,12 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags, temperature=0.9, max_completion_length=20))
     stderr = capsys.readouterr().err
     assert "temperature was 1.0, is 0.9" in stderr and "max_completion_length was 12, is 20" in stderr
+    (tmp_path / "moved").symlink_to(tiny_model)
+    shutil.copytree(shapes, tmp_path / "copied")
+    grpo.set_up(config(str(tmp_path / "moved"), str(tmp_path / "copied"), tmp_path / "run", **flags))
+    assert (
+        f"settings changed since the checkpoint: data was {shapes}, is {tmp_path}/copied\n" in capsys.readouterr().err
+    )
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
     del state["config"]["rows_digest"], state["skipped"], state["eval_due"]
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))

@@ -253,6 +253,8 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
         )
     with pytest.raises(UserError, match="unfinished completions need an importance weight for each token"):
         grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), importance_cap=0.0, **flags))
+    with pytest.raises(UserError, match="unfinished completions need --max_staleness 2 or more"):
+        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_staleness=1, **flags))
 
 
 def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained):
