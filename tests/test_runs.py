@@ -641,7 +641,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", model, data, "--num_generations=1"], "num_generations must be at least 2"),
         (["grpo.py", model, data, "--max_grad_norm=nan"], "max_grad_norm is nan: give a finite number"),
         (["grpo.py", model, data, "--prompts_per_step=0"], "prompts_per_step must be at least 1"),
-        (["grpo.py", model, data, "--reward=count=1e999"], "error: --reward count=1e999: the weight must be a finite number"),
+        (["grpo.py", model, data, "--reward=count=1e999"], "--reward count=1e999: the weight must be a finite number"),
         (["grpo.py", model], "--data"),
         (["grpo.py", "--model=nowhere/at/all", data], "error: no model at 'nowhere/at/all'"),
         (["grpo.py", model, "--data=nowhere.jsonl"], "error: no data at 'nowhere.jsonl'"),
