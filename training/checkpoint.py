@@ -100,7 +100,7 @@ class Saver:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
         Does nothing if the checkpoint already exists. `progress` holds "step", "best" and everything else that
-        `load_checkpoint` should return. All processes must call this together. An error is printed and sets
+        `read_progress` should return. All processes must call this together. An error is printed and sets
         `save_failed`, but does not prevent later saves.
         """
         self.wait()
@@ -326,27 +326,33 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def read_progress(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
+
+    Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`.
+    """
+    progress = json.loads((folder / "state.json").read_text())
+    _check_settings(folder, progress["config"], json.loads(hide_credentials(json.dumps(config))))
+    if (folder / IN_FLIGHT).is_file():
+        progress["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
+    return progress
+
+
 def load_checkpoint(
-    folder: Path, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, config: dict[str, Any]
-) -> dict[str, Any]:
-    """Load the tensors of `folder` into `policy`, `optimizer` and `scheduler`, and return the saved progress.
+    folder: Path, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, schedule: dict[str, Any]
+) -> None:
+    """Load the tensors and random states of `folder`. `schedule` is the saved state of `scheduler`.
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
-    states. Learning rate, weight decay and other changed settings are taken from the new command, and the changes are
-    printed. Raises UserError if a setting in `MUST_MATCH` differs from `config`.
+    states. Learning rate and weight decay are those of the new command.
     """
-    saved = json.loads((folder / "state.json").read_text())
-    _check_settings(folder, saved["config"], json.loads(hide_credentials(json.dumps(config))))
     _load_tensors(folder, policy, optimizer)
-    scheduler.load_state_dict(saved["scheduler"] | {"base_lrs": scheduler.base_lrs})
-    for group, rate, schedule in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-        group["lr"] = rate * schedule(scheduler.last_epoch)
+    scheduler.load_state_dict(schedule | {"base_lrs": scheduler.base_lrs})
+    for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+        group["lr"] = rate * factor(scheduler.last_epoch)
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))
-    if (folder / IN_FLIGHT).is_file():
-        saved["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
-    return saved
 
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, choose_engine, make_engine
-from training.checkpoint import RUN_STATE, Saver, load_checkpoint
+from training.checkpoint import RUN_STATE, Saver, load_checkpoint, read_progress
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
 from training.partial_rollouts import Drawn, from_saved_state
@@ -105,12 +106,13 @@ def set_up(cfg: Config) -> Run:
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_is_kept(cfg)
     inputs = check_inputs(cfg)
+    progress = check_progress(cfg, inputs.stream, resume) if resume.checkpoint else {}
     models = load_models(cfg, inputs, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
-    return restore(cfg, inputs, models, folder, resume)
+    return restore(cfg, inputs, models, folder, resume, progress)
 
 
 def check_start_is_kept(cfg: Config) -> None:
@@ -153,6 +155,24 @@ def check_inputs(cfg: Config) -> Inputs:
     return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
 
 
+def check_progress(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
+    """Return the progress of the checkpoint to resume from, with its unfinished completions in "in_flight".
+
+    Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
+    """
+    progress = read_progress(resume.checkpoint, asdict(cfg) | stream.fingerprint)
+    progress["in_flight"] = from_saved_state(progress.get("in_flight", []), cfg.max_completion_length)
+    if progress["in_flight"]:
+        need = "--resume: the checkpoint's unfinished completions need"
+        try:
+            cfg.check_stale_tokens(need)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        if cfg.max_staleness < (saved := progress["config"].get("max_staleness", 0)):
+            raise UserError(f"{need} --max_staleness {saved} or more")
+    return progress
+
+
 def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep."""
     dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
@@ -173,29 +193,22 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     return Models(policy, reference, engine, micro_batch_tokens)
 
 
-def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan) -> Run:
+def restore(
+    cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan, progress: dict[str, Any]
+) -> Run:
     """Make the optimizer, load the checkpoint to resume from, if any, then prepare the output folder and its log files.
 
-    A new run deletes what an earlier run has left in the output folder (`RunFolder.prepare`).
+    `progress`: see `check_progress`; empty for a new run. A new run deletes what an earlier run has left in the output
+    folder (`RunFolder.prepare`).
     """
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
-    state = {}
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
-        config = asdict(cfg) | stream.fingerprint
-        state = load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, config)
-    stream.lengths = state.get("lengths", {})
-    in_flight = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
-    if in_flight:
-        try:
-            cfg.check_stale_tokens("--resume: the checkpoint's unfinished completions need")
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        if cfg.max_staleness < (saved := state["config"].get("max_staleness", 0)):
-            raise UserError(f"--resume: the checkpoint's unfinished completions need --max_staleness {saved} or more")
-    resumed_step = state["step"] if resume.continues_output else None
+        load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, progress["scheduler"])
+    stream.lengths = progress.get("lengths", {})
+    resumed_step = progress["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     run = Run(
         cfg=cfg,
@@ -210,14 +223,14 @@ def restore(cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resu
         log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
         checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
         total_steps=total_steps,
-        in_flight=in_flight,
+        in_flight=progress.get("in_flight", []),
         eval_due=bool(inputs.eval_samples),
         micro_batch_tokens=models.micro_batch_tokens,
     )
     for name in RUN_STATE:
-        if name in state:
-            setattr(run, name, state[name])
-    if state and state["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
+        if name in progress:
+            setattr(run, name, progress[name])
+    if progress and progress["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
         run.best, run.eval_due = None, True
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run

@@ -135,6 +135,7 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     for name, value in dict(loss_type="dapo", train_vision=True, num_iterations=2, prompts_per_update=2).items():
         with pytest.raises(UserError, match=rf"belongs to another run .*{name} was .*, is {value}"):
             grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags, **{name: value}))
+    assert "frozen:" not in capsys.readouterr().err, "it must be found before the model is loaded"
     other = tmp_path / "other"
     shutil.copytree(shapes, other)
     rows = (other / "main.csv").read_text().splitlines(keepends=True)
