@@ -37,7 +37,7 @@ def run(main: Callable[[T], None], args: T) -> None:
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise
-            reason = f"another process died or hangs ({str(error).strip().splitlines()[0][-120:]})"
+            reason = f"another process died or hangs ({str(error).strip().splitlines()[0][:120]})"
             raise RunStopped(f"{reason}; last seen: {last_heartbeats() or 'unknown'}", status=1) from None
 
     cli.run(explained, args)

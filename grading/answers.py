@@ -270,17 +270,17 @@ def whole_number(text: str) -> int | None:
         alone = re.fullmatch(r"[${(\s]*(-?\d[\d,]*(?:\.\d+)?)[^\d\\/^!*+×·]*", answer.rpartition("=")[2])
         number = alone and alone[1]
     else:
-        numbers = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer))
+        found = re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
+        numbers = [match[0] for match in found if not _is_part(answer, *match.span())]
         number = numbers[0 if explicit else -1] if numbers else None
-        number = number[0] if number and not _is_part(answer, *number.span()) else None
     whole, _, decimals = (number or "").replace(",", "").partition(".")
     return None if not number or decimals.strip("0") else int(whole[:30])
 
 
 def _is_part(text: str, start: int, end: int) -> bool:
     """Return whether the number at text[start:end] is a part of a fraction, a power or a product with a symbol."""
-    before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[:start])
-    after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end:])
+    before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[max(start - 20, 0) : start])
+    after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end : end + 20])
     return bool(before or after)
 
 

@@ -105,6 +105,7 @@ def test_what_is_left_of_a_response(response, part, short):
             (r"Thus the total is $\mathbf{25}$", 25),
             (r"so $2^{10} = 1024$", 1024),
             (r"\quad 25", 25),
+            (r"The answer is $\frac{50}{2} = 25$.", 25),
             (r"\boxed{\$25\%}", 25),
         ],
         *[
