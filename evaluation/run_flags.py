@@ -15,14 +15,8 @@ from common import cli
 from config import DataFlags, EngineFlags, RewardFlags
 
 SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
-TASK_FLAGS = (
-    "image_dir",
-    "prompt_column",
-    "answer_column",
-    "image_column",
-    "template",
-    "reward",
-)  # not for a benchmark
+# How rows are read and scored, which a benchmark decides itself.
+TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
 
 
 def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
@@ -44,9 +38,10 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             if not flags["data"]:
                 sys.exit("error: the run has no eval_data: add --data FILE or --benchmark NAME")
         flags["task"] = config["task"]
+    ignored = TASK_FLAGS if "--benchmark" in given else ()
     for field in SHARED:
         value = config.get(field.name, field.default)
-        if value not in (field.default, []) and not ("--benchmark" in given and field.name in TASK_FLAGS):
+        if value not in (field.default, []) and field.name not in ignored:  # [] is JSON for ()
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
