@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -615,6 +616,15 @@ def test_a_model_trained_from_a_base_of_transformers_5_can_be_loaded(transformer
         model = f"{tmp_path}/merged"
     settings = json.loads(pathlib.Path(model, "preprocessor_config.json").read_text())
     assert settings == json.loads(pathlib.Path(model, "processor_config.json").read_text())["image_processor"]
+
+
+def test_generation_settings_that_transformers_does_not_save_are_copied(tiny_model, shapes, tmp_path):
+    """Some published models set a temperature without `do_sample`."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.dumps({"temperature": 0.9, "top_p": 0.6})
+    (tmp_path / "model" / "generation_config.json").write_text(settings)
+    grpo.main(config(str(tmp_path / "model"), shapes, tmp_path / "run", max_steps=1))
+    assert (tmp_path / "run" / "final" / "generation_config.json").read_text() == settings
 
 
 def test_an_export_that_cannot_be_loaded_ends_the_run_with_an_error(tiny_model, shapes, tmp_path, monkeypatch):
