@@ -704,6 +704,17 @@ def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     assert evaluate.resume_key(cfg, samples) != key
 
 
+def test_saved_predictions_of_a_task_keep_columns_of_their_own(tmp_path):
+    """A benchmark's predictions have a column `answers`; here it is the data set's, and the reward reads it."""
+    (tmp_path / "mine.py").write_text("def listed(completion, answer, answers):\n    return completion in answers\n")
+    row = {"prompt": "How many?", "answer": "3", "answers": ["3", "three"], "response": "three"}
+    saved = write_jsonl(tmp_path / "p.jsonl", [row])
+    reward = (f"{tmp_path}/mine.py:listed", "count=0")
+    for name, source in (("once", saved), ("again", f"{tmp_path}/once/predictions.jsonl")):
+        evaluate.main(Config(predictions=source, task="count", reward=reward, output=f"{tmp_path}/{name}"))
+        assert json.loads((tmp_path / name / "scores.json").read_text())["reward"] == 1.0
+
+
 def test_saved_answers_are_read_as_those_of_rows_are(tmp_path):
     """A table with an empty cell makes floats of whole numbers; what no completion can match is refused."""
     row = {"prompt": "How many?", "response": "A photo of 3 apples"}
