@@ -275,7 +275,7 @@ def sample_prompts(
 ) -> tuple[list[Drawn], list[Drawn]]:
     """Sample the completions of `prompts`, which are those of `drawn` at `local_indices`.
 
-    Returns the P prompts to train on, of which other processes' may lack completions, and those that stay in flight.
+    Returns the P prompts to train on and those that stay in flight. Those of other processes may lack completions.
     """
     cfg = run.cfg
     seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in local_indices]

@@ -84,7 +84,7 @@ def load_model(
             name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
         )
     _check_tensors(name, model, report)
-    if ties_lm_head(empty_model(name)) and not ties_lm_head(model):  # other processes load it as the config says
+    if not ties_lm_head(model) and ties_lm_head(empty_model(name)):  # other processes load it as the config says
         raise UserError(
             f"cannot load the model {name!r}: its files hold an lm_head of its own, but its config ties it to the "
             "embedding: set tie_word_embeddings to false in its config.json, also in text_config"

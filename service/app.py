@@ -354,6 +354,8 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
     try:
         copy_processor(job.model, scratch / "processor")
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None):  # of the system, such as a full disk, which `full` answers
+            raise
         reason = str(error).splitlines()[0][:160]
         raise HTTPException(409, f"cannot read the tokenizer of the base model {job.model!r}: {reason}") from None
     with zipfile.ZipFile(scratch / "result.zip", "w") as archive:

@@ -53,7 +53,7 @@ def to_png(source: str, target: str, max_megapixels: float) -> str | None:
     limit_images(max_megapixels)
     try:
         image = decode_image(source)
-        fitted_size(image.height, image.width, DataFlags.min_pixels, DataFlags.max_pixels)
+        fitted_size(image.height, image.width, DataFlags.min_pixels, DataFlags.max_pixels)  # refuses extreme shapes
         image.save(target)
     except ValueError as error:
         return f"the image cannot be used: {error}"
@@ -105,7 +105,7 @@ def _image_problem(image: zipfile.Path) -> str | None:
     """Return why an image cannot be used, or None."""
     try:
         height, width = check_image(read_source(image))
-        fitted_size(height, width, DataFlags.min_pixels, DataFlags.max_pixels)
+        fitted_size(height, width, DataFlags.min_pixels, DataFlags.max_pixels)  # refuses extreme shapes
     except FileNotFoundError:
         name = image.at.removeprefix("images/images/").removeprefix("images/")
         return f"there is no image {name!r} in the ZIP or in its folder images/"

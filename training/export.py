@@ -7,6 +7,7 @@ import contextlib
 import json
 import pathlib
 import shutil
+from collections.abc import Iterable
 
 import transformers
 from safetensors import SafetensorError
@@ -74,13 +75,13 @@ def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
             raise RuntimeError(f"the policy has no parameter {sorted(parameters)[0]!r} to export")
         save_weights(model, folder)
         copy_processor(source, folder)
-        copy_files(source, folder, "generation_config.json")
+        copy_files(source, folder, ["generation_config.json"])
 
 
 def save_weights(model: transformers.PreTrainedModel, folder: pathlib.Path, **options: object) -> None:
     """Write the configuration and the weights of `model` to `folder`, but no generation_config.json.
 
-    That of the model it was made from is to be copied: transformers refuses to save some settings that it loads.
+    The caller copies that of the base, because transformers refuses to save some settings that it loads.
     """
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, **options)
@@ -103,12 +104,17 @@ def copy_processor(source: str, folder: pathlib.Path) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # the tokenizers library raises a bare Exception, for example on a full disk
         raise OSError(f"the tokenizer: {error}") from error
-    copy_files(source, folder, "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-    copy_files(source, folder, "chat_template.json")
+    files = (
+        "processor_config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "chat_template.json",
+    )
+    copy_files(source, folder, files)
     write_preprocessor_config(folder)
 
 
-def copy_files(source: str, folder: pathlib.Path, *names: str) -> None:
+def copy_files(source: str, folder: pathlib.Path, names: Iterable[str]) -> None:
     """Copy those of the files `names` that the model at `source` has to `folder`."""
     for name in names:
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)

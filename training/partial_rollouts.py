@@ -96,24 +96,27 @@ class StoppingRule:
 
 
 def sample_until_whole(
-    sample: Callable[[Continuation], list[list[Rollout]]], drawn: list[Drawn], own: list[int], rule: StoppingRule
+    sample: Callable[[Continuation], list[list[Rollout]]],
+    drawn: list[Drawn],
+    local_indices: list[int],
+    rule: StoppingRule,
 ) -> tuple[list[Drawn], list[Drawn]]:
     """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
 
-    `own` are the indices of the prompts that this process samples, and `sample` continues their completions. Returns
-    the prompts to train on and those that stay in flight, of all processes, oldest first.
+    `local_indices` are those of the prompts that this process samples, and `sample` continues their completions.
+    Returns the prompts to train on and those that stay in flight, of all processes, oldest first.
     """
     steps = [each.step for each in drawn]
-    started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in own]
+    started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in local_indices]
 
     def is_enough(whole: list[bool]) -> bool:
-        is_whole = _gather_by_index(dict(zip(own, whole)))
+        is_whole = _gather_by_index(dict(zip(local_indices, whole)))
         return rule.choose(steps, [is_whole[i] for i in range(len(drawn))]) is not None
 
     rollouts = sample(Continuation(started, is_enough))
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
-        for i, before, after in zip(own, started, rollouts)
+        for i, before, after in zip(local_indices, started, rollouts)
     }
     all_sampled = _gather_by_index(sampled)
     continued = [replace(each, rollouts=all_sampled[i]) for i, each in enumerate(drawn)]
@@ -121,9 +124,9 @@ def sample_until_whole(
     return [continued[i] for i in chosen], [each for i, each in enumerate(continued) if i not in set(chosen)]
 
 
-def _gather_by_index(own: dict[int, T]) -> dict[int, T]:
+def _gather_by_index(local: dict[int, T]) -> dict[int, T]:
     """Return the values of all processes, by the index of the prompt in `drawn`. Call it on every process."""
-    return {i: value for part in distributed.all_gather(own) for i, value in part.items()}
+    return {i: value for part in distributed.all_gather(local) for i, value in part.items()}
 
 
 def _with_token_counts(new: Rollout, old: Rollout, step: int) -> Rollout:
