@@ -135,8 +135,8 @@ class VerifierFlags:
     """The flags of the verifier model, which training and evaluation share."""
 
     verifier_url: str | None = None
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Its model judges the math answers that the
-    rule does not accept. The default is the environment variable REWARD_MODEL_URL. If neither the flag nor the
+    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Its model judges the math answers that
+    math-verify does not accept. The default is the environment variable REWARD_MODEL_URL. If neither the flag nor the
     variable is set, there is no verifier."""
     verifier_model: str | None = None
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or

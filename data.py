@@ -73,7 +73,7 @@ class Processor:
         return self.tokenizer.convert_tokens_to_ids(self.family.vision.token) if self.family.vision else -1
 
     def image_ids(self, tokens: int) -> list[int]:
-        """Return what the trainer has in place of the sampler's placeholder, for an image with this many tokens."""
+        """Return the trainer's token ids of an image with this many tokens, which replace the sampler's placeholder."""
         text = self.family.vision.expansion.replace("{}", self.family.vision.token * tokens)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
@@ -257,12 +257,12 @@ def load_samples(
 
 
 def load_split(
-    flags: DataFlags, data: str, task: str, processor: Processor, keep_repeats: bool = False
+    flags: DataFlags, data: str, task: str, processor: Processor, keep_duplicates: bool = False
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
     allow_megapixels(flags.max_megapixels)
     rows = list(read_rows(data, flags.image_dir, flags.columns))
-    return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_repeats)
+    return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_duplicates)
 
 
 def validate_rows(
@@ -272,7 +272,7 @@ def validate_rows(
     processor: Processor | None = None,
     max_prompt_length: int | None = None,
     skip_bad_rows: bool = False,
-    keep_repeats: bool = False,
+    keep_duplicates: bool = False,
 ) -> list[Sample]:
     """Check the gold answers, images and prompts of `rows`, read from `data`, and return the usable rows.
 
@@ -281,8 +281,8 @@ def validate_rows(
     gold answer only has to be non-empty.
 
     Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves out both kinds;
-    `keep_repeats`, which is set for test sets, keeps duplicates. Raises UserError if a row is bad and `skip_bad_rows`
-    is off, or if a data set has no usable row. All processes must call this together; each checks a shard of the rows.
+    `keep_duplicates` (for test sets) keeps duplicates. Raises UserError if a row is bad and `skip_bad_rows` is off, or
+    if a data set has no usable row. All processes must call this together; each checks a shard of the rows.
     """
     image_sizes: dict[str, tuple[int, int]] = {}
     check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
@@ -305,14 +305,14 @@ def validate_rows(
         raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
     if bad:
         console.log(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
-    drop_duplicates = skip_bad_rows and not keep_repeats
+    drop_duplicates = skip_bad_rows and not keep_duplicates
     kept = list(first.values()) if drop_duplicates else good
     usable = {sample.source_index for sample in kept}
     if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
         raise UserError(f"{empty}: no usable row")
     if duplicates:
         action = "left out" if drop_duplicates else "kept"
-        if not (skip_bad_rows or keep_repeats):
+        if not (skip_bad_rows or keep_duplicates):
             action = "kept; --skip_bad_rows leaves them out"
         console.log(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
     return kept
@@ -393,7 +393,7 @@ class Config(RowFlags):
     input_jsonl: str
     """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images. Of JSONL, images that are not files on
+    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images; for JSONL, those that are not files on
     disk are saved in a folder next to it."""
     task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""

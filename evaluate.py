@@ -44,11 +44,12 @@ from evaluation.metrics import (
     summarise,
     summarise_benchmark,
 )
+from grading.math_workers import check_math
 from grading.verifier import Verifier, make_verifier
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
-from rewards import Scorer, check_math, gold_problem
+from rewards import Scorer, gold_problem
 from rollout import Engine, RequestLimits, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
@@ -197,7 +198,7 @@ def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample],
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
-        samples = load_split(cfg, cfg.data, cfg.task, processor, keep_repeats=True)[: cfg.limit or None]
+        samples = load_split(cfg, cfg.data, cfg.task, processor, keep_duplicates=True)[: cfg.limit or None]
     baseline_policy = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_adapted(cfg, device) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples), adapted, device)

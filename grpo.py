@@ -3,11 +3,11 @@
     torchrun --nproc_per_node 8 grpo.py --task vqa                  # with the flags of recipes/vqa.flags
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
 
-`train_step` implements Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers. It
-departs from the paper in three ways. By default, there is no KL term (`--beta`). A group whose rewards are all equal
-gets advantages of exactly zero. A truncated importance weight corrects for the small difference between the sampler's
-and the trainer's log-probabilities (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training"). The flags are defined in config.py, and training/run.py sets a run up.
+`train_step` implements Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers.
+Lines 2 and 12 are omitted: the reference is fixed, and no reward model is trained. Three more things differ. By
+default, there is no KL term (`--beta`). A group whose rewards are all equal gets advantages of exactly zero. A
+truncated importance weight corrects for the small difference between the sampler's and the trainer's log-probabilities
+(`importance_weights`). The flags are defined in config.py, and training/run.py sets a run up.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch.
@@ -43,16 +43,19 @@ from training.balance import rebalance
 from training.checkpoint import RUN_STATE, random_states, restore_random_states
 from training.losses import (
     DEFAULT_OPTIONS,
+    EPSILON,
     LOSSES,
     Loss,
     LossOptions,
+    deviation,
     get_loss,
     importance_weights,
+    is_varied,
     kl_estimate,
     mean_by_row,
 )
-from training.metrics import EPSILON, Clock, GroupRewards, concatenate, deviation, is_varied, step_metrics
-from training.partial_rollouts import Drawn, StoppingRule, partial_metrics, sample_until_whole, saved_state
+from training.metrics import Clock, GroupRewards, concatenate, step_metrics
+from training.partial_rollouts import DrawnPrompt, StoppingRule, partial_metrics, sample_until_enough, saved_state
 from training.prompt_stream import prompt_seed
 from training.run import Run, freeze_garbage_collector, set_up
 
@@ -165,7 +168,7 @@ def train_step(run: Run) -> dict[str, float]:
     if cfg.gdpo:
         advantages = gdpo_advantages(rewards.parts, run.scorer.all_weights, cfg.scale_rewards)
     else:
-        advantages = group_advantages(rewards.total, cfg.scale_rewards)  # line 9, (P, G)
+        advantages = group_advantages(rewards.total, cfg.scale_rewards)  # line 9, (K, G)
     run.log.completions(run.step + 1, groups, advantages)
     minibatches = make_minibatches(run, groups, advantages)
     if cfg.beta:
@@ -194,16 +197,16 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
     """Sample the groups to train on.
 
     Returns this process's groups, the rewards of all groups to train on (K, G), and those of all groups sampled. K is
-    P; with dynamic sampling, only groups whose rewards differ before the overlong penalty are kept, and rounds are
-    repeated until P groups are kept or the limit is reached. If none is kept, the step uses the last round with rewards
-    of 0, since only the overlong penalty differs. Groups stay in data order on any number of processes. Raises
-    StepFailed when too many completions are unscored.
+    P, or less if dynamic sampling finds fewer: it keeps only groups whose rewards differ before the overlong penalty,
+    and repeats rounds until P are kept or the limit is reached. If it keeps none, the step uses the last round with
+    rewards of 0. Groups stay in data order on any number of processes. Raises StepFailed when too many completions are
+    unscored.
     """
     cfg = run.cfg
     limit = cfg.dynamic_sampling_rounds if cfg.dynamic_sampling else 1
-    rounds, kept = [], []  # the rewards of each round; the rows of the groups to keep in the rewards of all rounds
-    local = {}  # this process's groups, by row
-    for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):
+    rounds, kept = [], []  # the rewards of each round; the groups to keep, by their index over all rounds
+    local = {}  # this process's groups, by the same index
+    for _ in range(limit if cfg.max_steps else min(limit, run.steps_left)):  # with `epochs`, each round is a step
         groups, rewards = sample_round(run)
         raise_if_interrupted(run)
         first = len(rounds) * cfg.prompts_per_step
@@ -218,10 +221,10 @@ def collect(run: Run) -> tuple[list[ScoredGroup], GroupRewards, GroupRewards]:
         if len(kept) == cfg.prompts_per_step:
             break
     all_rewards = concatenate(rounds)
-    found = bool(kept)
+    any_kept = bool(kept)
     kept = kept or list(range(len(all_rewards.total)))[-cfg.prompts_per_step :]
-    kept_rewards = all_rewards.map(lambda values: values[kept] if found else torch.zeros_like(values[kept]))
-    groups = [replace(local[row], index=index) for index, row in enumerate(kept) if row in local]
+    kept_rewards = all_rewards.map(lambda values: values[kept] if any_kept else torch.zeros_like(values[kept]))
+    groups = [replace(local[i], index=index) for index, i in enumerate(kept) if i in local]
     return groups, kept_rewards, all_rewards
 
 
@@ -250,12 +253,12 @@ def sample_round(run: Run) -> tuple[list[ScoredGroup], GroupRewards]:
         for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
     ]
     all_rewards = gather_results(run, groups, positions)
-    upcoming, local_indices = next_prompts(run)
-    run.stream.prefetch([upcoming[i].position for i in local_indices])  # they are encoded while this step trains
+    upcoming, next_indices = next_prompts(run)
+    run.stream.prefetch([upcoming[i].position for i in next_indices])  # they are encoded while this step trains
     return groups, all_rewards
 
 
-def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
+def next_prompts(run: Run) -> tuple[list[DrawnPrompt], list[int]]:
     """Return the prompts of the next round, oldest first, and the indices of those that this process samples.
 
     The round starts with the prompts in flight. New ones are drawn until there are `oversample` times P, but no more
@@ -266,13 +269,13 @@ def next_prompts(run: Run) -> tuple[list[Drawn], list[int]]:
     if not (cfg.max_steps and cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
         target = min(target, run.steps_left * cfg.prompts_per_step)
     new = range(run.position, run.position + max(target - len(run.in_flight), 0))
-    drawn = [*run.in_flight, *(Drawn(position, run.step) for position in new)]
+    drawn = [*run.in_flight, *(DrawnPrompt(position, run.step) for position in new)]
     return drawn, run.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
 
 
 def sample_prompts(
-    run: Run, drawn: list[Drawn], local_indices: list[int], prompts: list[Prompt]
-) -> tuple[list[Drawn], list[Drawn]]:
+    run: Run, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt]
+) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
     """Sample the completions of `prompts`, which are those of `drawn` at `local_indices`.
 
     Returns the P prompts to train on and those that stay in flight. Those of other processes may lack completions.
@@ -283,7 +286,7 @@ def sample_prompts(
     sample = functools.partial(run.engine.generate, prompts, seeds, sampling)
     if run.in_flight or len(drawn) > cfg.prompts_per_step:
         rule = StoppingRule(run.step, cfg.prompts_per_step, cfg.num_generations, cfg.max_staleness)
-        return sample_until_whole(sample, drawn, local_indices, rule)
+        return sample_until_enough(sample, drawn, local_indices, rule)
     sampled = dict(zip(local_indices, sample()))
     return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)], []
 
@@ -406,11 +409,11 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
             run.policy, run.micro_batch_tokens, lambda budget: accumulate(run, groups, budget)
         )
         stats = distributed.reduce_stats(sums)
-    if run.updates and cfg.old_logp == "sampler":  # the policy has changed, so its distance from the sampler has, too
+    if run.updates and cfg.old_logp == "sampler":  # they would compare the updated policy with the sampler
         stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
     grad_norm = distributed.full_tensor(torch.nn.utils.clip_grad_norm_(run.policy.parameters(), cfg.max_grad_norm))
     problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
-    is_empty = not grad_norm  # AdamW's momentum would still move the weights
+    is_empty = not grad_norm
     if problem:
         run.skipped, run.skip_reason = run.skipped + 1, problem
         console.log(f"step {run.step + 1}: {problem}; this update is skipped")
@@ -419,7 +422,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, Tensor]:
     elif not is_empty:
         run.skipped, run.norms = 0, [*run.norms[-49:], grad_norm.item()]
     with run.clock("optimizer"):
-        if not (problem or is_empty):
+        if not (problem or is_empty):  # without a gradient, AdamW's momentum would still move the weights
             run.checkpoints.wait_until_read()
             run.optimizer.step()
         run.scheduler.step()  # the schedule counts skipped and empty updates too
@@ -488,7 +491,7 @@ def train(run: Run) -> None:
     After a signal, save a checkpoint and exit with status 130.
     """
     cfg, run.interrupted = run.cfg, signals.defer_signals()
-    if run.eval_due:
+    if run.eval_due:  # before the first step, or left over from a run that was stopped
         finish_step(run, {})
     if run.steps_left <= 0:
         console.log(f"nothing left to train after step {run.step}; to go on, raise --epochs or --max_steps")

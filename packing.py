@@ -100,7 +100,7 @@ class PackedBatch:
     """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images. A blank image without image tokens (see `micro_batches`) changes nothing."""
     image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
-    flop: float = 0.0  # number of floating-point operations in a forward and backward pass, for the metrics
+    flop: float = 0.0  # floating-point operations of the language model's forward and backward pass, for the metrics
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch on `device`. `vision` stays: the model moves what it needs of it."""
@@ -193,7 +193,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
         advantages=torch.tensor([completion.advantage for completion in completions]).repeat_interleave(repeats),
         weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor(has_image).repeat_interleave(repeats),
-        stale=torch.cat([torch.arange(n) < completion.stale for n, completion in zip(lengths, completions)]),
+        stale=torch.cat([torch.arange(n) < completion.num_stale for n, completion in zip(lengths, completions)]),
         trainer_logp=join([completion.trainer_logp for completion in completions]),
         ref_logp=join([completion.ref_logp for completion in completions]),
     )
@@ -262,41 +262,41 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
-        ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-        return attend(q, k, v, ends, longest, scaling, causal=False)[None], None
+        cu_lens, max_lens = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+        return attend(q, k, v, cu_lens, max_lens, scaling, causal=False)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
     k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
-    ends, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
-    return attend(q, k, v, ends, longest, scaling, causal=True)[None], None
+    cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
+    return attend(q, k, v, cu_lens, max_lens, scaling, causal=True)[None], None
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ends: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
+    cu_lens: tuple[Tensor, Tensor],
+    max_lens: tuple[int, int],
     scale: float | None,
     causal: bool,
 ) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
-    `ends` are the cumulative lengths of the segments' queries and keys, `longest` the largest number of each in a
+    `cu_lens` are the cumulative lengths of the segments' queries and keys, `max_lens` the largest number of each in a
     segment. On a GPU in half precision, this calls torch's `varlen_attn` or, for causal attention with heads of 128 on
     a Hopper GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
-        return _attend_sdpa(q, k, v, ends, scale, causal)
+        return _attend_sdpa(q, k, v, cu_lens, scale, causal)
     if causal and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return flash_attention.attend(q, k, v, *ends, *longest, scale)[0]
+        return flash_attention.attend(q, k, v, *cu_lens, *max_lens, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, *ends, *longest, **options)
+    return varlen_attn(q, k, v, *cu_lens, *max_lens, **options)
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -305,9 +305,9 @@ def _has_kernel(q: Tensor) -> bool:
 
 @torch.compiler.disable  # it would be compiled anew for other lengths
 def _attend_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], scale: float | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, cu_lens: tuple[Tensor, Tensor], scale: float | None, causal: bool
 ) -> Tensor:
-    q_lens, k_lens = (each.diff().tolist() for each in ends)
+    q_lens, k_lens = (each.diff().tolist() for each in cu_lens)
     out = []
     for q_seg, k_seg, v_seg in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens)):
         mask = None

@@ -8,13 +8,9 @@ group. Each reward's docstring gives its range, an example, and the exploits tha
 math-verify and the verifier model are in `grading/`.
 """
 
-import functools
 import math
-import os
-import pathlib
 import re
 import reprlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +23,7 @@ from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
+from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
 
@@ -117,52 +114,6 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
 MAX_ANSWER_CHARS = 2000  # unless the gold answer is long; see `_max_chars`
-MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
-MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/grading/math_equal.py:math_equal"
-_worker_pool_lock = threading.Lock()
-
-
-@functools.cache
-def _math_workers() -> WorkerPool:
-    """Start the processes that compare answers. The CPU cores are divided among this machine's training processes."""
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return WorkerPool(min(max(cores, 1), 8), [MATH_EQUAL])
-
-
-def _math_equal(candidate: str, gold: str, seconds: float) -> bool:
-    """Call `math_equal` in a worker. Raises the same errors as `WorkerPool.call`."""
-    with _worker_pool_lock:  # of many threads, only the first starts the workers
-        workers = _math_workers()
-    return workers.call(MATH_EQUAL, seconds, {"candidate": candidate, "gold": gold})
-
-
-def check_math() -> None:
-    """Raise UserError if math-verify does not work here, because it would then find every answer wrong."""
-    try:
-        if _math_equal("0.5", "\\frac{1}{2}", seconds=60.0):
-            return
-        problem = "it does not find 0.5 equal to 1/2"
-    except CallFailed as error:
-        problem = str(error)
-    raise UserError(f"math-verify does not work here ({problem}): install requirements.txt; see its output above")
-
-
-def same_answer(candidate: str, gold: str) -> bool:
-    """Return whether math-verify finds two answers equal within `MATH_TIMEOUT` seconds; False if it cannot decide.
-
-    Raises WorkerLost if the worker process was killed from outside; the answer then stays unscored.
-    """
-    candidate, gold = candidate.strip(), gold.strip()
-    if candidate == gold:
-        return True
-    if not balanced(candidate):  # `1} \boxed{2` would be read as two answers
-        return False
-    try:
-        return _math_equal(candidate, gold, MATH_TIMEOUT)
-    except WorkerLost:
-        raise
-    except CallFailed:
-        return False
 
 
 def _max_chars(gold: str) -> int:
@@ -303,6 +254,7 @@ class Scorer:
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
+        self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
         for text in flags.reward:
             self._add(text)
         if not any(self.weights.values()):
@@ -336,7 +288,7 @@ class Scorer:
         if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
-            parameters, accepts_any = WorkerPool(1, [PARAMETERS]).call(
+            parameters, required, accepts_any = WorkerPool(1, [PARAMETERS]).call(
                 PARAMETERS, self.flags.reward_timeout, {"name": name}
             )
         except CallFailed as error:
@@ -345,6 +297,18 @@ class Scorer:
             raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
         self.weights[function], self.user_functions[function] = weight, name
         self.parameters[function] = None if accepts_any else set(parameters)
+        self.required[function] = set(required)
+
+    def check_columns(self, samples: Sequence[Sample]) -> None:
+        """Raise UserError if a row lacks a column that a user-defined reward requires."""
+        for sample in samples:
+            columns = {name for name, value in sample.fields.items() if value is not None}
+            for function, required in self.required.items():
+                if missing := sorted(required - columns - {"completion", "answer", "question"}):
+                    raise UserError(
+                        f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
+                        "function's parameter a default value"
+                    )
 
     def __call__(
         self, samples: Sequence[Sample], rollouts: Sequence[list[Rollout]], max_length: int | None = None

@@ -61,10 +61,10 @@ class Engine(Protocol):
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
-        """Sample `how.n` completions of each prompt, using that prompt's seed.
+        """Sample `sampling.n` completions of each prompt, using that prompt's seed.
 
         For partial rollouts, `continuation` has the completions so far and tells when to stop. Completions that are not
         finished then are returned as they are.
@@ -207,7 +207,7 @@ def start_vllm(
             llm.apply_model(keep_logits_in_float32)
             return llm
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]  # all that an assertion without a message tells
+        place = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
         reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
         raise UserError(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
@@ -279,7 +279,6 @@ class VLLMEngine:
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
-        # Both caches were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
@@ -287,16 +286,16 @@ class VLLMEngine:
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         before = scheduler.preemptions
-        rollouts = self._sample(prompts, seeds, how, continuation)
+        rollouts = self._sample(prompts, seeds, sampling, continuation)
         if scheduler.preemptions and not before:  # once per run
             console.log(
-                f"vLLM's memory was full: in this step it preempted a completion {scheduler.preemptions} times and "
-                "computed it anew; a larger --vllm_memory or fewer --vllm_sequences is faster"
+                f"vLLM's memory was full: in this step it preempted completions {scheduler.preemptions} times and "
+                "recomputed them; a larger --vllm_memory or fewer --vllm_sequences is faster"
             )
         return rollouts
 
@@ -304,26 +303,26 @@ class VLLMEngine:
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation | None,
     ) -> list[list[Rollout]]:
         if continuation:
-            return self._continue(prompts, seeds, how, continuation)
+            return self._continue(prompts, seeds, sampling, continuation)
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
             gathered: list[Any] = [None] * self.flags.tensor_parallel
             dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
             all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
             all_seeds = [seed for _, rank_seeds in gathered for seed in rank_seeds]
             start = sum(len(rank_prompts) for rank_prompts, _ in gathered[: dist.get_rank(self.group)])
-            rollouts = self._generate(all_prompts, all_seeds, how) if all_prompts else []
+            rollouts = self._generate(all_prompts, all_seeds, sampling) if all_prompts else []
             return rollouts[start : start + len(prompts)]
-        return self._generate(prompts, seeds, how) if prompts else []
+        return self._generate(prompts, seeds, sampling) if prompts else []
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], how: Sampling) -> list[list[Rollout]]:
+    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[Rollout]]:
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         requests = [self._request(prompt) for prompt in prompts]
-        params = [self._params(how, how.n, seed, how.max_tokens) for seed in seeds]
+        params = [self._params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
@@ -347,20 +346,20 @@ class VLLMEngine:
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
             for ids, c, end, text in zip(token_ids, completions, stopped, texts)
         ]
-        rollouts_of = {i: rollouts[how.n * place : how.n * (place + 1)] for place, i in enumerate(order)}
+        rollouts_of = {i: rollouts[sampling.n * place : sampling.n * (place + 1)] for place, i in enumerate(order)}
         return [rollouts_of[i] for i in range(len(prompts))]
 
-    def max_tokens(self, how: Sampling, seed: int, completion: int) -> int:
+    def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
         """Return the maximum length of a continued completion. bench/tail.py replaces this, to have its own lengths."""
-        return how.max_tokens
+        return sampling.max_tokens
 
-    def _params(self, how: Sampling, n: int, seed: int, max_tokens: int) -> Any:
+    def _params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:
         """Return vLLM's parameters of a request for `n` completions."""
         return self.sampling_params(
             n=n,
             seed=seed,
-            temperature=how.temperature,
-            top_p=how.top_p,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
             max_tokens=max_tokens,
             ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
             stop_token_ids=self.stop,
@@ -373,7 +372,7 @@ class VLLMEngine:
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation,
     ) -> list[list[Rollout]]:
         """Continue completions, each in a request of its own; see `Engine.generate`.
@@ -391,9 +390,9 @@ class VLLMEngine:
                 check_expansion(prompts[i], prompt["prompt_token_ids"])
                 for _, j in group:
                     tokens = rollouts[i][j].ids.tolist()
-                    seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(how, seeds[i], j)
+                    seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(sampling, seeds[i], j)
                     request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
-                    yield request, self._params(how, 1, seed, limit - len(tokens))
+                    yield request, self._params(sampling, 1, seed, limit - len(tokens))
 
         def is_enough_of(ended: Set[int]) -> bool:
             unfinished = {places[k][0] for k in range(len(places)) if k not in ended}

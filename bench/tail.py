@@ -122,22 +122,22 @@ class Occupancy:
 def force_lengths(engine: Engine, cfg: Config) -> None:
     """Let `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
 
-    def max_tokens(how: Sampling, seed: int, completion: int) -> int:
+    def max_tokens(sampling: Sampling, seed: int, completion: int) -> int:
         return log_normal_length((seed, completion), cfg.median, cfg.sigma, cfg.cap)
 
     generate = engine.generate
 
-    def generate_by_completion(prompts, seeds, how, continuation=None):
+    def generate_by_completion(prompts, seeds, sampling, continuation=None):
         """A request for several completions has one limit for all, so continue completions that have not started."""
-        not_started = [[NOT_STARTED] * how.n] * len(prompts)
-        return generate(prompts, seeds, how, continuation or Continuation(not_started, all))
+        not_started = [[NOT_STARTED] * sampling.n] * len(prompts)
+        return generate(prompts, seeds, sampling, continuation or Continuation(not_started, all))
 
     engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
 
 
 def compile_first(run: Run, data: str) -> None:
     """Take a step with short completions, in which the sampler and the update compile what they need."""
-    max_tokens, run.engine.max_tokens = run.engine.max_tokens, lambda how, *_: min(how.max_tokens, 256)
+    max_tokens, run.engine.max_tokens = run.engine.max_tokens, lambda sampling, *_: min(sampling.max_tokens, 256)
     restart(run, data, oversample=1.0, steps=1)
     grpo.train_step(run)
     run.engine.max_tokens = max_tokens

@@ -145,7 +145,7 @@ class Completion:
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
     advantage: float = 0.0  # advantage of the completion within its group
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
-    stale: int = 0  # number of its first tokens, which the policies of earlier steps sampled
+    num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `grpo.with_trainer_logp`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term

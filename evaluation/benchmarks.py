@@ -299,7 +299,7 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
         processor=processor,
         max_prompt_length=flags.max_prompt_length,
         skip_bad_rows=flags.skip_bad_rows,
-        keep_repeats=True,
+        keep_duplicates=True,
     )
     samples = samples[: limit or None]
     if name == "mme":

@@ -121,8 +121,8 @@ def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[
 def summarise(predictions: list[dict], task: str, why_none: str | None = None) -> dict:
     """Return the scores of a task; docs/evaluation.md defines them.
 
-    Completions without a verdict count only in `no_verdict`; the other scores leave them out. Raises UserError when
-    more than a tenth of the completions have no verdict; `why_none` says why one has none.
+    Completions without a verdict count in `no_verdict`, `format_rate` and the lengths; the other scores leave them out.
+    Raises UserError when more than a tenth of the completions have no verdict; `why_none` says why one has none.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
@@ -158,7 +158,9 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
     measures = [measures for row in rows for measures in row["measures"]]
     no_reply = mean([each.get("no_verdict", 0.0) for each in measures])
     if no_reply > MAX_UNSCORED:
-        raise UserError(f"{no_reply:.0%} of the responses have no reply from the {role} (at most 10% may): is it up?")
+        raise UserError(
+            f"{no_reply:.0%} of the responses have no reply from the {role} (at most {MAX_UNSCORED:.0%} may): is it up?"
+        )
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"
     scores = {"benchmark": name, "scoring": scoring}

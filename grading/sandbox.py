@@ -91,10 +91,12 @@ def load_function(name: str) -> Callable:
     return getattr(module, function)
 
 
-def parameters(name: str) -> tuple[list[str], bool]:
-    """Return the names of a function's parameters, and whether it accepts any others."""
+def parameters(name: str) -> tuple[list[str], list[str], bool]:
+    """Return the names of a function's parameters, of those without a default, and whether it accepts any others."""
     found = inspect.signature(load_function(name)).parameters
-    return list(found), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [name for name, p in found.items() if p.default is p.empty and p.kind not in variable]
+    return list(found), required, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------

@@ -22,5 +22,5 @@ class Continuation:
 
 
 def which_are_whole(rollouts: Sequence[Sequence[Rollout]]) -> list[bool]:
-    """Return of each prompt's `rollouts` whether all are finished."""
+    """Return, for each prompt, whether all its rollouts are finished."""
     return [all(rollout.finished for rollout in group) for group in rollouts]

@@ -55,10 +55,10 @@ class HFEngine:
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
-        started = continuation.started if continuation else [[NOT_STARTED] * how.n] * len(prompts)
+        started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
         is_enough = continuation.is_enough if continuation else None
         rollouts = [list(group) for group in started]
         first, enough = 0, is_enough is not None and is_enough(which_are_whole(rollouts))
@@ -67,19 +67,19 @@ class HFEngine:
                 sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
                 batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    enough = self._continue(prompts, seeds, how, rollouts, batch, is_enough)
+                    enough = self._continue(prompts, seeds, sampling, rollouts, batch, is_enough)
                     first = batch.stop
                     bar.update(first - bar.n)
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
-                self._halve_batch(sum(sizes[: len(batch)]), how.n)
+                self._halve_batch(sum(sizes[: len(batch)]), sampling.n)
         while is_enough and not enough:  # other processes still sample
             enough = is_enough(which_are_whole(rollouts))
         return rollouts
 
-    def max_tokens(self, how: Sampling, seed: int, completion: int) -> int:
+    def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
         """Return the maximum length of a completion. bench/tail.py replaces this, to have lengths of its own."""
-        return how.max_tokens
+        return sampling.max_tokens
 
     def _halve_batch(self, sequences: int, n: int) -> None:
         """From now on, sample half as many sequences at once as `sequences`, for which the memory was too small.
@@ -101,7 +101,7 @@ class HFEngine:
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         rollouts: list[list[Rollout]],
         batch: range,
         is_enough: Callable[[list[bool]], bool] | None,
@@ -112,9 +112,9 @@ class HFEngine:
         if not places:
             return False
         lengths = [len(rollouts[i][j].ids) for i, j in places]
-        most_new = [self.max_tokens(how, seeds[i], j) - length for (i, j), length in zip(places, lengths)]
+        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(places, lengths)]
         limits = torch.tensor(most_new, device=self.device)
-        of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), how.max_tokens) for i in batch}
+        of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), sampling.max_tokens) for i in batch}
         unused = [of_prompt[i][j, length:] for (i, j), length in zip(places, lengths)]
         uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)
 
@@ -124,7 +124,9 @@ class HFEngine:
             return is_enough([all(each) for each in ends])
 
         prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in rows]
-        ids, logps, new, stopped, enough = self._decode(prefixes, uniforms, limits, how, pause if is_enough else None)
+        ids, logps, new, stopped, enough = self._decode(
+            prefixes, uniforms, limits, sampling, pause if is_enough else None
+        )
         truncated = ~stopped & (new == limits.cpu())
         for row, (i, j) in enumerate(places):
             old, length = rollouts[i][j], new[row]
@@ -140,7 +142,7 @@ class HFEngine:
         prefixes: list[tuple[Prompt, Tensor, int]],
         uniforms: Tensor,
         limits: Tensor,
-        how: Sampling,
+        sampling: Sampling,
         pause: Callable[[Tensor], bool] | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
         """Sample until every sequence has a stop token or `limits` (B,) tokens, or until `pause` returns True.
@@ -156,7 +158,7 @@ class HFEngine:
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         while True:
             t = len(ids)
-            token, logp = sample(logits, uniforms[:, t], how.temperature, how.top_p)
+            token, logp = sample(logits, uniforms[:, t], sampling.temperature, sampling.top_p)
             ids.append(token)
             logps.append(logp)
             running = ~stopped & (lengths < limits)
@@ -241,11 +243,11 @@ class PolicyEngine(HFEngine):
         self,
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
-        how: Sampling,
+        sampling: Sampling,
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
-            return super().generate(prompts, seeds, how, continuation)
+            return super().generate(prompts, seeds, sampling, continuation)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)

@@ -14,7 +14,7 @@ TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the imag
 
 
 def check_expansion(prompt: Prompt, ids: list[int]) -> None:
-    """Raise UserError if vLLM made other tokens of `prompt` than the trainer."""
+    """Raise UserError if vLLM tokenised `prompt` differently from the trainer."""
     if ids != prompt.ids.tolist():
         raise UserError(
             f"{prompt.source}: vLLM expands the prompt to {len(ids)} tokens that differ from the trainer's "

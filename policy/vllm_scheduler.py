@@ -41,8 +41,8 @@ class Member:
     """A request of a batch, and what it has sampled in it. The numbers are as of when the batch was formed."""
 
     request: Request
-    computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
-    outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
+    num_computed: int  # number of tokens whose keys and values have been computed, or will be by an earlier iteration
+    num_outputs: int  # number of tokens that have been sampled, or will be by an earlier iteration
     tokens_left: int  # number of tokens that it may still sample
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,10 +78,10 @@ class Batch:
         # iteration modulo `block_size` -> indices of active members
         self.needs_block_at: dict[int, list[int]] = defaultdict(list)
         for index, member in enumerate(active.values()):
-            self.needs_block_at[-member.computed % self.block_size].append(index)
+            self.needs_block_at[-member.num_computed % self.block_size].append(index)
 
     def count_iteration(self) -> None:
-        """Count an iteration that has been scheduled. Leave members that need no more out of further ones."""
+        """Count an iteration that has been scheduled. Drop members that are done from later ones."""
         self.scheduled += 1
         if self.scheduled in self.ending_at:
             self._set_active({name: m for name, m in self.active.items() if m.tokens_left > self.scheduled})
@@ -219,7 +219,7 @@ class DecodeScheduler(AsyncScheduler):
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(members)
         for index in batch.needs_block_at.get(done % batch.block_size, ()):
             request = members[index].request
-            request.num_computed_tokens = members[index].computed + done
+            request.num_computed_tokens = members[index].num_computed + done
             new_blocks[index] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
         requests = CachedRequestData(
             req_ids=list(batch.active),
@@ -227,8 +227,8 @@ class DecodeScheduler(AsyncScheduler):
             new_token_ids=[],
             all_token_ids={},
             new_block_ids=new_blocks,
-            num_computed_tokens=[member.computed + done for member in members],
-            num_output_tokens=[member.outputs + done for member in members],
+            num_computed_tokens=[member.num_computed + done for member in members],
+            num_output_tokens=[member.num_outputs + done for member in members],
         )
         new_block_ids = self.kv_cache_manager.take_new_block_ids() if self.needs_kv_cache_zeroing else None
         iteration = SchedulerOutput(
@@ -283,7 +283,7 @@ class DecodeScheduler(AsyncScheduler):
         for member in batch.members.values():
             request = member.request
             scheduled = min(batch.scheduled, member.tokens_left)
-            request.num_computed_tokens = member.computed + scheduled
+            request.num_computed_tokens = member.num_computed + scheduled
             request.num_output_placeholders += scheduled - len(member.tokens)
             request.append_output_token_ids(member.tokens)
             if member.tokens:

@@ -2,7 +2,7 @@
 
 vLLM gives its memory back before the trainer works, and takes it again afterwards, block by block. One large block
 takes less time than many: 0.01 s instead of the 0.1 s of 183 blocks for the 3B model's weights on one H200
-(docs/log.md). The processes of a host wait for each other at this.
+(docs/log.md). Processes on one host wait for each other here.
 """
 
 import contextlib

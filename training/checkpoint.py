@@ -3,7 +3,7 @@
     python -m training.checkpoint --checkpoint runs/grpo/checkpoint-40 --output exported    # as a model or adapter
 
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
-states of every process, the completions that partial rollouts have not finished, and `state.json` with everything else.
+states of every process, the prompts that partial rollouts have in flight, and `state.json` with everything else.
 Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
 until all have been read (`Saver.wait_until_read`). Host memory holds copies only of what is being written, and of what
 is written last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
@@ -91,25 +91,25 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
         self.thread = ThreadPoolExecutor(1)
         self.pending: tuple[Future[None], int] | None = None  # the write in progress, and its step
-        self.was_read = threading.Event()  # whether that write needs the trained tensors no more
+        self.was_read = threading.Event()  # whether that write no longer needs the trained tensors
         self.save_failed = False  # whether the last requested checkpoint could not be written
 
     def save(
-        self, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, progress: dict[str, Any], wait: bool = False
+        self, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, state: dict[str, Any], wait: bool = False
     ) -> None:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
-        Does nothing if the checkpoint already exists. `progress` holds "step", "best" and everything else that
-        `read_progress` should return. All processes must call this together. An error is printed and sets
+        Does nothing if the checkpoint already exists. `state` holds "step", "best" and everything else that
+        `read_state` should return. All processes must call this together. An error is printed and sets
         `save_failed`, but does not prevent later saves.
         """
         self.wait()
         self.save_failed = False
-        if progress["step"] != self.newest:
+        if state["step"] != self.newest:
             tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
-            state = progress | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
+            state = state | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
             if error := self._missing_space(tensors) or self._start_write(tensors, state):
-                self._report_failure(progress["step"], error)
+                self._report_failure(state["step"], error)
         if wait:
             self.wait()
 
@@ -138,7 +138,7 @@ class Saver:
         return None
 
     def wait_until_read(self) -> None:
-        """Wait until the write in progress needs the trained tensors no more. Call this before they change."""
+        """Wait until the write in progress no longer needs the trained tensors. Call this before they change."""
         if self.pending:
             self.was_read.wait()
 
@@ -326,16 +326,16 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def read_progress(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
 
     Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`.
     """
-    progress = json.loads((folder / "state.json").read_text())
-    _check_settings(folder, progress["config"], json.loads(hide_credentials(json.dumps(config))))
+    state = json.loads((folder / "state.json").read_text())
+    _check_settings(folder, state["config"], json.loads(hide_credentials(json.dumps(config))))
     if (folder / IN_FLIGHT).is_file():
-        progress["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
-    return progress
+        state["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
+    return state
 
 
 def load_checkpoint(

@@ -3,12 +3,15 @@
 Shapes: C completion tokens in one micro-batch. `row_of_token` (C,) numbers the completion of each token 0, 1, …
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+EPSILON = 1e-6  # rewards that differ by less count as equal; also added to standard deviations before dividing
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Loss:
     """A variant of the loss."""
 
     objective: Callable[[Tensor, Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor]]
-    """The objective of each token and whether it was clipped, from logp, log_ratio, advantages, row_of_token (C,)."""
+    """The objective of each token and whether it was clipped; `clipped_objective` names the arguments."""
     average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `grpo.token_weights`
     clip_low: float  # the default of `--clip_low`
     clip_high: float  # the default of `--clip_high`
@@ -114,3 +117,19 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
     ratio = log_ratio.exp()
     is_capped = ratio > cap
     return ratio.masked_fill(is_capped, 0.0) if mode == "sequence_mask" else ratio.clamp(max=cap), is_capped
+
+
+def is_varied(rewards: Tensor) -> Tensor:
+    """Return whether the rewards of each row of `rewards` (P, G) differ, as (P,). NaN rewards do not count.
+
+    A row with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
+    """
+    highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
+    return highest - lowest > EPSILON * rewards.nan_to_num(nan=0.0).abs().amax(1).clamp(min=1)
+
+
+def deviation(rewards: Tensor) -> Tensor:
+    """Return the (P, 1) standard deviations, with n − 1, of the rows of `rewards` (P, G). NaN does not count."""
+    counts = (~rewards.isnan()).sum(1, keepdim=True)
+    centred = rewards - rewards.nanmean(1, keepdim=True)
+    return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()

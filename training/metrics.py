@@ -11,11 +11,10 @@ from torch import Tensor
 
 from common import distributed
 from common.records import Rollout
+from training.losses import deviation, is_varied
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
-EPSILON = 1e-6  # rewards that differ by less count as equal; also added to standard deviations before dividing
 
 
 class Clock:
@@ -67,22 +66,6 @@ def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
     """Join the rewards of several rounds of sampling."""
     parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
     return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)
-
-
-def is_varied(rewards: Tensor) -> Tensor:
-    """Return whether the rewards of each row of `rewards` (P, G) differ, as (P,). NaN rewards do not count.
-
-    A row with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
-    """
-    highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
-    return highest - lowest > EPSILON * rewards.nan_to_num(nan=0.0).abs().amax(1).clamp(min=1)
-
-
-def deviation(rewards: Tensor) -> Tensor:
-    """Return the (P, 1) standard deviations, with n − 1, of the rows of `rewards` (P, G). NaN does not count."""
-    counts = (~rewards.isnan()).sum(1, keepdim=True)
-    centred = rewards - rewards.nanmean(1, keepdim=True)
-    return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
 
 
 def step_metrics(

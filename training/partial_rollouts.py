@@ -15,7 +15,7 @@ Nothing that is drawn is dropped, since dropping what takes long would favour sh
 on more than S steps (`--max_staleness`) after it was sampled: if the rest could not be trained on in time, sampling
 continues until its oldest prompts are whole too.
 
-What is in flight is the same list on every process, so that it can be dealt out again in each round, and is part of a
+What is in flight is the same list on every process, so that it can be assigned anew in each round, and is part of a
 checkpoint.
 """
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnPrompt:
     """A prompt that has been drawn from the stream and not been trained on yet."""
 
     position: int  # in the stream
@@ -47,18 +47,18 @@ class Drawn:
         return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
 
-def saved_state(in_flight: list[Drawn]) -> list[dict[str, Any]]:
+def saved_state(in_flight: list[DrawnPrompt]) -> list[dict[str, Any]]:
     """Return plain lists, numbers and tensors, for a checkpoint."""
     return [asdict(each) for each in in_flight]
 
 
-def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[Drawn]:
+def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[DrawnPrompt]:
     """Return what `saved_state` was given.
 
     Raises UserError if a completion that is to be continued already has `max_length` tokens.
     """
     in_flight = [
-        Drawn(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
+        DrawnPrompt(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
         for each in states
     ]
     unfinished = [len(r.ids) for each in in_flight for r in each.rollouts if not r.finished]
@@ -95,12 +95,12 @@ class StoppingRule:
         return chosen if in_time or all(whole) else None
 
 
-def sample_until_whole(
+def sample_until_enough(
     sample: Callable[[Continuation], list[list[Rollout]]],
-    drawn: list[Drawn],
+    drawn: list[DrawnPrompt],
     local_indices: list[int],
     rule: StoppingRule,
-) -> tuple[list[Drawn], list[Drawn]]:
+) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
     """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
 
     `local_indices` are those of the prompts that this process samples, and `sample` continues their completions.
@@ -136,7 +136,9 @@ def _with_token_counts(new: Rollout, old: Rollout, step: int) -> Rollout:
     return replace(new, tokens_by_step=old.tokens_by_step | ({step: in_step} if tokens else {}))
 
 
-def partial_metrics(rollouts: list[Rollout], in_flight: list[Drawn], step: int, max_staleness: int) -> dict[str, float]:
+def partial_metrics(
+    rollouts: list[Rollout], in_flight: list[DrawnPrompt], step: int, max_staleness: int
+) -> dict[str, float]:
     """Return the share of tokens of each age in steps, over all processes, and how many groups are in flight.
 
     `rollouts` are those that this process trains on, `in_flight` is the same on all processes.

@@ -19,7 +19,7 @@ from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
 from common.records import Prompt, Rollout, Sample
 from data import Processor, encode_prompt, encode_prompts
-from training.partial_rollouts import Drawn
+from training.partial_rollouts import DrawnPrompt
 
 
 class PromptStream:
@@ -54,7 +54,7 @@ class PromptStream:
         text, because a checkpoint holds this dict as JSON."""
 
     def assign_prompts(
-        self, drawn: Sequence[Drawn], generations: int, max_length: int, tensor_parallel: int = 1
+        self, drawn: Sequence[DrawnPrompt], generations: int, max_length: int, tensor_parallel: int = 1
     ) -> list[int]:
         """Return the indices of this process's share of the prompts in `drawn`.
 

@@ -25,10 +25,10 @@ from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, choose_engine, make_engine
-from training.checkpoint import RUN_STATE, Saver, load_checkpoint, read_progress
+from training.checkpoint import RUN_STATE, Saver, load_checkpoint, read_state
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
-from training.partial_rollouts import Drawn, from_saved_state
+from training.partial_rollouts import DrawnPrompt, from_saved_state
 from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
@@ -52,7 +52,7 @@ class Run:
     total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
     step: int = 0  # completed steps
     position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
-    in_flight: list[Drawn] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
+    in_flight: list[DrawnPrompt] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
     clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
     updates: int = 0  # updates of the current step so far, including those skipped
     micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
@@ -61,12 +61,12 @@ class Run:
     skip_reason: str = ""  # why the most recent of these updates was skipped
     eval_due: bool = False  # whether the policy has to be evaluated before the next step
     interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
-    norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 updates
+    norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 effective updates
     features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
 
     @property
     def steps_left(self) -> int:
-        """Number of steps left. Without `max_steps`, every P prompts drawn count as a step, as in verl."""
+        """Number of steps left. Without `max_steps`, every P prompts that are no longer in flight count as one."""
         finished = self.position - len(self.in_flight)
         return self.total_steps - (self.step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
@@ -104,19 +104,19 @@ def set_up(cfg: Config) -> Run:
     folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
-    check_start_is_kept(cfg)
+    check_start_survives(cfg)
     inputs = check_inputs(cfg)
-    progress = check_progress(cfg, inputs.stream, resume) if resume.checkpoint else {}
+    state = check_state(cfg, inputs.stream, resume) if resume.checkpoint else {}
     models = load_models(cfg, inputs, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
-    return restore(cfg, inputs, models, folder, resume, progress)
+    return restore(cfg, inputs, models, folder, resume, state)
 
 
-def check_start_is_kept(cfg: Config) -> None:
-    """Raise UserError if the run starts from what lies in a folder of its output that it deletes or replaces."""
+def check_start_survives(cfg: Config) -> None:
+    """Raise UserError if `--model` or `--adapter` lies in a folder of the output that this run would replace."""
     output = pathlib.Path(cfg.output).resolve()
     for name in ("model", "adapter"):
         start = getattr(cfg, name)
@@ -150,27 +150,28 @@ def check_inputs(cfg: Config) -> Inputs:
     )
     samples = load_split(cfg, cfg.data, cfg.task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
-    eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_repeats=True) if cfg.eval_data else []
+    eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_duplicates=True) if cfg.eval_data else []
+    scorer.check_columns([*samples, *eval_samples])
     longest = cfg.max_prompt_length + cfg.max_completion_length
     return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
 
 
-def check_progress(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
-    """Return the progress of the checkpoint to resume from, with its unfinished completions in "in_flight".
+def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
+    """Return the state of the checkpoint to resume from, with its unfinished completions in "in_flight".
 
     Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
     """
-    progress = read_progress(resume.checkpoint, asdict(cfg) | stream.fingerprint)
-    progress["in_flight"] = from_saved_state(progress.get("in_flight", []), cfg.max_completion_length)
-    if progress["in_flight"]:
+    state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
+    state["in_flight"] = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
+    if state["in_flight"]:
         need = "--resume: the checkpoint's unfinished completions need"
         try:
             cfg.check_stale_tokens(need)
         except ValueError as error:
             raise UserError(str(error)) from None
-        if cfg.max_staleness < (saved := progress["config"].get("max_staleness", 0)):
+        if cfg.max_staleness < (saved := state["config"].get("max_staleness", 0)):
             raise UserError(f"{need} --max_staleness {saved} or more")
-    return progress
+    return state
 
 
 def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
@@ -194,21 +195,21 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
 
 
 def restore(
-    cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan, progress: dict[str, Any]
+    cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan, state: dict[str, Any]
 ) -> Run:
     """Make the optimizer, load the checkpoint to resume from, if any, then prepare the output folder and its log files.
 
-    `progress`: see `check_progress`; empty for a new run. A new run deletes what an earlier run has left in the output
-    folder (`RunFolder.prepare`).
+    `state`: see `check_state`; empty for a new run. A new run deletes what an earlier run has left in the output folder
+    (`RunFolder.prepare`).
     """
     stream = inputs.stream
     total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
     optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
-        load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, progress["scheduler"])
-    stream.lengths = progress.get("lengths", {})
-    resumed_step = progress["step"] if resume.continues_output else None
+        load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, state["scheduler"])
+    stream.lengths = state.get("lengths", {})
+    resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     run = Run(
         cfg=cfg,
@@ -223,14 +224,14 @@ def restore(
         log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
         checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
         total_steps=total_steps,
-        in_flight=progress.get("in_flight", []),
+        in_flight=state.get("in_flight", []),
         eval_due=bool(inputs.eval_samples),
         micro_batch_tokens=models.micro_batch_tokens,
     )
     for name in RUN_STATE:
-        if name in progress:
-            setattr(run, name, progress[name])
-    if progress and progress["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
+        if name in state:
+            setattr(run, name, state[name])
+    if state and state["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
         run.best, run.eval_due = None, True
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run

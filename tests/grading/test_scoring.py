@@ -18,7 +18,7 @@ from common.errors import CallFailed, CallLost, UserError
 from common.records import Rollout, Sample
 from config import RewardFlags
 from evaluation.benchmarks import judge_math
-from grading import answers
+from grading import answers, math_workers
 from grading.sandbox import WorkerPool
 from rewards import Scorer
 from tests.helpers.scripts import ROOT, VECTORS
@@ -179,13 +179,13 @@ def test_no_text_is_two_answers_at_once(answer):
 def test_a_broken_math_verify_stops_the_run_instead_of_scoring_everything_wrong(monkeypatch, tmp_path):
     broken = tmp_path / "math_equal.py"
     broken.write_text("import no_such_module\n")
-    monkeypatch.setattr(rewards, "MATH_EQUAL", f"{broken}:math_equal")
-    rewards._math_workers.cache_clear()
+    monkeypatch.setattr(math_workers, "MATH_EQUAL", f"{broken}:math_equal")
+    math_workers._math_workers.cache_clear()
     try:
         with pytest.raises(UserError, match=r"math-verify does not work here .RuntimeError: .*cannot be loaded"):
             Scorer("math", RewardFlags())
     finally:
-        rewards._math_workers.cache_clear()
+        math_workers._math_workers.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_only_one_pool_of_workers_is_made_however_many_threads_ask(monkeypatch):
         pools.append(WorkerPool(*args))
         return pools[-1]
 
-    monkeypatch.setattr(rewards, "WorkerPool", start_slowly)
-    rewards._math_workers.cache_clear()
+    monkeypatch.setattr(math_workers, "WorkerPool", start_slowly)
+    math_workers._math_workers.cache_clear()
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda i: rewards.same_answer(f"{i}.0", str(i)), range(32)))
-    rewards._math_workers.cache_clear()
+    math_workers._math_workers.cache_clear()
     assert len(pools) == 1
 
 
@@ -474,6 +474,16 @@ def test_rewards_that_cannot_be_used_are_refused_at_the_start(user_file, flag, m
     flag = flag.replace("user:", f"{user_file}:").replace("leaves.py", str(leaves))
     with pytest.raises(UserError, match=rf"--reward .*{message}"):
         Scorer("count", RewardFlags(reward=(flag,)))
+
+
+def test_a_column_that_a_reward_requires_and_a_row_lacks_is_named(tmp_path):
+    (tmp_path / "r.py").write_text("def by_level(completion, answer, level, unit='cm', *rest, **fields): return level\n")
+    scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:by_level",)))
+    complete = Sample("?", "3", [], "a.csv row 1", {"level": 2})
+    scorer.check_columns([complete])
+    for fields in ({}, {"level": None}, {"unit": "m"}):
+        with pytest.raises(UserError, match="--reward by_level: a.csv row 2 has no 'level': add this column, or give"):
+            scorer.check_columns([complete, Sample("?", "3", [], "a.csv row 2", fields)])
 
 
 def test_two_rewards_of_one_name_are_refused_and_the_last_weight_of_one_counts(user_file, tmp_path):

@@ -28,6 +28,7 @@ from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rollout, Sample
 from config import RewardFlags
+from grading import math_workers
 from grading.sandbox import WorkerPool
 from tests.helpers.runs import config, difference, metrics
 from tests.helpers.scripts import ROOT
@@ -744,7 +745,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     def lost(*_):
         raise WorkerLost("its worker process died")
 
-    rewards._math_workers.cache_clear()
+    math_workers._math_workers.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerPool, "call", lost)
         patch.setattr(rewards, "check_math", lambda: None)

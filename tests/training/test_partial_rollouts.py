@@ -26,7 +26,7 @@ from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
-from training.partial_rollouts import Drawn, StoppingRule, from_saved_state, partial_metrics, saved_state
+from training.partial_rollouts import DrawnPrompt, StoppingRule, from_saved_state, partial_metrics, saved_state
 from training.run import resolve_loss
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
@@ -73,8 +73,8 @@ def sampled(lengths_by_step: dict[int, int], extra: int = 0, finished: bool = Tr
 def test_ages_are_counted_in_steps():
     """By hand, in step 7: 20 tokens of this step, 10 of the last, 5 and 1 of earlier ones, and 4 without a record."""
     rollouts = [sampled({6: 10, 7: 12}), sampled({3: 1, 5: 5, 7: 8}), sampled({}, extra=4)]
-    waiting = Drawn(0, 6, (rollouts[0],))
-    unfinished = Drawn(1, 6, (rollouts[0], sampled({6: 3}, finished=False)))
+    waiting = DrawnPrompt(0, 6, (rollouts[0],))
+    unfinished = DrawnPrompt(1, 6, (rollouts[0], sampled({6: 3}, finished=False)))
     got = partial_metrics(rollouts, [waiting, unfinished, unfinished], step=7, max_staleness=2)
     shares = {f"partial/tokens_of_age_{age}": pytest.approx(tokens / 40) for age, tokens in enumerate((24, 10, 6))}
     assert got == shares | {"partial/groups_waiting": 1, "partial/groups_unfinished": 2}
@@ -82,7 +82,7 @@ def test_ages_are_counted_in_steps():
 
 def test_an_unfinished_completion_needs_room_for_a_token():
     unfinished, finished = sampled({0: 9}, finished=False), sampled({0: 10})
-    in_flight = [Drawn(3, 1, (finished, unfinished))]
+    in_flight = [DrawnPrompt(3, 1, (finished, unfinished))]
     (restored,) = from_saved_state(saved_state(in_flight), max_length=10)
     assert (restored.position, restored.step, restored.is_whole) == (3, 1, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}]
@@ -152,7 +152,7 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
     sample = Sample("How many?", "1", [], "a")
     scored = ScoredGroup(sample, prompts[0], rollouts, [Rewards(1.0, 1.0), Rewards(0.0, 0.0)], 0)
     groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]), step=1)
-    assert [completion.stale for completion in groups[0].completions] == [16, 16]
+    assert [completion.num_stale for completion in groups[0].completions] == [16, 16]
     batch = pack(groups)
     logp, _ = policy(batch)
     loss, stats = grpo.batch_loss(cfg, batch, logp)

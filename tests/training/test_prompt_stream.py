@@ -11,7 +11,7 @@ from common import distributed
 from common.errors import StepFailed, UserError
 from data import encode_prompt, encode_prompts, load_processor, load_samples
 from training import prompt_stream
-from training.partial_rollouts import Drawn
+from training.partial_rollouts import DrawnPrompt
 from training.prompt_stream import PromptStream, _epoch_order, prompt_seed, row_at
 
 
@@ -92,7 +92,7 @@ def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
     assigned = []
     for rank in range(4):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        assigned.append(stream.assign_prompts([Drawn(i, 0) for i in range(6)], 8, 100, tensor_parallel=2))
+        assigned.append(stream.assign_prompts([DrawnPrompt(i, 0) for i in range(6)], 8, 100, tensor_parallel=2))
     assert sorted(i for indices in assigned for i in indices) == list(range(6))
     assert len(assigned[0] + assigned[1]) == len(assigned[2] + assigned[3]) == 3
 
