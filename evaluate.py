@@ -21,7 +21,7 @@ import torch
 
 from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
-from common.files import atomic_write, lock_file
+from common.files import atomic_write, lock_file, release_locks
 from common.records import Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
@@ -329,6 +329,7 @@ def main(cfg: Config) -> None:
         baseline_results = judge(baseline_samples, baseline_outputs)
     if console.is_main():
         write_results(cfg, samples, results, baseline_results)
+    release_locks()
     distributed.barrier()
 
 

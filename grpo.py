@@ -29,6 +29,7 @@ from torch import Tensor
 
 from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
+from common.files import release_locks
 from common.records import Completion, Group, Prompt, Sampling, ScoredGroup
 from evaluation.held_out import score_policy
 from packing import PackedBatch
@@ -592,8 +593,11 @@ def evaluate_policy(run: Run) -> dict[str, float]:
 
 def main(cfg: Config) -> None:
     run = set_up(cfg)
-    with run.log:
-        train(run)
+    try:
+        with run.log:
+            train(run)
+    finally:
+        release_locks()  # that of the output folder
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import IO
 from common import console
 from common.errors import UserError
 
-_locked_files: weakref.WeakValueDictionary[Path, IO[str]] = weakref.WeakValueDictionary()  # locks held by this process
+_locked_files: dict[Path, IO[str]] = {}  # the locks that this process holds
 
 
 def git_commit() -> str | None:
@@ -87,7 +86,7 @@ def flush(path: Path) -> None:
 
 
 def lock_file(path: Path, in_use: str) -> IO[str]:
-    """Lock the file `path` for this process and return it open. Closing the file or ending the process unlocks it.
+    """Lock the file `path` until this process ends or calls `release_locks`, and return it open.
 
     Programs that this process starts do not inherit the lock. The file records who holds the lock. On a file system
     without locks, this record decides: a record of this machine counts until its process ends, and a record of another
@@ -137,7 +136,7 @@ def _may_run(holder: str) -> bool:
 @atexit.register
 def release_locks() -> None:
     """Release the locks of this process and clear their records, which matter on a file system without locks."""
-    for file in list(_locked_files.values()):
+    for file in _locked_files.values():
         with contextlib.suppress(OSError):
             file.truncate(0)
             file.close()
@@ -146,7 +145,7 @@ def release_locks() -> None:
 
 def _forget_locks() -> None:
     """Close the locked files in a forked process, which might otherwise hold the locks longer than this process."""
-    for file in list(_locked_files.values()):
+    for file in _locked_files.values():
         file.close()
     _locked_files.clear()
 

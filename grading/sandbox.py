@@ -169,7 +169,7 @@ def _load_or_explain(name: str) -> Callable:
 
 def _describe(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:300]
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]  # one line
     except Exception:  # noqa: BLE001 - its own method raised
         return type(error).__name__
 

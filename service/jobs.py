@@ -41,6 +41,8 @@ TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\
 DATABASE = "service.sqlite"
 MAX_LOG_BYTES = 100_000  # how much of the end of a job's log is shown
 HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt starts
+SAYS_WHY = re.compile("^error:|Error|out of|could not be written|with --resume$|there is no checkpoint$")
+"""Finds the last line of a job that ended itself."""
 _parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -342,9 +344,10 @@ class Store:
         last = lines[-1].strip()[-300:] if lines else ""
         if "No space left" in "\n".join(lines[-20:]):
             return "the disk is full; free some space, then resume from the last checkpoint"
-        if last.startswith("error:") or "Error" in last or "out of" in last:
+        if SAYS_WHY.search(last):
             skipped = [line for line in lines if line.startswith("skipped:")]
-            reason = "; ".join([last.removeprefix("error: "), *skipped[-1:]])[:600]
+            reason = re.sub("^error: |: [a-z ]+ with --resume$", "", last)
+            reason = "; ".join([reason, *skipped[-1:]])[:600]
             return reason.replace(str(self.zip_path(job.file_id)), "the data set").replace(f"{self.folder}/", "")
         step = self.progress(job)["current_step"]
         return f"the training process was killed at step {step}; resume continues from the last checkpoint"

@@ -207,9 +207,12 @@ def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model,
     with pytest.raises(UserError, match="final' would be replaced by this run: choose another --output"):
         grpo.main(config(str(tmp_path / "final"), shapes, tmp_path, overwrite=True))
     assert (tmp_path / "final" / "model.safetensors").is_file()
-    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1))
+    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1, report_every=1))
     assert not (tmp_path / "checkpoint-4").exists()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "completions.html").is_file()
+    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1, report_every=0))
+    assert not (tmp_path / "completions.html").exists(), "it would show another run"
 
 
 def test_two_processes_make_the_same_run(tiny_model, shapes, tmp_path):

@@ -362,7 +362,7 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
     changes = {
         name: f"{name} was {old[name]}, is {new[name]}"
         for name in new
-        if name in names and not _is_same(old[name], new[name])
+        if name in names and not is_same_setting(old[name], new[name])
     }
     if conflicts := [change for name, change in changes.items() if name in MUST_MATCH]:
         raise UserError(
@@ -373,10 +373,12 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
         console.log(f"settings changed since the checkpoint: {', '.join(changes.values())}")
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    """Return whether two values of a setting are equal, or two spellings of the same path."""
-    is_path = isinstance(old, str) and isinstance(new, str) and os.path.exists(new)
-    return old == new or (is_path and os.path.realpath(old) == os.path.realpath(new))
+def is_same_setting(old: Any, new: Any) -> bool:
+    """Return whether a saved setting equals a new one, or is the same path or URL in another spelling."""
+    if not (isinstance(old, str) and isinstance(new, str)):
+        return old == new
+    is_same_path = os.path.exists(new) and os.path.realpath(old) == os.path.realpath(new)
+    return is_same_path or old == hide_credentials(new)
 
 
 def _load_tensors(folder: Path, policy: Policy, optimizer: Optimizer) -> None:

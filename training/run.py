@@ -25,7 +25,7 @@ from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, choose_engine, make_engine
-from training.checkpoint import RUN_STATE, Saver, load_checkpoint, read_state
+from training.checkpoint import RUN_STATE, Saver, is_same_setting, load_checkpoint, read_state
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
 from training.partial_rollouts import DrawnPrompt, from_saved_state
@@ -231,7 +231,9 @@ def restore(
     for name in RUN_STATE:
         if name in state:
             setattr(run, name, state[name])
-    if state and state["config"].get("eval_data") != cfg.eval_data:  # the best score was that of other rows
+    if state and not is_same_setting(
+        state["config"].get("eval_data"), cfg.eval_data
+    ):  # the best score is of other rows
         run.best, run.eval_due = None, True
     run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run

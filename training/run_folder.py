@@ -69,7 +69,7 @@ class RunFolder:
         return distributed.all_gather(plan)[0]
 
     def _lock(self) -> None:
-        """Lock the folder until this object is deleted or the process ends. Raises UserError if another run has it.
+        """Lock the folder until the process ends. Raises UserError if another run has it.
 
         After a restart, wait for a while: the processes of the previous start may not have ended yet.
         """

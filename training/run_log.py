@@ -56,6 +56,9 @@ class RunLog:
             for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
                 atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed_step]))
+            if resumed_step is None:  # of an earlier run
+                for name in ("curves.png", "completions.html"):
+                    (self.folder / name).unlink(missing_ok=True)
             settings = hide_credentials(json.dumps(config | launch, indent=1))
             atomic_write(self.folder / "config.json", settings + "\n")
         except OSError as error:

@@ -747,6 +747,22 @@ def test_a_folder_in_which_another_evaluation_writes_is_refused(tmp_path):
         other.communicate(b"\n")
 
 
+def test_a_folder_is_locked_as_long_as_the_evaluation_runs(tmp_path, monkeypatch):
+    saved = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}])
+    other = "import pathlib, sys; from common.files import lock_file; lock_file(pathlib.Path(sys.argv[1]), 'refused')"
+    attempts = []
+
+    def start_another(*args):
+        command = [sys.executable, "-c", other, tmp_path / "o" / "evaluation.lock"]
+        attempts.append(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False))
+        return write_results(*args)
+
+    write_results = evaluate.write_results
+    monkeypatch.setattr(evaluate, "write_results", start_another)
+    evaluate.main(Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "o")))
+    assert f"UserError: refused (pid {os.getpid()}" in attempts[0].stderr
+
+
 def test_an_evaluation_in_4_bits_is_not_resumed_in_another_precision():
     four_bit, other = (Config(model="m", adapter="a", data="rows", load_in_4bit=each) for each in (True, False))
     assert evaluate.resume_key(four_bit, []) != evaluate.resume_key(other, [])

@@ -271,6 +271,9 @@ def spin():
     while True: 10 ** 100000
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def leave(): sys.exit(3)
+def tell():
+    raise ValueError('first\\n  second')
+
 def fail(): raise KeyError("nothing")
 def child(x):
     import subprocess
@@ -300,6 +303,7 @@ def test_workers_outlive_whatever_a_call_does(workers):
         ("die", CallLost, "its process died"),
         ("leave", CallFailed, "SystemExit: 3"),
         ("fail", CallFailed, "KeyError: 'nothing'"),
+        ("tell", CallFailed, "ValueError: first second$"),
         ("odd", CallFailed, "cannot be pickled"),
     ]:
         with pytest.raises(kind, match=message):
@@ -477,12 +481,16 @@ def test_rewards_that_cannot_be_used_are_refused_at_the_start(user_file, flag, m
 
 
 def test_a_column_that_a_reward_requires_and_a_row_lacks_is_named(tmp_path):
-    (tmp_path / "r.py").write_text("def by_level(completion, answer, level, unit='cm', *rest, **fields): return level\n")
+    (tmp_path / "r.py").write_text(
+        "def by_level(completion, answer, level, unit='cm', *rest, **fields): return level\n"
+    )
     scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:by_level",)))
     complete = Sample("?", "3", [], "a.csv row 1", {"level": 2})
     scorer.check_columns([complete])
     for fields in ({}, {"level": None}, {"unit": "m"}):
-        with pytest.raises(UserError, match="--reward by_level: a.csv row 2 has no 'level': add this column, or give"):
+        with pytest.raises(
+            UserError, match=r"--reward by_level: a\.csv row 2 has no 'level': add this column, or give"
+        ):
             scorer.check_columns([complete, Sample("?", "3", [], "a.csv row 2", fields)])
 
 

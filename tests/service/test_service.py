@@ -407,6 +407,33 @@ def test_tracebacks_of_any_rank_stay_in_the_log(tmp_path):
     assert store.log("a") == "one\n[rank0]: OSError: full\nOSError: b\ntwo\n"
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (
+            "step 5: 3 skipped updates in a row (gradient norm nan); checkpoint-5 is complete: continue with --resume",
+            "step 5: 3 skipped updates in a row (gradient norm nan); checkpoint-5 is complete",
+        ),
+        (
+            "step 1: {folder}/jobs/a/x.png cannot be read; there is no checkpoint",
+            "step 1: jobs/a/x.png cannot be read; there is no checkpoint",
+        ),
+        ("error: no data at 'nowhere'", "no data at 'nowhere'"),
+        (
+            "step 3/8  reward 0.5",
+            "the training process was killed at step 0; resume continues from the last checkpoint",
+        ),
+    ],
+)
+def test_the_end_of_the_log_says_why_a_job_failed(tmp_path, end, reason):
+    store = Store(str(tmp_path))
+    job = Job("a", "a", "f", "m", {}, "training", 8, "", 0.0, attempt=1)
+    store.job_folder("a").mkdir()
+    log = f"--- attempt 1 ---\nstep 2/8  reward 0.4\n{end.format(folder=store.folder)}\n"
+    (store.job_folder("a") / "log.txt").write_text(log)
+    assert store._failure_reason(job) == reason
+
+
 def test_a_full_disk_is_reported(tmp_path, tiny_model, archive):
     folder = tmp_path / "small"
     folder.mkdir()

@@ -30,7 +30,7 @@ from policy.optimizer import ShardAdamW
 from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, run_folder
-from training.checkpoint import Saver
+from training.checkpoint import Saver, is_same_setting
 from training.run_folder import RunFolder, verify_checkpoint
 
 SLOW = pytest.mark.slow
@@ -225,6 +225,25 @@ def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatc
         "checkpoint-5",
     ]
     assert json.loads((tmp_path / "checkpoint-5" / "state.json").read_text())["best"] == {"step": 1, "score": 0.9}
+
+
+def test_the_best_is_kept_when_the_same_held_out_rows_are_spelled_otherwise(tiny_model, shapes, tmp_path, monkeypatch):
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    output = tmp_path / "run"
+    grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
+    same = os.path.relpath(shapes)
+    grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=same, resume="newest", **flags))
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=shapes, resume="newest", **flags))
+    assert next(scores) == 0.4, "a finished run is not evaluated again"
+
+
+def test_urls_with_credentials_are_compared_without_them():
+    assert is_same_setting("http://***@host/rows", "http://me:secret@host/rows")
+    assert not is_same_setting("http://***@host/rows", "http://me:secret@other/rows")
+    assert is_same_setting(None, None) and not is_same_setting("rows", None)
 
 
 def test_the_best_of_other_held_out_rows_is_forgotten(tiny_model, shapes, tmp_path, monkeypatch):
