@@ -159,6 +159,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
     cfg, run.clock, run.updates = run.cfg, Clock(), 0
+    is_partial = cfg.oversample > 1 or run.in_flight  # a run resumed without the flag still trains on what is in flight
     raise_if_interrupted(run)  # a signal may have come during an evaluation or a save: do not sample first
     with run.clock("sync"):
         run.engine.wake_up()
@@ -186,9 +187,9 @@ def train_step(run: Run) -> dict[str, float]:
     freeze_garbage_collector()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     metrics = step_metrics(rollouts, all_rewards, updates, run.clock) | {"lr": run.scheduler.get_last_lr()[0]}
-    return metrics | (
-        partial_metrics(rollouts, run.in_flight, run.step, cfg.max_staleness) if cfg.oversample > 1 else {}
-    )
+    if is_partial:
+        metrics |= partial_metrics(rollouts, run.in_flight, run.step, cfg.max_staleness)
+    return metrics
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

@@ -245,6 +245,7 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
     grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
+    assert metrics(tmp_path)[1]["partial/tokens_of_age_1"] > 0
     with pytest.raises(UserError, match=r"an unfinished completion .* has \d+ tokens: set --max_completion_length"):
         grpo.main(
             config(
