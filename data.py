@@ -309,7 +309,7 @@ def validate_rows(
     kept = list(first.values()) if drop_duplicates else good
     usable = {sample.source_index for sample in kept}
     if empty := ", ".join(spec for index, spec in enumerate(data_sets(data)) if index not in usable):
-        raise UserError(f"{empty}: no usable row")
+        raise UserError(f"{empty}: no usable row" + ("" if len(kept) == len(good) else " that no other row repeats"))
     if duplicates:
         action = "left out" if drop_duplicates else "kept"
         if not (skip_bad_rows or keep_duplicates):

@@ -46,6 +46,7 @@ from evaluation.metrics import (
 )
 from grading.math_workers import check_math
 from grading.verifier import Verifier, make_verifier
+from inputs.images import modified
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
@@ -270,7 +271,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
         key["template"] = pathlib.Path(cfg.template).read_text(encoding="utf-8-sig")
     digest = hashlib.sha1()
     for sample in samples:
-        images = [str(image) for image in sample.images]  # the repr of a Cell holds an address, new in every process
+        images = [(str(image), modified(image)) for image in sample.images]  # the repr of a Cell holds an address
         digest.update(repr((sample.source, sample.prompt, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
@@ -346,7 +347,7 @@ def write_results(
     folder, (scores, predictions) = pathlib.Path(cfg.output), results
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     scores = {name: value for name, value in sources.items() if value is not None} | scores
-    matched, comparison = [], {}
+    scored, comparison = [], {}
     if baseline_results:
         baseline_scores, baseline_predictions = baseline_results
         matched = pair_predictions(cfg.benchmark, baseline_predictions, predictions)
@@ -357,11 +358,12 @@ def write_results(
         comparison = {"baseline": baseline_scores, "paired": score_difference(cfg.benchmark, scored)}
         _write_predictions(folder / "baseline", baseline_scores, baseline_predictions)
     _write_predictions(folder, scores | comparison, predictions)
+    (folder / "completions.html").unlink(missing_ok=True)  # of an earlier comparison
     draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
     print(format_table(scores, **comparison))
     if baseline_results:
-        lost, won = write_differences(folder, scores, matched, {sample.source: sample for sample in samples})
+        lost, won = write_differences(folder, scores, scored, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
     print(f"{folder}/scores.json, {folder}/scores.png")
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from common import cli
-from common.errors import RunStopped
+from common.errors import RunStopped, UserError
 
 T = TypeVar("T")
 OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
@@ -222,6 +222,17 @@ def raise_first_error(error: str | None, exception: type[Exception]) -> None:
     """Raise `exception` on every process with the first error message of any process, if there is one."""
     if first := first_error(error):
         raise exception(first)
+
+
+@contextlib.contextmanager
+def shared_errors(exception: type[Exception] = UserError) -> Iterator[None]:
+    """Raise a UserError of one process on every process, as `exception`. All processes must come here together."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    raise_first_error(message, exception)
 
 
 def gather_shards(local_items: list[T]) -> list[T]:

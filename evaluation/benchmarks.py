@@ -164,11 +164,11 @@ def normalise_mathvista(answer: str, row: Row) -> str | None:
     if choices := choices_of(row):
         return _match_choice(answer, choices)
     if row["answer_type"] == "list":
-        return answer.strip()
+        return answer.strip() or None
     number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}|\\[()]", "", answer).strip()
     match = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
     if not match:
-        return answer.strip() if row["answer_type"] == "text" else None
+        return (answer.strip() or None) if row["answer_type"] == "text" else None
     value = float(match[0].replace("−", "-"))
     if not math.isfinite(value):
         return None
@@ -366,7 +366,7 @@ def subset_value(name: str, row: Row, column: str) -> str | None:
     value = row.get(column)
     if value is None and isinstance(row.get("metadata"), dict):
         value = row["metadata"].get(column)
-    return None if value is None else str(value).strip()
+    return None if value is None or value != value else str(value).strip() or None  # NaN is an empty cell, too
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------

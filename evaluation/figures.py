@@ -25,6 +25,7 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None) -> No
     labels = [f"{column} {name} ({parts[column][name]['n']})" for column, name in subsets]
     if not is_mme:
         labels.insert(0, "all")
+    labels = [label.encode(errors="replace").decode()[:80] for label in labels]  # it may hold half of a surrogate pair
     labels = [label.replace("$", r"\$") for label in labels]  # matplotlib would read mathematics between two of them
     positions = np.arange(len(labels))
     figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * len(labels)), layout="constrained")

@@ -86,15 +86,12 @@ def sample_rows(
     chunk = CHUNK * distributed.world_size()
     for start in console.progress(range(len(outputs), len(samples), chunk), "evaluating", unit="chunk"):
         local_rows = distributed.shard(list(enumerate(samples))[start : start + chunk])
-        prompts, error = [], None
-        try:
+        with distributed.shared_errors():
             prompts = encode_prompts([sample for _, sample in local_rows], processor)
-        except UserError as problem:
-            error = str(problem)
-        distributed.raise_first_error(error, UserError)
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
         sampling = Sampling(flags.n, flags.max_tokens, flags.temperature, flags.top_p)
-        groups = engine.generate(prompts, seeds, sampling)
+        with distributed.shared_errors():  # vLLM's checks of the prompts
+            groups = engine.generate(prompts, seeds, sampling)
         local_outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],

@@ -217,7 +217,8 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
     """Pair the predictions of two models for the same row.
 
     Two rows are the same when their columns match and, if all predictions record their images, the images match too.
-    Duplicate rows are paired in order, or left out when their number differs between the two models.
+    Duplicate rows are paired in order, or left out when their number differs between the two models. A question of MME
+    is left out if the other question about its image has no pair.
     """
     columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
@@ -229,7 +230,11 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
         for rows in (before, after)
     )
     matched = [(groups_before.get(key, []), rows) for key, rows in groups_after.items()]
-    return [pair for old, new in matched if len(old) == len(new) for pair in zip(old, new)]
+    pairs = [pair for old, new in matched if len(old) == len(new) for pair in zip(old, new)]
+    if name != "mme":
+        return pairs
+    images = [(after["category"], str(after["question_id"])) for _, after in pairs]
+    return [pair for pair, image in zip(pairs, images) if images.count(image) == 2]
 
 
 def score_difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NO_KEY = "none"  # passed if there is no key, because the client requires one
 MAX_REPLY = 1_000_000  # bytes of an HTTP reply; a verdict takes less than 20,000
+MAX_REPLY_TOKENS = 2048  # with the thinking
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
 INSTRUCTION = (
     'You compare a candidate answer with the reference answer of a question. Reply "Correct" when the candidate states '
@@ -78,9 +79,11 @@ def parse_verdict(reply: str) -> bool | None:
     return match[1].lower() == "correct" if match else None
 
 
-def parse_extraction(reply: str) -> str:
-    """Return the final answer in an extractor's reply, or "" if the reply is "none"."""
+def parse_extraction(reply: str) -> str | None:
+    """Return the final answer in an extractor's reply, "" if the reply is "none", or None if it holds no answer."""
     text = outside_thinking(reply).strip(" \t\r\n«».`*\"'")
+    if not text or "<think>" in text:  # the thinking was cut off
+        return None
     return "" if text.lower() == "none" else text
 
 
@@ -104,10 +107,12 @@ class ReplyCache:
     """Verifier replies in an SQLite file, shared by processes and runs. ":memory:" keeps them in this process."""
 
     def __init__(self, path: str):
+        self.failed = False  # whether a reply could not be written
         try:
             pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.table = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
             self.table.execute("CREATE TABLE IF NOT EXISTS replies (question TEXT PRIMARY KEY, reply TEXT)")
+            self.table.execute("PRAGMA user_version = 1")  # fails if the file cannot be written
         except (sqlite3.Error, OSError) as error:
             raise UserError(f"--judge_cache {path!r} cannot be opened ({error}): name another file") from None
 
@@ -116,7 +121,13 @@ class ReplyCache:
         return row[0] if row else None
 
     def put(self, question: str, reply: str) -> None:
-        self.table.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (question, reply))
+        """Keep a reply. If the disk is full, say so once: the reply counts, but will be asked for again."""
+        try:
+            self.table.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (question, reply))
+        except sqlite3.Error as error:
+            if not self.failed:
+                console.log(f"note: the judge's replies cannot be cached ({error})")
+            self.failed = True
 
 
 def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
@@ -228,19 +239,24 @@ class Verifier:
                 return None
             self.failures += 1  # reset to 0 once a request succeeds
             create = self.client.chat.completions.with_raw_response.create
-            completion = await self._call(create, model=self.model, messages=messages, temperature=0, max_tokens=2048)
+            completion = await self._call(
+                create, model=self.model, messages=messages, temperature=0, max_tokens=MAX_REPLY_TOKENS
+            )
         try:
-            reply = completion["choices"][0]["message"]["content"]
+            choice = completion["choices"][0]
+            reply = choice["message"]["content"]
         except (LookupError, TypeError):  # the response does not follow the API
             reply = None
         if not isinstance(reply, str):
             raise ValueError(f"{self.url} sent a response without text: {str(completion)[:80]!r}")
         self.failures = 0
+        if choice.get("finish_reason") == "length":
+            raise ValueError(f"its reply was cut off at {MAX_REPLY_TOKENS} tokens: {reply[:80]!r}")
         answer = parse(reply)
         if answer is None:
-            raise ValueError(f"it replied {reply[:80]!r}, which is not a verdict")
-        if reply:
-            self.cache.put(key, reply)
+            expected = "a verdict" if parse is parse_verdict else "an answer"
+            raise ValueError(f"it replied {reply[:80]!r}, which is not {expected}")
+        self.cache.put(key, reply)
         return answer
 
     async def _call(self, request: Callable, **arguments: Any) -> Any:

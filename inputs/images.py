@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 from common.records import Cell, ImageSource
 
 DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, RuntimeError, struct.error)
-DECODER_ERRORS += (Image.DecompressionBombError,)
+DECODER_ERRORS += (AssertionError, LookupError, ArithmeticError, Image.DecompressionBombError)
 UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; the values 5 to 8 swap width and height
 TURNS = {  # orientation -> how to turn the image upright
@@ -37,6 +37,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other p
 max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
 PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel of each colour type
+PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"sBIT", b"tIME", b"bKGD")
+MAX_FILTER = 4  # PNG's filters are numbered 0 to 4
 INTERLACED = ((0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1))
 BAND = 256  # number of pixel rows that are rescaled at a time
 
@@ -65,12 +67,12 @@ def decode_image(source: ImageSource) -> Image.Image:
         # `ImageOps.exif_transpose` would also write the EXIF data again, which fails if one of its tags is damaged.
         turn = TURNS.get(image.getexif().get(ORIENTATION))
         image = image if turn is None else image.transpose(turn)
-    if image.mode in ("F", "I") or image.mode.startswith("I;"):
-        image = _rescale(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+        if image.mode in ("F", "I") or image.mode.startswith("I;"):
+            image = _rescale(image)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
 
 
 def _rescale(image: Image.Image) -> Image.Image:
@@ -91,47 +93,58 @@ def _rescale(image: Image.Image) -> Image.Image:
 def check_image(source: ImageSource) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
-    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing. Unpacking takes less
-    memory than decoding. JPEG is decoded at an eighth of its size, but every byte is read. Other formats are decoded in
-    full.
+    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing or damaged. Unpacking
+    takes less time and memory than decoding, which is left to PNGs with a palette or metadata. JPEG is decoded at an
+    eighth of its size, but every byte is read. Other formats are decoded in full.
     """
     content = read_source(source)
     with _readable():
         image = _open(content)
         width, height = image.size
-        swapped = "exif" in image.info and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-        if image.format == "PNG" and not isinstance(content, Image.Image):
+        if is_png := image.format == "PNG" and not isinstance(content, Image.Image):
             image.verify()
             with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
-                _check_png_rows(file)
+                is_plain = _check_png_rows(file)
         else:
             image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
             image.load()
-    return (width, height) if swapped else (height, width)
+            if image.getexif().get(ORIENTATION) in (5, 6, 7, 8):
+                width, height = height, width
+    if is_png and not is_plain:
+        width, height = decode_image(content).size
+    return height, width
 
 
-def _check_png_rows(file: BinaryIO) -> None:
+def _check_png_rows(file: BinaryIO) -> bool:
     """Unpack the data of a PNG without keeping it. Raises ValueError if rows are missing (PNG specification, 7 to 10).
 
-    Pillow leaves missing rows black if the compressed stream ends early but correctly.
+    Pillow leaves missing rows black if the compressed stream ends early but correctly. Returns whether this was all
+    that could be wrong: whether the PNG has neither a palette, nor metadata, nor interlaced rows.
     """
     file.seek(16)  # skip the signature, and the size and name of the first chunk
     width, height, depth, colour, interlaced = struct.unpack(">IIBBxxB", file.read(13))
     passes = INTERLACED if interlaced else ((0, 1, 0, 1),)
     sizes = [(len(range(x, width, dx)), len(range(y, height, dy))) for y, dy, x, dx in passes]
     bits = depth * PNG_CHANNELS[colour]
-    missing = sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w)  # each row starts with a byte for its filter
+    row_bytes = 1 + -(-width * bits // 8)  # each row starts with a byte for its filter
+    size = sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w)
+    is_plain, unpacked = colour != 3 and not interlaced, 0
     file.seek(8)
     stream = zlib.decompressobj()
-    while missing > 0 and len(head := file.read(8)) == 8:
+    while len(head := file.read(8)) == 8:
         length, name = struct.unpack(">I4s", head)
         data = file.read(length)
         file.seek(4, io.SEEK_CUR)  # skip the checksum
-        while name == b"IDAT" and data and missing > 0:
-            missing -= len(stream.decompress(data, 2**20))
+        is_plain = is_plain and name in PLAIN_CHUNKS
+        while name == b"IDAT" and data and unpacked < size:
+            part = stream.decompress(data, 2**20)[: size - unpacked]
+            if is_plain and max(part[-unpacked % row_bytes :: row_bytes], default=0) > MAX_FILTER:
+                raise ValueError("a row has an unknown filter")
+            unpacked += len(part)
             data = stream.unconsumed_tail
-    if missing > 0:
+    if unpacked < size:
         raise ValueError("its data ends before its last row")
+    return is_plain
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
@@ -147,6 +160,15 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
         raise ValueError("it has neither bytes nor a path")
     with _readable():
         return source.read_bytes() if isinstance(source, zipfile.Path) else source
+
+
+def modified(source: ImageSource) -> int | str | None:
+    """Return what changes when the file of an image that is not in memory does: its time, or the name of its table."""
+    if isinstance(source, Cell):
+        return str(source.table.cache_files)
+    if isinstance(source, zipfile.Path):
+        source = source.root.filename
+    return os.stat(source).st_mtime_ns if isinstance(source, str | pathlib.Path) and os.path.exists(source) else None
 
 
 @contextlib.contextmanager

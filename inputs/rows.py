@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from common import console, hub
+from common.console import hide_credentials
 from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Sample
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # imported only where it is used: the import takes a second, 
 
 MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
 MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited because images are decoded from memory
+GROUP_BYTES = 2**28  # size of a row group of a Parquet file; above 2 GiB, images cannot be read again
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
@@ -351,7 +353,7 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
     if not isinstance(image, str):
         return image
     if re.match("(?i)https?://", image):
-        raise RowError(f"images are not downloaded: save {image[:200]} as a file")
+        raise RowError(f"images are not downloaded: save {hide_credentials(image[:200])} as a file")
     return locate(urllib.parse.unquote(image[7:]) if image.lower().startswith("file://") else image)
 
 
@@ -628,7 +630,8 @@ def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
     names = dict.fromkeys(name for row in rows for name in row)  # pyarrow would take those of the first row only
     try:
         table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
-        parquet.write_table(table, path)
+        rows_per_group = max(1, int(GROUP_BYTES / max(table.nbytes, 1) * len(rows)))
+        parquet.write_table(table, path, row_group_size=rows_per_group)
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise UserError(f"{path.name.removesuffix('.partial')}: {error}: write NAME.jsonl instead") from None
 

@@ -99,13 +99,9 @@ class PromptStream:
         started = {position: future for position, future in self.prefetched.items() if not future.cancel()}
         self.prefetched = {}
         missing = [position for position in positions if position not in started]
-        prompts, error = [], None
-        try:
+        with distributed.shared_errors(StepFailed):
             encoded = dict(zip(missing, encode_prompts(self.rows(missing), self.processor)))
             prompts = [started[each].result() if each in started else encoded[each] for each in positions]
-        except UserError as failure:
-            error = str(failure)
-        distributed.raise_first_error(error, StepFailed)
         for position, prompt in zip(positions, prompts):
             prompt.expected_length = self.lengths.get(str(self.row_at(position)), 0.0)
         return prompts

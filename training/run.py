@@ -171,6 +171,8 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
             raise UserError(str(error)) from None
         if cfg.max_staleness < (saved := state["config"].get("max_staleness", 0)):
             raise UserError(f"{need} --max_staleness {saved} or more")
+        if cfg.tensor_parallel > 1:
+            raise UserError(f"{need} --tensor_parallel 1: train on them first")
     return state
 
 

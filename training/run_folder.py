@@ -57,15 +57,12 @@ class RunFolder:
         damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run uses the
         folder, if there is no checkpoint, or if the requested checkpoint is damaged.
         """
-        plan = error = None
-        if console.is_main():
-            try:
+        plan = None
+        with distributed.shared_errors():
+            if console.is_main():
                 if os.path.exists(self.path / LOCK):  # a run that may still be refused must not write into a new folder
                     self._lock()
                 plan = self._plan_resume(requested)
-            except UserError as exception:
-                error = str(exception)
-        distributed.raise_first_error(error, UserError)
         return distributed.all_gather(plan)[0]
 
     def _lock(self) -> None:
@@ -130,15 +127,11 @@ class RunFolder:
         checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
         process if another run has started in the folder since `plan_resume`.
         """
-        error = None
-        if console.is_main() and not self.lock:
-            try:
+        with distributed.shared_errors():
+            if console.is_main() and not self.lock:
                 if (self.path / LOCK).exists():
                     raise UserError(f"another run has started in {str(self.path)!r}: choose another --output")
                 self._lock()
-            except UserError as exception:
-                error = str(exception)
-        distributed.raise_first_error(error, UserError)
         if not console.is_main():
             return
         for leftover in [path for path in self.path.glob("*.partial") if WRITTEN.fullmatch(path.name)]:

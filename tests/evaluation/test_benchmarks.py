@@ -6,10 +6,13 @@ import json
 import os
 import pathlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -18,6 +21,7 @@ import evaluate
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Cell, Sample
+from config import VerifierFlags
 from data import load_processor
 from evaluate import Config, read_predictions
 from evaluation import lmms_eval
@@ -34,8 +38,9 @@ from evaluation.benchmarks import (
     normalise_mathvista,
 )
 from evaluation.held_out import open_progress
-from evaluation.metrics import format_table, pair_predictions, summarise_benchmark
+from evaluation.metrics import format_table, pair_predictions, score_difference, summarise_benchmark
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
+from grading.verifier import ReplyCache, Verifier
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
 VISTA = dict(question="q", choices=None, unit=None, precision=None, answer_type="text", question_type="free_form")
@@ -292,6 +297,14 @@ def test_all_of_mme_right_is_2800():
     assert scores["score_95"] == (2800.0, 2800.0)
 
 
+def test_a_question_of_mme_without_a_pair_leaves_out_its_image():
+    before, after = (judged("mme", [dict(row) for row in MME]) for _ in range(2))
+    before[0]["question"] += "?"
+    pairs = pair_predictions("mme", before, after)
+    assert len(pairs) == len(MME) - 2
+    assert score_difference("mme", pairs)["difference"] == 0
+
+
 def test_mme_needs_both_questions_and_known_categories():
     def samples(rows: list[dict]) -> list[Sample]:
         return [Sample("q", "Yes", [], "s", row) for row in rows]
@@ -398,6 +411,37 @@ def test_an_extractor_is_asked_once_for_all_runs(server, tmp_path, monkeypatch):
         assert len(server.requests) == 3  # one test request and two responses; empty responses are not sent
     evaluate.main(Config(**flags, output=str(tmp_path / "rule")))
     assert json.loads((tmp_path / "rule" / "scores.json").read_text())["scoring"] == "rule-scored"
+
+
+@pytest.mark.parametrize(
+    ("reply", "finish", "answer"),
+    [
+        ("<think>t</think>«red».", "stop", "red"),
+        (" None. ", "stop", ""),
+        ("<think>The choices are red and blue. I see red", "stop", None),
+        ("", "stop", None),
+        ("The choices are red and blue. I see red", "length", None),
+    ],
+)
+def test_a_reply_of_the_extractor_that_is_cut_off_is_no_answer(server, tmp_path, monkeypatch, reply, finish, answer):
+    monkeypatch.setenv("REWARD_MODEL_NAME", "judge")
+    server.reply = lambda body: reply
+    server.finish = finish
+    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_retries=0), str(tmp_path / "cache.sqlite"))
+    for requests in (1, 2):
+        assert verifier.extract("Which colour?", "I cannot say") == answer
+        assert len(server.requests) == (requests if answer is None else 1), "only an answer is cached"
+
+
+def test_a_cache_that_cannot_be_written_is_reported_and_loses_no_reply(tmp_path, monkeypatch, capsys):
+    cache, connect = ReplyCache(str(tmp_path / "cache.sqlite")), sqlite3.connect
+    cache.table.execute("PRAGMA query_only = 1")  # as on a full disk
+    cache.put("a", "b")
+    cache.put("c", "d")
+    assert capsys.readouterr().err.count("the judge's replies cannot be cached") == 1
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(f"file:{path}?mode=ro", uri=True))
+    with pytest.raises(UserError, match=r"--judge_cache .* cannot be opened .*readonly"):
+        ReplyCache(str(tmp_path / "cache.sqlite"))
 
 
 def test_a_letter_is_never_read_into_a_gold():
@@ -691,11 +735,17 @@ def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     """The images of a table are named alike in every process."""
     (tmp_path / "t.jinja").write_text("{{ content }}")
     cfg = Config(model="m", data="rows", task="vqa", template=str(tmp_path / "t.jinja"))
-    cell = Cell(None, 3, "images", 0, functools.partial(print, object()))
+    cell = Cell(SimpleNamespace(cache_files=[]), 3, "images", 0, functools.partial(print, object()))
     samples = [Sample("q", "1", [cell], "row 4")]
     key = evaluate.resume_key(cfg, samples)
     other = replace(cell, locate=functools.partial(print, object()))
     assert evaluate.resume_key(cfg, [replace(samples[0], images=[other])]) == key
+    with zipfile.ZipFile(tmp_path / "i.zip", "w") as file:
+        file.writestr("a.png", b"old")
+    for image in (str(tmp_path / "i.zip"), zipfile.Path(tmp_path / "i.zip", "a.png")):
+        before = evaluate.resume_key(cfg, [replace(samples[0], images=[image])])
+        os.utime(tmp_path / "i.zip", (1, 1 if isinstance(image, str) else 2))
+        assert evaluate.resume_key(cfg, [replace(samples[0], images=[image])]) != before, "another image by now"
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "predictions.jsonl").touch()
     assert evaluate.resume_key(replace(cfg, baseline=str(tmp_path / "saved")), samples) == key  # it is only read

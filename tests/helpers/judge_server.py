@@ -15,13 +15,14 @@ class Server:
     """Serves chat completions as set by the test, and records every request.
 
     `reply` is a text or a function of the request body. `status` is an HTTP status, or a list with one status per
-    request. Each response is delayed by `seconds`, and `raw` replaces its body. `max_concurrent` is the highest number
-    of requests that were open at the same time. `headers` are those of the last request.
+    request. `finish` is the reason why a reply ends. Each response is delayed by `seconds`, and `raw` replaces its
+    body. `max_concurrent` is the highest number of requests that were open at the same time. `headers` are those of the
+    last request.
     """
 
     def __init__(self):
         self.reply, self.status, self.seconds, self.raw = "Correct", 200, 0.0, None
-        self.models = ["judge"]
+        self.models, self.finish = ["judge"], "stop"
         self.requests: list[dict] = []
         self.headers: dict[str, str] = {}
         self.concurrent = self.max_concurrent = 0
@@ -46,7 +47,7 @@ class Server:
                 raise fastapi.HTTPException(status, "no")
             reply = self.reply(body) if callable(self.reply) else self.reply
             message = {"role": "assistant", "content": reply}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            choice = {"index": 0, "message": message, "finish_reason": self.finish}
             return {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
 
         listener = socket.socket()

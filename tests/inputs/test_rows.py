@@ -492,10 +492,18 @@ def test_a_flipped_byte_in_a_png_is_found(folder):
         load_samples(path, "math")
 
 
-def raw_png(width: int, height: int, data: bytes, depth: int = 8, interlaced: int = 0) -> bytes:
-    """Return a grey PNG with right checksums around any `data`."""
-    header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, interlaced)
-    chunks = [(b"IHDR", header), (b"IDAT", data), (b"IEND", b"")]
+def raw_png(
+    width: int,
+    height: int,
+    data: bytes | None,
+    depth: int = 8,
+    interlaced: int = 0,
+    colour: int = 0,
+    after: tuple[tuple[bytes, bytes], ...] = (),
+) -> bytes:
+    """Return a PNG, grey by default, with right checksums around any `data` and other chunks `after` it."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
+    chunks = [(b"IHDR", header), *([] if data is None else [(b"IDAT", data)]), *after, (b"IEND", b"")]
     parts = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -505,6 +513,33 @@ def test_a_png_without_all_of_its_rows_is_refused(data):
     """The checksums are right. Pillow alone accepts a stream of 3 of 1000 rows and leaves the others black."""
     with pytest.raises(ValueError, match="not a readable image"):
         check_image(raw_png(100, 1000, data))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        raw_png(
+            30, 20, zlib.compress(b"".join(bytes([7 * (i == 11), *range(30)]) for i in range(20)))
+        ),  # no such filter
+        raw_png(30, 20, zlib.compress(bytes(20 * 31)), colour=3),  # no palette
+        raw_png(30, 20, None),  # no data
+        raw_png(30, 20, zlib.compress(bytes(20 * 31)), after=((b"tEXt", b"Raw profile type exif\0\nexif\n 12\nzz"),)),
+    ],
+)
+def test_a_png_that_cannot_be_decoded_does_not_pass_the_check(content):
+    for read in (check_image, decode_image):
+        with pytest.raises(ValueError, match="not a readable image"):
+            read(content)
+
+
+def test_the_size_of_an_image_turned_by_its_metadata_is_that_of_the_decoded_image():
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    Image.new("RGB", (30, 20)).save(jpeg := io.BytesIO(), "JPEG", xmp=xmp)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(png := io.BytesIO(), "PNG", exif=exif)
+    for content in (jpeg.getvalue(), png.getvalue()):
+        assert check_image(content) == (30, 20) == decode_image(content).size[::-1]
 
 
 def test_whole_pngs_of_every_depth_pass():

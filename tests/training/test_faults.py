@@ -30,8 +30,8 @@ from common.records import Completion, Group, Prompt, Rollout, Sample
 from config import RewardFlags
 from grading import math_workers
 from grading.sandbox import WorkerPool
-from tests.helpers.runs import config, difference, metrics
-from tests.helpers.scripts import ROOT
+from tests.helpers.runs import SMALL, config, difference, metrics
+from tests.helpers.scripts import ROOT, run_script
 from training import checkpoint, export, report, run_folder
 from training.checkpoint import Saver
 from training.guards import describe_nonfinite
@@ -230,6 +230,32 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
         assert {name: (row[name], plain.get(name)) for name in row if row[name] != plain.get(name)} == {}
     best = [json.loads((tmp_path / n / "checkpoint-3" / "state.json").read_text())["best"] for n in ("run", "plain")]
     assert best[0] == best[1]
+
+
+FAILING_EVALUATION = """
+import sys
+sys.path.insert(0, {root!r})
+import grpo
+from common import cli, distributed
+from common.errors import UserError
+from policy.hf_engine import HFEngine
+
+def fail_on_one_process(self, prompts, seeds, sampling, *rest):
+    if sampling.temperature == 0 and distributed.rank() == 1:
+        raise UserError("row 1: vLLM did not get the trainer's pixels")
+    return generate(self, prompts, seeds, sampling, *rest)
+
+generate, HFEngine.generate = HFEngine.generate, fail_on_one_process
+distributed.run(grpo.main, cli.parse(grpo.Config))
+"""
+
+
+def test_an_evaluation_that_fails_on_one_process_ends_all_with_its_message(tiny_model, shapes, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING_EVALUATION.format(root=str(ROOT)))
+    flags = [f"--{name}={value}" for name, value in (SMALL | dict(max_steps=1, eval_data=shapes, eval_every=1)).items()]
+    flags += [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run"]
+    done = run_script(str(tmp_path / "failing.py"), *flags, processes=2)
+    assert "evaluation after step 0: row 1: vLLM did not get the trainer's pixels; checkpoint-0 is" in done.stderr
 
 
 def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, tmp_path):

@@ -256,6 +256,10 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
         grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), importance_cap=0.0, **flags))
     with pytest.raises(UserError, match="unfinished completions need --max_staleness 2 or more"):
         grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_staleness=1, **flags))
+    cfg = config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags)
+    cfg.tensor_parallel = 2
+    with pytest.raises(UserError, match="unfinished completions need --tensor_parallel 1: train on them first"):
+        grpo.main(cfg)
 
 
 def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained):
