@@ -34,7 +34,7 @@ from transformers.utils import cached_file
 import rewards
 from common import cli, console, distributed, hub
 from common.errors import UserError
-from common.files import partial_path
+from common.files import partial_path, what_to_give
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample
 from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
@@ -129,8 +129,8 @@ def _why_no_model(model: str, offline: bool, error: Exception) -> str:
     if (pathlib.Path(model) / "adapter_config.json").is_file():
         return f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
     if pathlib.Path(model).is_dir():
-        reason = str(error).splitlines()[0][:160]
-        return f"{model!r} is not a complete model folder in Hugging Face layout ({reason})"
+        reason, hint = str(error).splitlines()[0][:160], what_to_give(model, "one that is complete")
+        return f"{model!r} is not a complete model folder in Hugging Face layout ({reason}): {hint}"
     place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
     return (
         f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the hub "

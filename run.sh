@@ -152,6 +152,13 @@ eval_flags=() train_flags=() smoke_flags=() given_flags=()
 require_number N_GPUS 1 1
 require_number RESTARTS 0 0
 case $recipe in vqa | geo3k | math | count) check_machines ;; *) NNODES=1 ;; esac
+case "$recipe ${1:-}" in
+  -h\ * | --help\ * | help\ * | *\ -h | *\ --help)
+    case $recipe in
+      vqa | geo3k | serve | test) ;;  # their programs have a --help of their own
+      *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;;
+    esac ;;
+esac
 case $recipe in
   demo | digits)
     read_flags "$@"

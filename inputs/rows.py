@@ -221,7 +221,7 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
 
 def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, list]:
     """Pop prompt, answer and system prompt from the row; return them and the images inside the prompt."""
-    name = _column(row, PROMPT_COLUMNS, columns.prompt)
+    name, answer_name = _column(row, PROMPT_COLUMNS, columns.prompt), _column(row, ANSWER_COLUMNS, columns.answer)
     if name is None:
         names = ", ".join(row) or "none; a folder of images needs a main.csv"
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {names})")
@@ -231,9 +231,8 @@ def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, 
     reward_model = row.get("reward_model")
     if columns.answer is None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
         return prompt, _first_item(row.pop("reward_model")["ground_truth"]), system, images
-    name = _column(row, ANSWER_COLUMNS, columns.answer)
-    answer = row.pop(name, None)
-    return prompt, _first_item(answer) if name == "ground_truth" else answer, system, images
+    answer = row.pop(answer_name, None)
+    return prompt, _first_item(answer) if answer_name == "ground_truth" else answer, system, images
 
 
 def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:

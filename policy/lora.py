@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from common import console, distributed
 from common.errors import UserError
+from common.files import what_to_give
 from policy.families import find_family, language_model, routed_experts, routers, vision_blocks
 
 if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
@@ -207,7 +208,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     import peft
 
     if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
-        raise UserError(f"{source!r} has no adapter_config.json: give an adapter in PEFT layout")
+        raise UserError(f"{source!r} has no adapter_config.json: {what_to_give(source, 'an adapter in PEFT layout')}")
     damaged = (OSError, ValueError, RuntimeError, TypeError, KeyError, EOFError, UnpicklingError, SafetensorError)
     try:
         with warnings.catch_warnings(action="ignore"):  # warns about settings from other PEFT releases

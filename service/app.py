@@ -20,6 +20,7 @@ import pathlib
 import re
 import secrets
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -496,6 +497,27 @@ def read_token(cfg: Config) -> str | None:
     return token
 
 
+def find_model(model: str) -> str:
+    """Return the absolute path of a model's folder, because jobs run in a different folder, or a hub name as it is.
+
+    Raises UserError for what is neither.
+    """
+    if pathlib.Path(model).exists():
+        return str(pathlib.Path(model).resolve())
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+        raise UserError(f"no model at --model {model!r}: give a folder in Hugging Face layout or a hub name")
+    return model
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise UserError if the service cannot listen at this address."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = str(error.strerror or error).partition(" (")[0]
+        raise UserError(f"cannot listen on {host}, port {port} ({reason}): choose another --port or --host") from None
+
+
 def main(cfg: Config) -> None:
     os.umask(0o077)  # only this user may read the files of the service and of its jobs
     given = read_token(cfg)
@@ -503,8 +525,8 @@ def main(cfg: Config) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(OncePerSecond())
-    if pathlib.Path(cfg.model).exists():  # made absolute, because jobs run in a different folder
-        cfg = dataclasses.replace(cfg, model=str(pathlib.Path(cfg.model).resolve()))
+    cfg = dataclasses.replace(cfg, model=find_model(cfg.model))
+    check_address(cfg.host, cfg.port)
     app = make_app(cfg, token)
     tempfile.tempdir = str(app.state.store.folder)  # an upload is stored there, too, while it arrives
     shown_token = "TOKEN" if given else token  # a generated token is shown only here

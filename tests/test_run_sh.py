@@ -105,6 +105,12 @@ def sh(tmp_path):
     return run
 
 
+@pytest.mark.parametrize("arguments", ["--help", "-h", "help", "math --help", "eval -h", "demo --help"])
+def test_run_sh_explains_itself(arguments):
+    done = subprocess.run(["./run.sh", *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "./run.sh math text|image|mixed" in done.stdout and "set -euo" not in done.stdout
+
+
 def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     said = sh("vqa", ADAPTER="sft").stdout
     assert re.search(r"^\+ \S*python grpo.py .*--adapter sft ", said, re.MULTILINE), said

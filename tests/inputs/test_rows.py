@@ -416,6 +416,8 @@ def test_columns_named_by_the_user(folder):
     assert sample.fields == {"prompt": "no"}
     with pytest.raises(UserError, match=r"no column 'asks' \(columns: ask, gold, scan, prompt\)"):
         load_samples(path, "math", columns=Columns("asks"))
+    with pytest.raises(UserError, match=r"no column 'golden' \(columns: ask, gold, .*prompt\)"):
+        load_samples(path, "math", columns=Columns("ask", "golden"))
     (folder / "main.csv").write_text("file,how,n\n0.png,How many?,3\n")
     (sample,) = load_samples(str(folder), "count", columns=Columns("how", "n", "file"))
     assert (sample.prompt, sample.answer) == ("<image>How many?", "3")

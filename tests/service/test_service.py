@@ -35,7 +35,7 @@ import grpo
 from common.errors import UserError
 from common.files import release_locks
 from demo import tiny
-from service.app import Config, job_info, pack_result, read_token
+from service.app import Config, check_address, find_model, job_info, pack_result, read_token
 from service.jobs import Job, Store, used_bytes
 from service.middleware import AccessMiddleware, OncePerSecond
 from service.schema import LoraConfig, TrainingConfig
@@ -598,6 +598,20 @@ def test_every_response_has_security_headers(shared):
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
         assert ("script-src 'self' 'unsafe-inline'" in headers["Content-Security-Policy"]) == (path == "/docs")
+
+
+def test_a_service_that_cannot_work_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert find_model("model") == str(tmp_path / "model")
+    assert find_model("Qwen/Qwen2.5-VL-3B-Instruct") == "Qwen/Qwen2.5-VL-3B-Instruct"
+    with pytest.raises(UserError, match="no model at --model 'runs/no/such/model': give a folder"):
+        find_model("runs/no/such/model")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1, port {port} \(Address already in use\): choose another"):
+            check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)
 
 
 def test_the_token_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
