@@ -129,7 +129,7 @@ def _why_no_model(model: str, offline: bool, error: Exception) -> str:
     if (pathlib.Path(model) / "adapter_config.json").is_file():
         return f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
     if pathlib.Path(model).is_dir():
-        reason, hint = str(error).splitlines()[0][:160], what_to_give(model, "one that is complete")
+        reason, hint = str(error).splitlines()[0][:160], what_to_give(model, "a complete one")
         return f"{model!r} is not a complete model folder in Hugging Face layout ({reason}): {hint}"
     place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
     return (

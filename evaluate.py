@@ -46,7 +46,7 @@ from evaluation.metrics import (
 )
 from grading.math_workers import check_math
 from grading.verifier import Verifier, make_verifier
-from inputs.images import modified
+from inputs.images import file_version
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
@@ -271,7 +271,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
         key["template"] = pathlib.Path(cfg.template).read_text(encoding="utf-8-sig")
     digest = hashlib.sha1()
     for sample in samples:
-        images = [(str(image), modified(image)) for image in sample.images]  # the repr of a Cell holds an address
+        images = [(str(image), file_version(image)) for image in sample.images]  # the repr of a Cell holds an address
         digest.update(repr((sample.source, sample.prompt, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
@@ -358,7 +358,8 @@ def write_results(
         comparison = {"baseline": baseline_scores, "paired": score_difference(cfg.benchmark, scored)}
         _write_predictions(folder / "baseline", baseline_scores, baseline_predictions)
     _write_predictions(folder, scores | comparison, predictions)
-    (folder / "completions.html").unlink(missing_ok=True)  # of an earlier comparison
+    if (folder / "baseline").is_dir():  # then the page is that of a comparison, which may be an earlier one
+        (folder / "completions.html").unlink(missing_ok=True)
     draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
     print(format_table(scores, **comparison))

@@ -159,7 +159,7 @@ def grpo_loss(  # noqa: PLR0913 - the tensors of the loss
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
     cfg, run.clock, run.updates = run.cfg, Clock(), 0
-    is_partial = cfg.oversample > 1 or run.in_flight  # a run resumed without the flag still trains on what is in flight
+    is_partial = cfg.oversample > 1 or bool(run.in_flight)  # also where a run is resumed without the flag
     raise_if_interrupted(run)  # a signal may have come during an evaluation or a save: do not sample first
     with run.clock("sync"):
         run.engine.wake_up()

@@ -74,7 +74,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def what_to_give(folder: str, expected: str) -> str:
-    """Return what to give where `folder` was given and `expected` is needed: a run holds both, and a checkpoint."""
+    """Return advice for a user who gave `folder` in the place of `expected`: it may be a run or a checkpoint."""
     path = Path(folder)
     if (path / "final").is_dir():
         return f"it is a run, give {path / 'final'}"

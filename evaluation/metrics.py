@@ -7,6 +7,7 @@ benchmarks, it also holds the answer read from each response (`answers`) and fur
 
 import json
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +235,8 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
     if name != "mme":
         return pairs
     images = [(after["category"], str(after["question_id"])) for _, after in pairs]
-    return [pair for pair, image in zip(pairs, images) if images.count(image) == 2]
+    counts = Counter(images)
+    return [pair for pair, image in zip(pairs, images) if counts[image] == 2]
 
 
 def score_difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:

@@ -162,8 +162,8 @@ def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image
         return source.read_bytes() if isinstance(source, zipfile.Path) else source
 
 
-def modified(source: ImageSource) -> int | str | None:
-    """Return what changes when the file of an image that is not in memory does: its time, or the name of its table."""
+def file_version(source: ImageSource) -> int | str | None:
+    """Return the modification time of the file that holds an image, or the name of its table; None without a file."""
     if isinstance(source, Cell):
         return str(source.table.cache_files)
     if isinstance(source, zipfile.Path):

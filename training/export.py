@@ -57,12 +57,9 @@ def export(policy: Policy, source: str, folder: str) -> None:
 def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
     """Load `source` on the main process, copy the trained weights into it, and save it to `folder`."""
     model = message = None
-    if console.is_main():
-        try:
+    with distributed.shared_errors():
+        if console.is_main():
             model = load_model(source, saved_dtype(source))
-        except UserError as error:
-            message = str(error)
-    distributed.raise_first_error(message, UserError)
     parameters = dict(model.named_parameters()) if model is not None else {}
     for name, weight in adapted_weights(policy.model):  # gathers one weight at a time, on all processes
         if model is not None:

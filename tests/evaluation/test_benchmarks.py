@@ -797,6 +797,21 @@ def test_a_folder_in_which_another_evaluation_writes_is_refused(tmp_path):
         other.communicate(b"\n")
 
 
+def test_a_page_is_removed_only_if_it_is_that_of_an_earlier_comparison(tmp_path):
+    saved, output = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}]), tmp_path / "run"
+    output.mkdir()
+    page = output / "completions.html"
+    page.write_text("of a training run")
+    cfg = Config(predictions=saved, benchmark="aime24", output=str(output))
+    evaluate.main(cfg)
+    assert page.read_text() == "of a training run"
+    evaluate.main(replace(cfg, output=str(tmp_path / "other")))
+    evaluate.main(replace(cfg, baseline=str(tmp_path / "other")))
+    assert "what changed" in page.read_text()
+    evaluate.main(cfg)
+    assert not page.exists()
+
+
 def test_a_folder_is_locked_as_long_as_the_evaluation_runs(tmp_path, monkeypatch):
     saved = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}])
     other = "import pathlib, sys; from common.files import lock_file; lock_file(pathlib.Path(sys.argv[1]), 'refused')"

@@ -600,7 +600,7 @@ def test_every_response_has_security_headers(shared):
         assert ("script-src 'self' 'unsafe-inline'" in headers["Content-Security-Policy"]) == (path == "/docs")
 
 
-def test_a_service_that_cannot_work_does_not_start(tmp_path, monkeypatch):
+def test_a_missing_model_and_a_taken_port_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert find_model("model") == str(tmp_path / "model")
