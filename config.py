@@ -28,6 +28,7 @@ from common import console
 from common.errors import UserError, require
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
+VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
@@ -272,8 +273,9 @@ class EngineFlags:
     """The sampler: vllm, hf (transformers with a KV cache), or, in grpo.py only, policy (the same, but with the
     trainer's own weights instead of a copy, in one process). auto: vllm if it is installed and there is a GPU,
     otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
-    vllm_memory: float = 0.25
-    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
+    vllm_memory: float = 0.0
+    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling;
+    0: a quarter or, in training, what the completions of a step need, if that is more and the trainer leaves it free.
     Training raises it if the weights need more. At other times, the trainer uses this memory."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
@@ -286,8 +288,8 @@ class EngineFlags:
 
     def check_engine(self) -> None:
         """Raise ValueError for invalid settings."""
-        if not 0 < self.vllm_memory < 1 or self.gpu_memory < 0:
-            raise ValueError("vllm_memory must be between 0 and 1, gpu_memory not negative")
+        if not 0 <= self.vllm_memory < 1 or self.gpu_memory < 0:
+            raise ValueError("vllm_memory must be at least 0 and below 1, gpu_memory not negative")
         if self.vllm_sequences < 1 or self.tensor_parallel < 1:
             raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
         if self.check_sync and self.tensor_parallel > 1:

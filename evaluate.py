@@ -23,7 +23,7 @@ from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, lock_file, release_locks
 from common.records import Sample
-from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
+from config import VLLM_MEMORY, DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmarks import (
     BENCHMARKS,
@@ -229,7 +229,7 @@ def start_sampler(
     if cfg.load_in_4bit:
         return PolicyEngine(adapted, processor.tokenizer)
     limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, images)
-    flags = replace(cfg, engine=choose_engine(cfg, device))
+    flags = replace(cfg, engine=choose_engine(cfg, device), vllm_memory=cfg.vllm_memory or VLLM_MEMORY)
     engine = make_engine(flags, cfg.model, processor, device, compute_dtype("auto", device), limits, adapted)
     if adapted is not None:
         engine.sync_weights(adapted)

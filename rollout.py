@@ -295,7 +295,7 @@ class VLLMEngine:
         if scheduler.preemptions and not before:  # once per run
             console.log(
                 f"vLLM's memory was full: in this step it preempted completions {scheduler.preemptions} times and "
-                "recomputed them; a larger --vllm_memory or fewer --vllm_sequences is faster"
+                f"recomputed them; a --vllm_memory above {self.flags.vllm_memory:.2f} or fewer --vllm_sequences helps"
             )
         return rollouts
 

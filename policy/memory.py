@@ -3,6 +3,7 @@
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
-from config import Config, PolicyFlags
+from config import VLLM_MEMORY, Config, PolicyFlags
 from policy.experts import experts_per_token
 from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
@@ -29,6 +30,8 @@ MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
 SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
+VLLM_BYTES = 5 * 2**30  # what vLLM uses besides weights and KV cache: activations, and CUDA graphs
+VLLM_SHARE = 0.8  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
@@ -46,6 +49,33 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device
         held += size * sum(p.numel() for p in own)  # it shares a frozen tower with the policy (`load_reference`)
     moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
     return held + (FLOAT32_BYTES + moments) * trained, FLOAT32_BYTES * trained
+
+
+def process_bytes(
+    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sharding: str
+) -> tuple[float, float]:
+    """Return the part of `state_bytes` that each process holds. A 4-bit model and a frozen tower are not sharded."""
+    shards = 1 if flags.load_in_4bit else distributed.num_shards(sharding)
+    resting, gradients = state_bytes(policy, flags, with_reference, device)
+    tower = [] if flags.train_vision else vision_parameters(policy.model)
+    whole = compute_dtype(flags.dtype, device).itemsize * sum(parameter.numel() for parameter in tower)
+    return (resting - whole) / shards + whole, gradients / shards
+
+
+def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
+    """Return the size of a KV cache in which all completions that an engine samples at once reach their maximum length.
+
+    The completions of a prompt share its keys and values. States of linear attention are not counted.
+    """
+    text = policy.model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    token = 2 * num_layers * text.num_key_value_heads * head_dim * compute_dtype(cfg.dtype, device).itemsize
+    drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
+    sequences = min(cfg.vllm_sequences, math.ceil(drawn / distributed.world_size()))
+    length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
+    return sequences * length * token / cfg.tensor_parallel
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
@@ -79,19 +109,24 @@ def choose_sharding(
     return chosen
 
 
-def plan_sampler(policy: Policy, cfg: Config, device: torch.device) -> tuple[bool, float]:
+def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: str) -> tuple[bool, float]:
     """Return whether the GPU has room for a sampler's copy of the model, and the fraction of its memory that vLLM gets.
 
-    The fraction is `cfg.vllm_memory`, or more if the copy needs more. Without a GPU, there is always room, and with
-    several processes, too, because only a single one can do without a copy.
+    The fraction is `cfg.vllm_memory`, or more if the copy needs more. If that is 0, it is `VLLM_MEMORY`, or more if the
+    completions of a step need more and the resting trainer leaves it free. Without a GPU, there is always room, and
+    with several processes, too, because only a single one can do without a copy.
     """
     if device.type != "cuda":
-        return True, cfg.vllm_memory
-    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize
-    needed, total = copy / cfg.tensor_parallel + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
-    resting, _ = state_bytes(policy, cfg, bool(cfg.beta), device)
+        return True, cfg.vllm_memory or VLLM_MEMORY
+    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize / cfg.tensor_parallel
+    needed, total = copy + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
+    resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
     has_room = distributed.world_size() > 1 or resting + needed <= total
-    return has_room, max(cfg.vllm_memory, min(0.9, needed / total))
+    wanted = cfg.vllm_memory * total
+    if not wanted:
+        enough = copy + VLLM_BYTES + cache_bytes(policy, cfg, device)
+        wanted = max(VLLM_MEMORY * total, min(enough, VLLM_SHARE * (total - resting)))
+    return has_room, max(wanted, min(needed, 0.9 * total)) / total
 
 
 def check_gpu_memory(
@@ -113,11 +148,8 @@ def check_gpu_memory(
     if limit:
         fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # the limit holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
-    total, shards = usable_bytes(device, limit), 1 if flags.load_in_4bit else distributed.num_shards(sharding)
-    resting, gradients = state_bytes(policy, flags, with_reference, device)
-    tower = [] if flags.train_vision else vision_parameters(policy.model)  # not sharded if it is frozen
-    whole = compute_dtype(flags.dtype, device).itemsize * sum(parameter.numel() for parameter in tower)
-    resting, gradients = (resting - whole) / shards + whole, gradients / shards
+    total = usable_bytes(device, limit)
+    resting, gradients = process_bytes(policy, flags, with_reference, device, sharding)
     training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
         what = "weights, gradients and AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"

@@ -182,7 +182,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
-    has_room, vllm_memory = plan_sampler(policy, cfg, device)
+    has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
     sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
     check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_the_training_state_by_hand(tiny_model, policy):
 
 
 def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch):
-    cfg = Config(data="rows", beta=0.0)
+    cfg = Config(data="rows", beta=0.0, vllm_memory=0.25)
     needed = 2 * sum(p.numel() for p in policy.parameters()) + memory.SAMPLER_BYTES
     resting, _ = memory.state_bytes(policy, cfg, False, GPU)
     for total, has_room, fraction in (
@@ -178,10 +179,46 @@ def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch)
         (100 * needed, True, cfg.vllm_memory),
     ):
         monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        assert memory.plan_sampler(policy, cfg, GPU) == (has_room, fraction)
+        assert memory.plan_sampler(policy, cfg, GPU, "full") == (has_room, fraction)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: needed)
-    assert memory.plan_sampler(policy, cfg, GPU)[0], "several processes need copies"
+    assert memory.plan_sampler(policy, cfg, GPU, "full")[0], "several processes need copies"
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "sequences"),
+    [
+        ({}, 1, 256),
+        ({}, 4, 64),
+        ({"tensor_parallel": 2}, 4, 128),
+        ({"prompts_per_step": 33}, 1, 256),
+        ({"prompts_per_step": 33, "vllm_sequences": 512}, 1, 264),
+        ({"prompts_per_step": 16, "oversample": 1.5, "max_staleness": 2}, 1, 192),
+    ],
+)
+def test_by_default_vllm_gets_what_the_completions_of_a_step_need(policy, monkeypatch, flags, processes, sequences):
+    """A token of the tiny model has a key and a value of 32 numbers in each of 2 heads and 4 layers, 2 bytes each."""
+    cfg = Config(data="rows", beta=0.0, max_completion_length=900, max_prompt_length=800, **flags)
+    monkeypatch.setattr(distributed, "world_size", lambda: processes)
+    copy = 2 * sum(p.numel() for p in policy.parameters()) / cfg.tensor_parallel
+    cache = sequences * (900 + 800 / 8) * 2 * 32 * 2 * 4 * 2 / cfg.tensor_parallel
+    enough = copy + memory.VLLM_BYTES + cache
+    resting, _ = memory.process_bytes(policy, cfg, False, GPU, "full")
+    for total, given in (
+        (2 * enough, enough),
+        (8 * enough, 2 * enough),  # a quarter
+        (1.1 * enough, memory.VLLM_SHARE * (1.1 * enough - resting)),  # what the trainer leaves free
+    ):
+        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        assert memory.plan_sampler(policy, cfg, GPU, "full") == (True, pytest.approx(given / total))
+        assert memory.plan_sampler(policy, replace(cfg, vllm_memory=0.6), GPU, "full") == (True, pytest.approx(0.6))
+
+
+def test_states_of_linear_attention_need_no_cache(policy, monkeypatch):
+    cfg, text = Config(data="rows"), policy.model.config.get_text_config()
+    whole = memory.cache_bytes(policy, cfg, GPU)
+    monkeypatch.setattr(text, "layer_types", ["linear_attention", "full_attention"] * 2)
+    assert memory.cache_bytes(policy, cfg, GPU) == whole / 2
 
 
 @pytest.mark.parametrize("four_bit", [False, True])
