@@ -29,7 +29,8 @@ def defer_signals() -> list[int]:
         if number not in first_at:
             first_at[number] = time.monotonic()
             received.append(number)
-            console.log("\nstopping and saving a checkpoint; press Ctrl-C again to exit now")
+            hint = "; press Ctrl-C again to exit now" if number == signal.SIGINT else ""
+            console.log(f"\nstopping and saving a checkpoint{hint}")
         elif time.monotonic() - first_at[number] > SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

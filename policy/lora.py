@@ -217,7 +217,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     except damaged as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"cannot read an adapter from {source!r} ({reason})") from None
-    if not isinstance(config, peft.LoraConfig):
+    if config.peft_type != peft.PeftType.LORA:  # AdaLoRA's configuration is a kind of LoraConfig, too
         raise UserError(f"{source!r} holds a {config.peft_type} adapter; only LoRA is supported")
     _refuse_unsupported(config, source)
     return config, tensors

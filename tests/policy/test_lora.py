@@ -470,6 +470,7 @@ def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
         ({"alpha_pattern": {"(": 3}}, None, r"adapter_config.json has a wrong value \(missing \)"),
         ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
         ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; only LoRA is supported"),
+        ({"peft_type": "ADALORA", "total_step": 9}, None, r"holds a .*ADALORA adapter; only LoRA is supported"),
         (
             {},
             lambda k, t: (k, t[:, :-1].contiguous() if "lora_A" in k else t),
