@@ -275,8 +275,8 @@ class EngineFlags:
     otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
     """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling;
-    0: a quarter or, in training, what the completions of a step need, if that is more and the trainer leaves it free.
-    Training raises it if the weights need more. At other times, the trainer uses this memory."""
+    0: a quarter; in training without `gpu_memory`, more if the completions of a step need more, as far as the trainer
+    leaves it free. Training raises it if the weights need more. At other times, the trainer uses this memory."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256

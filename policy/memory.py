@@ -31,7 +31,7 @@ MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
 SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
 VLLM_BYTES = 5 * 2**30  # what vLLM uses besides weights and KV cache: activations, and CUDA graphs
-VLLM_SHARE = 0.8  # largest part of what the resting trainer leaves free that vLLM gets by default
+VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
 
@@ -65,22 +65,30 @@ def process_bytes(
 def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
     """Return the size of a KV cache in which all completions that an engine samples at once reach their maximum length.
 
-    The completions of a prompt share its keys and values. States of linear attention are not counted.
+    With `tensor_parallel`, each GPU of the engine has a cache of this size. The completions of a prompt share its keys
+    and values. States of linear attention are not counted.
     """
     text = policy.model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     num_layers = sum(kind != "linear_attention" for kind in kinds)
-    token = 2 * num_layers * text.num_key_value_heads * head_dim * compute_dtype(cfg.dtype, device).itemsize
+    heads = max(1, text.num_key_value_heads / cfg.tensor_parallel)
+    token = 2 * num_layers * heads * head_dim * compute_dtype(cfg.dtype, device).itemsize
     drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
     sequences = min(cfg.vllm_sequences, math.ceil(drawn / distributed.world_size()))
     length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
-    return sequences * length * token / cfg.tensor_parallel
+    return sequences * length * token
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
     """Return how many bytes of this process's GPU the allocator can use, given a limit of `limit` GiB (0: no limit)."""
     return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
+
+
+def used_by_others(device: torch.device) -> int:
+    """Return how many bytes of the GPU are in use outside of this process's allocator, such as by other programs."""
+    free, size = torch.cuda.mem_get_info(device)
+    return size - free - torch.cuda.memory_reserved(device)
 
 
 def choose_sharding(
@@ -112,21 +120,24 @@ def choose_sharding(
 def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: str) -> tuple[bool, float]:
     """Return whether the GPU has room for a sampler's copy of the model, and the fraction of its memory that vLLM gets.
 
-    The fraction is `cfg.vllm_memory`, or more if the copy needs more. If that is 0, it is `VLLM_MEMORY`, or more if the
-    completions of a step need more and the resting trainer leaves it free. Without a GPU, there is always room, and
-    with several processes, too, because only a single one can do without a copy.
+    The fraction is `cfg.vllm_memory` or, if that is 0, `VLLM_MEMORY`. It is more if the copy needs more. By default, it
+    is also more if the completions of a step need more, as far as the resting trainer and other programs leave it free;
+    not with `gpu_memory`, because PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. Without a
+    GPU, there is always room, and with several processes, too, because only a single one can do without a copy.
     """
+    fraction = cfg.vllm_memory or VLLM_MEMORY
     if device.type != "cuda":
-        return True, cfg.vllm_memory or VLLM_MEMORY
+        return True, fraction
     copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize / cfg.tensor_parallel
     needed, total = copy + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
     resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
     has_room = distributed.world_size() > 1 or resting + needed <= total
-    wanted = cfg.vllm_memory * total
-    if not wanted:
+    fraction = max(fraction, min(0.9, needed / total))
+    if not cfg.vllm_memory and not cfg.gpu_memory:
         enough = copy + VLLM_BYTES + cache_bytes(policy, cfg, device)
-        wanted = max(VLLM_MEMORY * total, min(enough, VLLM_SHARE * (total - resting)))
-    return has_room, max(wanted, min(needed, 0.9 * total)) / total
+        left = total - resting - used_by_others(device)
+        fraction = max(fraction, min(enough, VLLM_SHARE * left) / total)
+    return has_room, fraction
 
 
 def check_gpu_memory(

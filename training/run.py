@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import distributed
+from common import console, distributed
 from common.errors import UserError
 from common.records import Sample
 from config import Config
@@ -186,6 +186,8 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
     sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
     check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
+    if sampler_flags.engine == "vllm":
+        console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
     engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)

@@ -204,14 +204,25 @@ def test_by_default_vllm_gets_what_the_completions_of_a_step_need(policy, monkey
     cache = sequences * (900 + 800 / 8) * 2 * 32 * 2 * 4 * 2 / cfg.tensor_parallel
     enough = copy + memory.VLLM_BYTES + cache
     resting, _ = memory.process_bytes(policy, cfg, False, GPU, "full")
-    for total, given in (
-        (2 * enough, enough),
-        (8 * enough, 2 * enough),  # a quarter
-        (1.1 * enough, memory.VLLM_SHARE * (1.1 * enough - resting)),  # what the trainer leaves free
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30)
+    for total, others, given in (
+        (2 * enough, 0, enough),
+        (8 * enough, 0, 2 * enough),  # a quarter
+        (1.2 * enough, 0, memory.VLLM_SHARE * (1.2 * enough - resting)),  # as far as the trainer leaves it free
+        (2 * enough, enough, memory.VLLM_SHARE * (enough - resting)),  # another program has the rest
     ):
         monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, used=others + 2**30: (2**36 - used, 2**36))
         assert memory.plan_sampler(policy, cfg, GPU, "full") == (True, pytest.approx(given / total))
         assert memory.plan_sampler(policy, replace(cfg, vllm_memory=0.6), GPU, "full") == (True, pytest.approx(0.6))
+        limited = replace(cfg, gpu_memory=1.0)
+        assert memory.plan_sampler(policy, limited, GPU, "full") == (True, max(0.25, (copy + 2**31) / total))
+
+
+def test_a_head_that_cannot_be_divided_is_on_every_gpu_of_an_engine(policy, monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 8)
+    sizes = [memory.cache_bytes(policy, Config(data="rows", tensor_parallel=n), GPU) for n in (1, 2, 8)]
+    assert sizes == [sizes[0], sizes[0], 4 * sizes[0]], "as many heads, half and half; for as many more completions"
 
 
 def test_states_of_linear_attention_need_no_cache(policy, monkeypatch):
