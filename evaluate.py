@@ -21,7 +21,7 @@ import torch
 
 from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
-from common.files import atomic_write, lock_file, release_locks
+from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import Sample
 from config import VLLM_MEMORY, DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
@@ -372,8 +372,7 @@ def write_results(
 def _write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
     """Write predictions.jsonl and scores.json, and delete the progress file that they replace."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in predictions)
-    atomic_write(folder / "predictions.jsonl", rows)
+    atomic_write(folder / "predictions.jsonl", json_lines(predictions))
     atomic_write(folder / "scores.json", json.dumps(scores, indent=1) + "\n")
     (folder / PROGRESS).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
@@ -64,6 +64,12 @@ def read_jsonl(
 def partial_path(path: Path) -> Path:
     """Return the temporary path to which the file or folder `path` is written until it is complete."""
     return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
+
+
+def json_lines(rows: Iterable[dict]) -> str:
+    """Return `rows` as lines of JSON. NaN and infinity become null, and what JSON does not know becomes text."""
+    plain = (json.loads(json.dumps(row, default=str), parse_constant=lambda _: None) for row in rows)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain)
 
 
 def atomic_write(path: Path, text: str) -> None:

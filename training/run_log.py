@@ -24,7 +24,7 @@ from common import console, distributed
 from common.console import hide_credentials
 from common.errors import UserError
 from common.figures import thumbnail
-from common.files import atomic_write, git_commit, read_jsonl
+from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import TAG, ScoredGroup
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 from training.run_folder import checkpoints_by_step
@@ -55,7 +55,7 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
-                atomic_write(self.folder / name, _json_lines([row for row in rows if row["step"] <= resumed_step]))
+                atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
             if resumed_step is None:  # of an earlier run
                 for name in ("curves.png", "completions.html"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class RunLog:
         if not rows or rows[-1]["step"] != row["step"]:
             return False
         try:
-            atomic_write(self.folder / "metrics.jsonl", _json_lines([*rows[:-1], rows[-1] | row]))
+            atomic_write(self.folder / "metrics.jsonl", json_lines([*rows[:-1], rows[-1] | row]))
         except OSError:
             return False
         return True
@@ -166,7 +166,7 @@ class RunLog:
 
     def _append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
-        self.waiting[name] += _json_lines(rows)
+        self.waiting[name] += json_lines(rows)
         path = self.folder / name
         size = path.stat().st_size if path.exists() else 0
         try:
@@ -179,10 +179,6 @@ class RunLog:
             if not self.failure_reported:
                 console.log(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now")
             self.failure_reported = True
-
-
-def _json_lines(rows: list[dict]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _finite(value: float) -> float | None:
