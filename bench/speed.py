@@ -48,7 +48,7 @@ import grpo
 from common import cli, console, distributed, errors, files
 from data import load_split
 from demo import tiny
-from policy.families import language_model, routed_experts
+from policy.families import attention_layers, language_model, routed_experts
 from policy.model import Policy
 from training.prompt_stream import PromptStream
 from training.run import Run, set_up
@@ -247,18 +247,17 @@ def limits(
     layers = held - experts  # weights that a token is multiplied by
     if experts:
         layers += experts * t.num_experts_per_tok // t.num_experts
-    head = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
-    attention_layers = t.layer_types.count("full_attention") if hasattr(t, "layer_types") else t.num_hidden_layers
+    num_layers, head = attention_layers(t)
     lm_head = t.hidden_size * t.vocab_size
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
     # A completion token attends to its prompt and, on average, to half of its completion. `scores` is the number of
     # query-key pairs times the width of the queries; each unit costs four operations.
-    width = attention_layers * head * t.num_attention_heads
+    width = num_layers * head * t.num_attention_heads
     scores = width * (completions * (prompt + tokens / 2) + prompts * prompt * prompt / 2)
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
-    cache = 2 * attention_layers * t.num_key_value_heads * head * 2  # bytes per token
+    cache = 2 * num_layers * t.num_key_value_heads * head * 2  # bytes per token
     read = tokens * (2 * (held + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),

@@ -63,6 +63,7 @@ def open_progress(folder: pathlib.Path, settings: dict[str, Any]) -> pathlib.Pat
 
 
 def _json_lines(rows: list[dict]) -> str:
+    """Return `rows` as lines of ASCII: `files.json_lines` would change a path that is not UTF-8."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

@@ -11,7 +11,7 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, split_group, split_groups
 from policy.experts import experts_per_token
-from policy.families import blank_image, language_model, patches_per_token, routed_experts
+from policy.families import attention_layers, blank_image, language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import reduce_gradients, take_gradients, unsharded
@@ -136,12 +136,11 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     of_experts = [parameter.shape for parameter in routed_experts(policy.model).values()]
     weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
     weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if "linear_attention" in kinds:
+    num_layers, head_dim = attention_layers(config)
+    if num_linear := config.num_hidden_layers - num_layers:
         state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-        weights += 3 * kinds.count("linear_attention") * state
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = kinds.count("full_attention") * config.num_attention_heads * head_dim
+        weights += 3 * num_linear * state
+    width = num_layers * config.num_attention_heads * head_dim
     lm_head = config.hidden_size * config.vocab_size
     counts = {False: 0, True: 0}
     for parameter in model.parameters():

@@ -112,6 +112,13 @@ def language_model(model: nn.Module) -> nn.Module:
     return next((getattr(model.model, name) for name in names if hasattr(model.model, name)), model.model)
 
 
+def attention_layers(config: Config) -> tuple[int, int]:
+    """Return the number of layers with full attention, and the dimension of their heads; `config` is the decoder's."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return kinds.count("full_attention"), head_dim
+
+
 def vision_parts(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
     """Return the vision tower and the projector of `model`, by name; nothing for a text model."""
     vision = find_family(model.config).vision

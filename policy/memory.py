@@ -15,7 +15,7 @@ from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import VLLM_MEMORY, Config, PolicyFlags
 from policy.experts import experts_per_token
-from policy.families import language_model, patches_per_token, routed_experts, vision_blocks
+from policy.families import attention_layers, language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, num_weights, trains_vision, vision_parameters
@@ -68,10 +68,8 @@ def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
     With `tensor_parallel`, each GPU of the engine has a cache of this size. The completions of a prompt share its keys
     and values. States of linear attention are not counted.
     """
-    text = policy.model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    text = language_model(policy.model).config
+    num_layers, head_dim = attention_layers(text)
     heads = max(1, text.num_key_value_heads / cfg.tensor_parallel)
     token = 2 * num_layers * heads * head_dim * compute_dtype(cfg.dtype, device).itemsize
     drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel

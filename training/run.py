@@ -185,9 +185,9 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
     sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
-    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
     if sampler_flags.engine == "vllm":
         console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
+    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
     engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
