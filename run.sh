@@ -89,6 +89,8 @@ read_flags() {  # put the flags for training into given_flags
     case $flag in
       --smoke)
         [ "$NNODES" = 1 ] || fail "--smoke with NNODES=$NNODES: it makes its own model and rows, on one machine"
+        [ -z "${MODEL:-}${DATA:-}${OUTPUT:-}${ADAPTER:-}" ] ||
+          fail "--smoke makes its own model and rows, in runs/smoke; leave MODEL, DATA, OUTPUT and ADAPTER unset"
         smoke=yes ;;
       --output* | --model* | --adapter* | --data | --data=*)
         fail "$flag: set OUTPUT, MODEL, ADAPTER or DATA in the environment" ;;

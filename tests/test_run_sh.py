@@ -179,6 +179,13 @@ def test_several_machines_have_rows_of_their_own_to_train_on(sh):
     assert done.stderr == "error: --smoke with NNODES=2: it makes its own model and rows, on one machine\n"
 
 
+@pytest.mark.parametrize("name", ["MODEL", "DATA", "OUTPUT", "ADAPTER"])
+def test_smoke_refuses_what_it_would_ignore(sh, name):
+    done = sh("vqa", "--smoke", **{name: "mine"})
+    assert done.returncode == 2 and not done.stdout
+    assert "leave MODEL, DATA, OUTPUT and ADAPTER unset" in done.stderr
+
+
 def test_what_a_cluster_sets_does_not_keep_one_machine_from_training(sh):
     done = sh("vqa", MASTER_ADDR="vqa-master-0", MASTER_PORT="tcp://10.0.0.1:80", RANK="0", WORLD_SIZE="1", N_GPUS="02")
     assert done.returncode == 0, done.stderr
