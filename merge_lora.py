@@ -100,6 +100,8 @@ def _merge(
     Returns the logits of the base and of the adapted model.
     """
     config, tensors = read_adapter(lora_model, cache_dir)
+    # Not compared, because a base that was moved or downloaded has another name. The user sees whether they agree.
+    print(f"the adapter names {config.base_model_name_or_path or 'no model'} as its base; it is merged into {base}")
     # The larger of the two dtypes, so that rounding happens only after the merge.
     model = load_model(base, torch.promote_types(saved_dtype(base), output_dtype))
     base_logits = _logits(model, inputs)

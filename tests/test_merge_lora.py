@@ -66,7 +66,9 @@ def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys, mo
     start = plain_logits(load_model(base, torch.float32).eval(), prompt)
     assert (want - start).abs().max() > 0.05, "the adapter has no effect"
     assert difference <= 1e-4 and (got - want).abs().max() <= 1e-4
-    assert "largest difference of the logits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"the adapter names {base} as its base; it is merged into {base}" in printed
+    assert "largest difference of the logits" in printed
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "merged" / name).read_text() == (pathlib.Path(base) / name).read_text()
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
