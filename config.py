@@ -28,7 +28,6 @@ from common import console
 from common.errors import UserError, require
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
-VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
@@ -274,9 +273,10 @@ class EngineFlags:
     trainer's own weights instead of a copy, in one process). auto: vllm if it is installed and there is a GPU,
     otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
-    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling;
-    0: a quarter; in training without `gpu_memory`, more if the completions of a step need more, as far as the trainer
-    leaves it free. Training raises it if the weights need more. At other times, the trainer uses this memory."""
+    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
+    0: 0.85 in evaluations; in training a quarter, or what the completions of a step need (without `gpu_memory`, and at
+    most 70% of what the waiting trainer leaves free). Training raises it if the weights need more. At other times, the
+    trainer uses this memory, unless `gpu_memory` is set."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256

@@ -23,7 +23,7 @@ from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import Sample
-from config import VLLM_MEMORY, DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
+from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmarks import (
     BENCHMARKS,
@@ -51,9 +51,10 @@ from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
 from rewards import Scorer, gold_problem
-from rollout import Engine, RequestLimits, choose_engine, make_engine
+from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
+VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, which has the GPU to itself here
 
 
 @dataclass(kw_only=True)
@@ -192,6 +193,7 @@ def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample],
 
     Returns the rows, the model's outputs and, if the baseline is a model, the baseline's outputs, else None.
     """
+    check_engine_available(cfg, device)
     task = "math" if cfg.benchmark else cfg.task
     processor = load_processor(
         cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs

@@ -84,20 +84,26 @@ class Engine(Protocol):
         ...
 
 
+def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
+    """Raise UserError if the sampler that `flags` ask for cannot run with these packages, devices and processes."""
+    installed, processes = importlib.util.find_spec("vllm") is not None, distributed.world_size()
+    if flags.engine == "vllm" and not (installed and device.type == "cuda"):
+        why = "there is no GPU;" if installed else "vLLM is not installed; run pip install -r requirements-gpu.txt or"
+        raise UserError(f"--engine vllm: {why} use --engine hf")
+    if flags.engine == "policy" and processes > 1:
+        raise UserError("--engine policy works in one process only: leave it out, or set --nproc_per_node 1")
+    if processes % flags.tensor_parallel:
+        raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the number of processes ({processes})")
+
+
 def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = True) -> str:
     """Return `flags.engine`, with "auto" resolved and the choice printed.
 
-    `has_room`: whether a copy of the model fits into the GPU's memory beside the trainer. Raises UserError if the
-    sampler is not available.
+    `has_room`: whether a copy of the model fits into the GPU's memory beside the trainer.
     """
-    on_gpu, installed = device.type == "cuda", importlib.util.find_spec("vllm") is not None
-    if flags.engine == "vllm" and not (installed and on_gpu):
-        why = "there is no GPU;" if installed else "vLLM is not installed; run pip install -r requirements-gpu.txt or"
-        raise UserError(f"--engine vllm: {why} use --engine hf")
-    if flags.engine == "policy" and distributed.world_size() > 1:
-        raise UserError("--engine policy works in one process only: leave it out, or set --nproc_per_node 1")
     if flags.engine != "auto":
         return flags.engine
+    on_gpu, installed = device.type == "cuda", importlib.util.find_spec("vllm") is not None
     if not has_room:
         name, reason = "policy", " on the trainer's weights (no memory for a copy; sampling is slow)"
     elif installed and on_gpu:
@@ -124,10 +130,6 @@ def make_engine(
     `policy`: the policy whose weights `sync_weights` will pass on before the first `generate`; vLLM then does not read
     the saved weights. `PolicyEngine` needs it. Raises UserError if the sampler cannot be started.
     """
-    if distributed.world_size() % flags.tensor_parallel:
-        raise UserError(
-            f"--tensor_parallel {flags.tensor_parallel} must divide the {distributed.world_size()} processes"
-        )
     if flags.engine == "policy":
         return PolicyEngine(policy, processor.tokenizer)
     if flags.engine == "hf":

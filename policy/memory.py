@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
-from config import VLLM_MEMORY, Config, PolicyFlags
+from config import Config, PolicyFlags
 from policy.experts import experts_per_token
 from policy.families import attention_layers, language_model, patches_per_token, routed_experts, vision_blocks
 from policy.forward import LOGIT_ROWS
@@ -29,11 +29,14 @@ FLOAT32_BYTES = 4  # a master weight or a gradient
 MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
-SAMPLER_BYTES = 2 * 2**30  # least memory that a sampler needs besides its copy of the weights
-VLLM_BYTES = 5 * 2**30  # what vLLM uses besides weights and KV cache: activations, and CUDA graphs
+SAMPLER_BYTES = 2 * 2**30  # least memory besides its copy of the weights with which a sampler starts
+VLLM_BYTES = 5 * 2**30  # enough for what vLLM holds besides weights and KV cache: activations, and CUDA graphs
+VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
-OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens or --vllm_memory"
+OOM_ACTIVATION_HINT = (
+    "--activation_checkpointing full, a smaller --micro_batch_tokens or, with --gpu_memory, a smaller --vllm_memory"
+)
 
 
 def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device) -> tuple[int, int]:
@@ -57,7 +60,7 @@ def process_bytes(
     """Return the part of `state_bytes` that each process holds. A 4-bit model and a frozen tower are not sharded."""
     shards = 1 if flags.load_in_4bit else distributed.num_shards(sharding)
     resting, gradients = state_bytes(policy, flags, with_reference, device)
-    tower = [] if flags.train_vision else vision_parameters(policy.model)
+    tower = [parameter for parameter in vision_parameters(policy.model) if not parameter.requires_grad]
     whole = compute_dtype(flags.dtype, device).itemsize * sum(parameter.numel() for parameter in tower)
     return (resting - whole) / shards + whole, gradients / shards
 
@@ -76,6 +79,12 @@ def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
     sequences = min(cfg.vllm_sequences, math.ceil(drawn / distributed.world_size()))
     length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
     return sequences * length * token
+
+
+def least_sampler_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
+    """Return the least memory of each GPU with which a sampler starts that has a copy of the model."""
+    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize / cfg.tensor_parallel
+    return copy + SAMPLER_BYTES
 
 
 def usable_bytes(device: torch.device, limit: float) -> float:
@@ -126,50 +135,54 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: st
     fraction = cfg.vllm_memory or VLLM_MEMORY
     if device.type != "cuda":
         return True, fraction
-    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize / cfg.tensor_parallel
-    needed, total = copy + SAMPLER_BYTES, usable_bytes(device, cfg.gpu_memory)
+    needed, total = least_sampler_bytes(policy, cfg, device), usable_bytes(device, cfg.gpu_memory)
     resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    has_room = distributed.world_size() > 1 or resting + needed <= total
+    left = total - resting - (0 if cfg.gpu_memory else used_by_others(device))
+    has_room = distributed.world_size() > 1 or needed <= left
     fraction = max(fraction, min(0.9, needed / total))
     if not cfg.vllm_memory and not cfg.gpu_memory:
-        enough = copy + VLLM_BYTES + cache_bytes(policy, cfg, device)
-        left = total - resting - used_by_others(device)
+        enough = needed - SAMPLER_BYTES + VLLM_BYTES + cache_bytes(policy, cfg, device)
         fraction = max(fraction, min(enough, VLLM_SHARE * left) / total)
     return has_room, fraction
 
 
 def check_gpu_memory(
     policy: Policy,
-    flags: PolicyFlags,
+    cfg: Config,
     with_reference: bool,
     device: torch.device,
     sampler_fraction: float,
-    limit: float = 0.0,
     sharding: str = "full",
 ) -> None:
-    """Limit this process to `limit` GiB of its GPU (0: no limit); raise UserError if the training state does not fit.
+    """Limit this process to `cfg.gpu_memory` of its GPU, if set; raise UserError if the training state does not fit.
 
     During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and optimizer
     state must fit alongside it; the sampler then takes `sampler_fraction` of the memory.
     """
     if device.type != "cuda":
         return
-    if limit:
-        fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # the limit holds for the allocator only
+    if cfg.gpu_memory:
+        fraction = distributed.memory_fraction(max(cfg.gpu_memory - CUDA_GIB, 0.1))  # it holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
-    total = usable_bytes(device, limit)
-    resting, gradients = process_bytes(policy, flags, with_reference, device, sharding)
+    total = usable_bytes(device, cfg.gpu_memory)
+    resting, gradients = process_bytes(policy, cfg, with_reference, device, sharding)
     training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
-        what = "weights, gradients and AdamW" if training >= sampling else "weights, AdamW and --vllm_memory"
+        what, hints = "weights, gradients and AdamW", memory_saving_flags(cfg, with_reference, sharding)
+        if sampling > training:
+            what = "weights, AdamW and --vllm_memory"
+            if sampler_fraction * total > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
+                hints.insert(0, f"a --vllm_memory below {sampler_fraction:.2f}")
+            if distributed.world_size() > cfg.tensor_parallel:
+                hints.insert(0, "a larger --tensor_parallel")
         raise UserError(
             f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB on "
             f"each of {distributed.world_size()} processes, and {total / 2**30:.1f} GiB are usable. What helps: "
-            f"{memory_saving_flags(flags, with_reference, sharding)}"
+            f"{', '.join(hints)}, more GPUs"
         )
 
 
-def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str) -> str:
+def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str) -> list[str]:
     """Return the flags that would make the training state smaller and are not already in use."""
     adapter, separate_reference = flags.has_adapter, with_reference and not flags.has_adapter
     hints = {
@@ -179,10 +192,8 @@ def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str)
         "--offload_optimizer": not flags.offload_optimizer,
         "--offload_reference": separate_reference and not flags.offload_reference,
         "--beta 0": separate_reference,
-        "a smaller --vllm_memory": True,
-        "more GPUs": True,
     }
-    return ", ".join(hint for hint, applies in hints.items() if applies)
+    return [hint for hint, applies in hints.items() if applies]
 
 
 def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:

@@ -29,9 +29,8 @@ import packing
 from common import flash_attention
 from common.errors import UserError
 from common.files import read_jsonl
-from config import PolicyFlags
 from packing import pack
-from policy import delta_net
+from policy import delta_net, memory
 from policy.batches import _blank_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
@@ -551,13 +550,14 @@ def test_a_gpu_that_is_too_small_reports_the_missing_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
     policy = Policy(build("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
-        check_gpu_memory(policy, PolicyFlags(), True, torch.device("cuda"), 0.25)
+        check_gpu_memory(policy, grpo.Config(data="-"), True, torch.device("cuda"), 0.25)
 
 
 def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(monkeypatch, capsys):
     """A copy of the tiny model needs hardly more than `SAMPLER_BYTES`."""
     policy, device = Policy(build("qwen2_5_vl")), torch.device("cuda")
     cfg, choices = grpo.Config(data="-", beta=0, vllm_memory=0.25), []
+    monkeypatch.setattr(memory, "used_by_others", lambda device: 0)
     for gib in (2.0, 4.0, 100.0):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, gib=gib: SimpleNamespace(total_memory=gib * 2**30)

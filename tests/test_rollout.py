@@ -36,7 +36,7 @@ from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_policy, stop_tokens
 from policy.vllm_checks import check_expansion, check_pixels, check_weights
 from policy.vllm_loop import Output
-from rollout import RequestLimits, VLLMEngine, choose_engine, make_engine, undo_global_changes
+from rollout import RequestLimits, VLLMEngine, check_engine_available, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
 
 
@@ -201,7 +201,7 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     flags, cpu = EngineFlags(engine="vllm"), torch.device("cpu")
     if importlib.util.find_spec("vllm") is None:
         with pytest.raises(UserError, match=r"vLLM is not installed; run pip install -r requirements-gpu"):
-            choose_engine(flags, cpu)
+            check_engine_available(flags, cpu)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('undefined symbol: built for another torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -211,7 +211,7 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
     with pytest.raises(UserError, match=r"vLLM did not start .ImportError: undefined symbol.*or use --engine hf"):
         VLLMEngine(flags, tiny_model, processor, torch.bfloat16, RequestLimits(100, 1))
     with pytest.raises(UserError, match="there is no GPU"):
-        choose_engine(flags, cpu)
+        check_engine_available(flags, cpu)
 
 
 def test_auto_says_what_it_chose(capsys):
@@ -416,11 +416,10 @@ def test_vllms_buffers_are_restored_after_a_sleep_but_not_copied_to_host_memory(
         assert model.num_batches_tracked == 0
 
 
-def test_an_engine_needs_all_its_ranks(tiny_model, processor, monkeypatch):
+def test_an_engine_needs_all_its_ranks(monkeypatch):
     monkeypatch.setattr("rollout.distributed.world_size", lambda: 6)
-    flags = EngineFlags(engine="vllm", tensor_parallel=4)
-    with pytest.raises(UserError, match="--tensor_parallel 4 must divide the 6 processes"):
-        make_engine(flags, tiny_model, processor, torch.device("cpu"), torch.float32, RequestLimits(64, 1))
+    with pytest.raises(UserError, match=r"--tensor_parallel 4 must divide the number of processes \(6\)"):
+        check_engine_available(EngineFlags(tensor_parallel=4), torch.device("cpu"))
 
 
 def test_without_room_for_a_copy_the_policy_samples(capsys):
@@ -487,7 +486,7 @@ def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):
     assert choose_engine(flags, cpu) == "policy"
     monkeypatch.setattr("rollout.distributed.world_size", lambda: 2)
     with pytest.raises(UserError, match="--engine policy works in one process only"):
-        choose_engine(flags, cpu)
+        check_engine_available(flags, cpu)
     with pytest.raises(ValueError, match="engine policy is for training"):
         evaluate.Config(model=tiny_model, data="rows", engine="policy")
     with pytest.raises(ValueError, match="load_in_4bit needs an adapter"):

@@ -24,7 +24,7 @@ from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
-from rollout import Engine, RequestLimits, choose_engine, make_engine
+from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import RUN_STATE, Saver, is_same_setting, load_checkpoint, read_state
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
@@ -101,6 +101,7 @@ def set_up(cfg: Config) -> Run:
     """
     device = distributed.start(cfg.hang_timeout)
     resolve_loss(cfg)
+    check_engine_available(cfg, device)
     folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
@@ -187,7 +188,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
     if sampler_flags.engine == "vllm":
         console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
-    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, cfg.gpu_memory, sharding)
+    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, sharding)
     engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)

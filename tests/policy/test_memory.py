@@ -172,14 +172,17 @@ def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch)
     cfg = Config(data="rows", beta=0.0, vllm_memory=0.25)
     needed = 2 * sum(p.numel() for p in policy.parameters()) + memory.SAMPLER_BYTES
     resting, _ = memory.state_bytes(policy, cfg, False, GPU)
-    for total, has_room, fraction in (
-        (resting + needed - 1, False, pytest.approx(0.9, abs=0.1)),
-        (resting + needed, True, pytest.approx(0.9, abs=0.1)),
-        (2 * needed, True, 0.5),
-        (100 * needed, True, cfg.vllm_memory),
+    for total, others, has_room, fraction in (
+        (resting + needed - 1, 0, False, pytest.approx(0.9, abs=0.1)),
+        (resting + needed, 0, True, pytest.approx(0.9, abs=0.1)),
+        (2 * needed, 0, True, 0.5),
+        (2 * needed, needed, False, 0.5),  # of another program
+        (100 * needed, 0, True, cfg.vllm_memory),
     ):
         monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        monkeypatch.setattr(memory, "used_by_others", lambda device, others=others: others)
         assert memory.plan_sampler(policy, cfg, GPU, "full") == (has_room, fraction)
+        assert memory.plan_sampler(policy, replace(cfg, gpu_memory=1.0), GPU, "full")[0] == (has_room or others > 0)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: needed)
     assert memory.plan_sampler(policy, cfg, GPU, "full")[0], "several processes need copies"
@@ -235,7 +238,7 @@ def test_states_of_linear_attention_need_no_cache(policy, monkeypatch):
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_a_shard_and_the_whole_tower_must_fit(tiny_model, monkeypatch, four_bit):
     """On four processes. A 4-bit model is not sharded."""
-    flags = PolicyFlags(**({"lora_rank": 4, "load_in_4bit": True} if four_bit else {}), dtype="bfloat16")
+    flags = Config(data="rows", **({"lora_rank": 4, "load_in_4bit": True} if four_bit else {}), dtype="bfloat16")
     policy = load_policy(tiny_model, flags, torch.device("cpu"))
     monkeypatch.setattr(distributed, "world_size", lambda: 4)
     weights, gradients = memory.state_bytes(policy, flags, False, GPU)
@@ -253,7 +256,7 @@ def test_the_allocator_keeps_to_the_limit(policy, monkeypatch):
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 1e12)
     monkeypatch.setattr(distributed, "memory_fraction", lambda gib: gib / 100)
     for limit in (0.0, 10.0):
-        memory.check_gpu_memory(policy, PolicyFlags(), False, GPU, 0.0, limit)
+        memory.check_gpu_memory(policy, Config(data="rows", gpu_memory=limit), False, GPU, 0.0)
     assert fractions == [((10 - memory.CUDA_GIB) / 100, GPU)]
 
 
@@ -265,21 +268,32 @@ class SmallGPU:
     ("flags", "sampler_fraction", "message"),
     [
         ({}, 0.2, r"weights, gradients and AdamW take .* --lora_rank 64, --load_in_4bit with it, --offload_optimizer,"),
-        (
-            {"lora_rank": 4},
-            0.2,
-            r"What helps: --load_in_4bit, --offload_optimizer, a smaller --vllm_memory, more GPUs$",
-        ),
-        ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take"),
+        ({"lora_rank": 4}, 0.2, r"What helps: --load_in_4bit, --offload_optimizer, more GPUs$"),
+        ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take .*: --load_in_4bit, --offload_optimizer, more"),
     ],
 )
 def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch, flags, sampler_fraction, message):
-    flags = PolicyFlags(**flags)
+    flags = Config(data="rows", **flags)
     policy = load_policy(tiny_model, flags, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
     with pytest.raises(UserError, match=message):
         memory.check_gpu_memory(policy, flags, True, GPU, sampler_fraction)
     memory.check_gpu_memory(policy, flags, True, torch.device("cpu"), sampler_fraction)
+
+
+def test_a_gpu_too_small_for_the_sampler_says_what_helps(policy, monkeypatch):
+    """Another share of vLLM helps only if it would not be raised again to what vLLM needs to start."""
+    cfg, hints = Config(data="rows"), []
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 2**32)
+    monkeypatch.setattr(memory, "process_bytes", lambda *_: (0.5 * 2**32, 0))
+    least = memory.least_sampler_bytes(policy, cfg, GPU) / 2**32
+    for fraction, processes in ((least, 1), (0.9, 1), (0.9, 4)):
+        monkeypatch.setattr(distributed, "world_size", lambda processes=processes: processes)
+        with pytest.raises(UserError, match="--vllm_memory take") as error:
+            memory.check_gpu_memory(policy, cfg, False, GPU, fraction)
+        hints.append(str(error.value).split("What helps: ")[1].split(", --lora")[0])
+    below = "a --vllm_memory below 0.90"
+    assert hints[0].startswith("--lora_rank") and hints[1:] == [below, f"a larger --tensor_parallel, {below}"]
 
 
 @pytest.mark.parametrize(
