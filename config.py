@@ -419,7 +419,8 @@ class GRPOFlags:
     the product of its completion's ratios, at most the cap. sequence_mask: the same, but 0 if the cap is exceeded."""
     max_logp_difference: float = 0.1
     """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
-    stops if the first update of a step exceeds it; 0: no limit."""
+    stops if the first update of a step exceeds it; 0: no limit. With `oversample`, tokens of earlier steps are left
+    out."""
 
     epochs: int = 1
     """Number of passes over the training rows. Prompts that dynamic sampling replaces count too."""
@@ -462,7 +463,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")
 
     def _check_partial_rollouts(self) -> None:
-        require(self.max_staleness >= 1, "max_staleness must be at least 1")
+        require(1 <= self.max_staleness <= 100, "max_staleness must be from 1 to 100")
         require(
             1 <= self.oversample <= self.max_staleness + 1,
             f"oversample must be from 1 to max_staleness + 1 ({self.max_staleness + 1}): what is in flight has to be "

@@ -504,6 +504,11 @@ def train(run: Run) -> None:
         run.eval_due = bool(due and run.eval_samples)
         finish_step(run, metrics)
     save_checkpoint(run, wait=True)  # before the export, so that the run is not lost if the export fails
+    if run.in_flight:
+        console.log(
+            f"{len(run.in_flight)} prompts were drawn and not trained on; the last checkpoint has them, and --resume "
+            "with a higher --max_steps continues them"
+        )
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()
 

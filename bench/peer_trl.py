@@ -30,7 +30,11 @@ import tyro
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    sys.exit(f"TRL cannot be imported here ({error}): see docs/speed.md")
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from policy import delta_net

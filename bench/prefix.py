@@ -53,6 +53,9 @@ class Config:
     folder: str = "runs/bench"
     """Folder for the model and the data."""
 
+    def __post_init__(self) -> None:
+        speed.check_config(self.shape, (), self.rounds, self.prompts, self.generations, self.tokens, *self.sides)
+
 
 def whole_sequences(groups: list[Group], budget: int) -> list[PackedBatch]:
     """Pack each prompt with each of its completions as a sequence of its own, in batches of at most `budget` tokens."""

@@ -49,7 +49,7 @@ from policy.memory import MARGIN
 
 NVLINK = 341e9  # bytes/s into each of four H200s, in an all-gather of 1 GiB shards (--links, 2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s network adapter per GPU
-SPEED = 400e12  # FLOP/s of the forward and backward passes: an MFU of 0.40 on an H200; 0.40 to 0.53 was measured
+SPEED = 400e12  # FLOP/s of the forward and backward passes: an MFU of 0.40 on an H200; 0.40 to 0.55 was measured
 GPU_BYTES = 141e9  # memory of an H200
 VLLM_ROOM = 12 * 2**30  # minimum bytes for vLLM in addition to its weights: a few GiB of workspace and the KV cache
 TOKENS = 8192  # per micro-batch
@@ -88,7 +88,9 @@ class Config:
     def __post_init__(self) -> None:
         if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
             raise ValueError("gpus, prompts and steps must be at least 1")
-        if not self.plan:
+        if self.links and torch.cuda.device_count() < max(self.gpus):
+            raise ValueError(f"links: there are {torch.cuda.device_count()} GPUs here, fewer than {max(self.gpus)}")
+        if not self.plan and not self.links:
             speed.Config(self.shape, flags=self.flags)  # checks the flags once, before any process starts
 
 
@@ -219,10 +221,6 @@ def main(cfg: Config) -> None:
     if cfg.links:
         list(launch(cfg.gpus[-1], "scale.py", "--links"))
         return
-    folder = pathlib.Path(cfg.folder)
-    speed.make_model(folder / cfg.shape, cfg.shape)
-    work = speed.WORKLOADS[cfg.workload]
-    speed.make_data(folder, work["side"], max(cfg.gpus) * cfg.prompts * (cfg.steps + 1))
     report = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": {}}
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     path = pathlib.Path(cfg.results) / f"scale-{cfg.shape}-{time.strftime('%Y%m%d-%H%M%S')}.json"

@@ -107,12 +107,28 @@ class Config:
 
     def __post_init__(self) -> None:
         check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
+        if not self.workloads:
+            raise ValueError("workloads: name at least one")
+        self.training_config("rows")
         if self.peer and (self.generations != 8 or "W1" not in self.workloads):
             raise ValueError("peer: the other trainer runs W1 with 8 completions per prompt")
         if self.peer in PEERS and not importlib.util.find_spec(self.peer):
             raise ValueError(f"peer: {self.peer} is not installed here: see docs/speed.md")
         if self.peer and self.peer not in PEERS and not pathlib.Path(self.peer).is_file():
             raise ValueError(f"peer: there is no script {self.peer!r}: give one, trl or verl")
+
+    def training_config(self, data: str) -> grpo.Config:
+        """Return the settings of a run that has room for all workloads. Raises ValueError for bad `flags`."""
+        workloads = [WORKLOADS[name] for name in self.workloads]
+        return training_config(
+            self,
+            data,
+            max_completion_length=max(work["tokens"] for work in workloads),
+            max_prompt_length=2048 if any(work["side"] > 504 for work in workloads) else 512,
+            beta=max(work["beta"] for work in workloads),
+            max_steps=len(workloads) * (self.steps + 2) + 1,  # with a warm-up, and those of --profile and --checkpoint
+            report_every=1000,
+        )
 
 
 def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
@@ -125,7 +141,7 @@ def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
         if "=" not in flag or flag.split("=")[0] not in known:
             raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
     if min(counts) < 1:
-        raise ValueError("steps, prompts and generations must be at least 1")
+        raise ValueError("prompts, generations, steps, rounds, tokens and sides must be at least 1")
     if shape != "tiny" and not torch.cuda.is_available():
         raise ValueError(f"shape: {shape} needs a GPU, and there is none: use --shape tiny")
 
@@ -268,38 +284,62 @@ def limits(
 
 
 def parse_flags(flags: tuple[str, ...]) -> dict[str, Any]:
-    """Return settings of grpo.py, given as NAME=VALUE; a value is JSON or a word."""
-    settings = dict(flag.split("=", 1) for flag in flags)
-    words = {key: value for key, value in settings.items() if value.isalpha() and value not in ("true", "false")}
-    return {key: json.loads(value) for key, value in settings.items() if key not in words} | words
+    """Return settings of grpo.py, given as NAME=VALUE; a value is JSON or, if it is not, a text."""
+
+    def parsed(value: str) -> Any:
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+
+    return {name: parsed(value) for name, value in (flag.split("=", 1) for flag in flags)}
 
 
-def measure(cfg: Config) -> dict[str, dict]:
-    """Run `cfg.steps` steps of each workload, one after another in one process, and return their mean metrics."""
+def training_config(cfg: Any, data: str, **settings: Any) -> grpo.Config:
+    """Return the settings of a run on the rows `data`, with coin flips as rewards. `cfg`: the settings of a bench.
+
+    Raises ValueError if `cfg.flags`, which override `settings`, have a bad value.
+    """
     folder = pathlib.Path(cfg.folder)
-    flags = parse_flags(cfg.flags)
-    workloads = {name: WORKLOADS[name] for name in cfg.workloads}
-    data = {name: make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1)) for name, work in workloads.items()}
-    first = next(iter(workloads))
-    settings = dict(
+    common = dict(
         model=str(folder / cfg.shape),
-        data=data[first],
+        data=data,
         output=str(folder / "run"),
         overwrite=True,
         reward=("count=0", f"{HERE}/coin.py:coin"),
         prompts_per_step=cfg.prompts,
         num_generations=cfg.generations,
-        max_completion_length=max(work["tokens"] for work in workloads.values()),
-        max_prompt_length=2048 if any(work["side"] > 504 for work in workloads.values()) else 512,
-        beta=max(work["beta"] for work in workloads.values()),
-        max_steps=len(workloads) * (cfg.steps + 2) + 1,  # with the warm-up, and the steps of --profile and --checkpoint
-        report_every=1000,
     )
-    run = set_up(grpo.Config(**(settings | flags)))
+    try:
+        return grpo.Config(**(common | settings | parse_flags(cfg.flags)))
+    except TypeError as error:
+        raise ValueError(f"flags: a value has the wrong type ({error})") from None
+
+
+def prepare(folder: pathlib.Path, shape: Shape, sides: set[int], rows: int) -> dict[int, str]:
+    """Make the model and the rows in `folder`, unless they exist; return the rows' path for each side of the images.
+
+    Call this on every process: the first makes what the others then find.
+    """
+    distributed.start()
+    for is_my_turn in (console.is_main(), not console.is_main()):
+        if is_my_turn:
+            make_model(folder / shape, shape)
+            data = {side: make_data(folder, side, rows) for side in sorted(sides)}
+        distributed.barrier()
+    return data
+
+
+def measure(cfg: Config) -> dict[str, dict]:
+    """Run `cfg.steps` steps of each workload, one after another in one process, and return their mean metrics."""
+    folder = pathlib.Path(cfg.folder)
+    workloads = {name: WORKLOADS[name] for name in cfg.workloads}
+    data = prepare(folder, cfg.shape, {work["side"] for work in workloads.values()}, cfg.prompts * (cfg.steps + 1))
+    run = set_up(cfg.training_config(data[WORKLOADS[cfg.workloads[0]]["side"]]))
     run.engine.stop = run.engine.stop[:0]  # without stop tokens, every completion has exactly `tokens` tokens
     results = {}
     for name, work in workloads.items():
-        samples = load_split(run.cfg, data[name], "count", run.stream.processor)
+        samples = load_split(run.cfg, data[work["side"]], "count", run.stream.processor)
         run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
         run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
         rows = [step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
@@ -471,11 +511,9 @@ def measure_peer(cfg: Config) -> dict[str, Any]:
 
 
 def main(cfg: Config) -> None:
-    folder = pathlib.Path(cfg.folder)
-    make_model(folder / cfg.shape, cfg.shape)
     peer = cfg.peer if os.environ.get("BENCH_PEER") != "no" else None
     if peer:  # measure this project in a subprocess, so that the GPU is empty when the other trainer starts
-        ours = folder / "ours"
+        ours = pathlib.Path(cfg.folder) / "ours"
         environment = os.environ | {"BENCH_PEER": "no"}
         command = [sys.executable, __file__, *sys.argv[1:], "--results", str(ours)]
         if status := subprocess.run(command, env=environment).returncode:
@@ -498,4 +536,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.parse(Config))
+    distributed.run(main, cli.parse(Config))

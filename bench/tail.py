@@ -2,7 +2,7 @@
 
     python bench/tail.py                                            # one GPU, 64 prompts x 8, Qwen2.5-VL-3B
     torchrun --nproc_per_node 4 bench/tail.py --prompts 256
-    python bench/tail.py --shape tiny --prompts 8 --median 40 --cap 400 --draw docs/partial-rollouts.png   # on a CPU
+    python bench/tail.py --shape tiny --prompts 8 --median 40 --cap 400 --results runs --draw runs/tail.png   # on a CPU
 
 The lengths are drawn from a log-normal distribution, and fixed by the seed for each prompt and completion: a sampler
 without stop tokens gets them as limits, one request per completion. Every value of `--oversample` is measured in the
@@ -70,8 +70,22 @@ class Config:
 
     def __post_init__(self) -> None:
         speed.check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
-        if not self.oversample or min(self.oversample) < 1:
-            raise ValueError("oversample needs values of at least 1")
+        if not self.oversample:
+            raise ValueError("oversample needs at least one value")
+        for oversample in self.oversample:
+            self.training_config("rows", oversample)
+
+    def training_config(self, data: str, oversample: float) -> grpo.Config:
+        """Return the settings of a run with this value of --oversample. Raises ValueError for it or for bad `flags`."""
+        return speed.training_config(
+            self,
+            data,
+            max_completion_length=self.cap,
+            max_prompt_length=512,
+            oversample=oversample,
+            max_steps=1,
+            report_every=0,
+        )
 
 
 class Occupancy:
@@ -234,28 +248,9 @@ def show(results: list[dict]) -> None:
 
 
 def main(cfg: Config) -> None:
-    folder = pathlib.Path(cfg.folder)
-    distributed.start()
-    for is_my_turn in (console.is_main(), not console.is_main()):  # the first process makes what the others then find
-        if is_my_turn:
-            data = speed.make_data(folder, 84 if cfg.shape == "tiny" else 448, 4 * cfg.prompts)
-            speed.make_model(folder / cfg.shape, cfg.shape)
-        distributed.barrier()
-    settings = dict(
-        model=str(folder / cfg.shape),
-        data=data,
-        output=str(folder / "run"),
-        overwrite=True,
-        reward=("count=0", f"{HERE}/coin.py:coin"),
-        prompts_per_step=cfg.prompts,
-        num_generations=cfg.generations,
-        max_completion_length=cfg.cap,
-        max_prompt_length=512,
-        oversample=max(cfg.oversample),
-        max_steps=1,
-        report_every=0,
-    )
-    run = set_up(grpo.Config(**(settings | speed.parse_flags(cfg.flags))))
+    side = 84 if cfg.shape == "tiny" else 448
+    data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, 4 * cfg.prompts)[side]
+    run = set_up(cfg.training_config(data, max(cfg.oversample)))
     force_lengths(run.engine, cfg)
     compile_first(run, data)
     occupancy = Occupancy(run.engine)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import scale, speed, tail
+from bench import prefix, scale, speed, tail
 from tests.helpers.scripts import run_script
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -33,9 +33,9 @@ def test_steps_are_measured_and_compared_with_another_trainer(tmp_path):
 def test_a_failure_of_our_own_measurement_is_told_in_one_line(tmp_path):
     (tmp_path / "peer.py").touch()
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
-    process = run_script("bench/speed.py", *folders, f"--peer={tmp_path}/peer.py", *SMALL, "gpu_memory=-1")
+    process = run_script("bench/speed.py", *folders, f"--peer={tmp_path}/peer.py", *SMALL, "max_prompt_length=2")
     assert process.returncode == 1
-    assert process.stderr.splitlines()[-1] == "measuring this project failed (exit status 1), see above"
+    assert process.stderr.splitlines()[-1] == "measuring this project failed (exit status 2), see above"
     assert not (tmp_path / "results").exists()
 
 
@@ -49,8 +49,29 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     for config in (speed.Config, tail.Config, scale.Config):
         with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
             config()
+    with pytest.raises(ValueError, match="4b needs a GPU"):
+        prefix.Config()
+    with pytest.raises(ValueError, match="links: there are 0 GPUs here, fewer than 4"):
+        scale.Config(links=True)
     scale.Config(shape="tiny")
     scale.Config(plan=True)
+
+
+@pytest.mark.parametrize("bench", [speed, tail])
+def test_flags_of_a_bench_are_checked_first(bench):
+    bench.Config(shape="tiny", flags=("loss_type=dr_grpo", "importance_cap=5"))
+    for flag, reason in (
+        ("vllm_memory=2", "vllm_memory must be"),
+        ("loss_type", "must be NAME=VALUE"),
+        ("max_prompt_length=long", r"flags: a value has the wrong type \(.*'str'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            bench.Config(shape="tiny", flags=(flag,))
+
+
+def test_every_value_of_oversample_is_checked_first():
+    with pytest.raises(ValueError, match="oversample is too small"):
+        tail.Config(shape="tiny", prompts=4, oversample=(1.01, 2.5))
 
 
 def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):

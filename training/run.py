@@ -5,6 +5,7 @@ Start reading at `set_up`. grpo.py trains what it returns.
 
 import functools
 import gc
+import json
 import math
 import os
 import pathlib
@@ -32,6 +33,8 @@ from training.partial_rollouts import DrawnPrompt, from_saved_state
 from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
+
+PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
 @dataclass
@@ -165,16 +168,26 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
     state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
     state["in_flight"] = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
     if state["in_flight"]:
-        need = "--resume: the checkpoint's unfinished completions need"
-        try:
-            cfg.check_stale_tokens(need)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        if cfg.max_staleness < (saved := state["config"].get("max_staleness", 0)):
-            raise UserError(f"{need} --max_staleness {saved} or more")
-        if cfg.tensor_parallel > 1:
-            raise UserError(f"{need} --tensor_parallel 1: train on them first")
+        check_in_flight(cfg, state["config"])
     return state
+
+
+def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
+    """Raise UserError if prompts in flight cannot go on with `cfg`; `saved`: the settings with which they began."""
+    need = "--resume: the checkpoint's prompts in flight need"
+    then = "until a run with --oversample 1 has trained on them"
+    try:
+        cfg.check_stale_tokens(need)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if cfg.max_staleness < (staleness := saved.get("max_staleness", 0)):
+        raise UserError(f"{need} --max_staleness {staleness} or more, {then}")
+    if cfg.tensor_parallel > 1:
+        raise UserError(f"{need} --tensor_parallel 1, {then}")
+    new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
+    for name in PROMPT_SETTINGS:
+        if name in saved and not is_same_setting(saved[name], new[name]):
+            raise UserError(f"{need} --{name} as it was ({saved[name]}), {then}")
 
 
 def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:

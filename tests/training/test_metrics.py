@@ -17,14 +17,18 @@ def sums(**values: float) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(float(values.get(name, 0))) for name in names.split()}
 
 
-@pytest.fixture
-def step(monkeypatch) -> dict[str, float]:
-    """Return the metrics of a step of two updates, on two processes with the same completions."""
+@pytest.fixture(autouse=True)
+def two_processes(monkeypatch) -> None:
+    """Let there be another process with the same completions, which needs longer."""
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_sum", lambda value: 2 * value)
     monkeypatch.setattr(distributed, "all_max", lambda value: value + 1)  # the other one has a longer completion
     monkeypatch.setattr(distributed, "all_gather", lambda value: [value, [lap + 2 for lap in value]])
     monkeypatch.setattr("training.metrics.peak_flops", lambda: 10.0)
+
+
+def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Return the metrics of a step with these updates."""
     lengths = [(3, False), (5, True), (4, False)]
     rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated) for n, truncated in lengths]
     total = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
@@ -34,12 +38,18 @@ def step(monkeypatch) -> dict[str, float]:
         with clock(phase):
             pass
         clock.laps[phase][-1] = seconds
+    return step_metrics(rollouts, rewards, updates, clock)
+
+
+@pytest.fixture
+def step() -> dict[str, float]:
+    """Return the metrics of a step of two updates."""
     counts = dict(tokens=10, fresh_tokens=8, image_fresh_tokens=2)
     per_token = dict(kl=3, entropy=6, clip_ratio=5, importance_capped=2)
     differences = dict(difference=4, image_difference=3, difference_max=2)
     first = sums(**counts, **per_token, **differences, loss=1, grad_norm=4, spike=1, skipped=1)
     second = sums(**counts, loss=2, grad_norm=8, empty=1, flop=160)
-    return step_metrics(rollouts, rewards, [first, second], clock)
+    return metrics_of([first, second])
 
 
 def test_completions_are_those_of_all_processes(step):
@@ -64,6 +74,11 @@ def test_updates_are_averaged_over_tokens_or_updates(step):
     differences = {"mean": 4 / 16, "image": 3 / 4, "text": 1 / 12, "max": 2}
     got = {name: step[f"sampling/logp_difference_{name}"] for name in differences}
     assert got == pytest.approx(differences)
+
+
+def test_differences_are_unknown_if_earlier_steps_sampled_all_tokens():
+    metrics = metrics_of([sums(tokens=10)])
+    assert all(math.isnan(metrics[f"sampling/logp_difference_{name}"]) for name in ("mean", "max", "image", "text"))
 
 
 def test_times_are_those_of_all_rounds_of_the_slowest_process(step):

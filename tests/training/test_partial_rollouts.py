@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import grpo
+import training.run
 from common.errors import RunStopped, StepFailed, UserError
 from common.records import Rewards, Rollout, Sample, Sampling, ScoredGroup
 from config import Config, PolicyFlags
@@ -53,7 +54,8 @@ def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
     [
         (dict(oversample=0.5), "oversample must be from 1 to max_staleness"),
         (dict(oversample=3.5), "oversample must be from 1 to max_staleness"),
-        (dict(max_staleness=0), "max_staleness must be at least 1"),
+        (dict(max_staleness=0), "max_staleness must be from 1 to 100"),
+        (dict(max_staleness=101), "max_staleness must be from 1 to 100"),
         (dict(oversample=2.0, tensor_parallel=2), "oversample needs tensor_parallel 1"),
         (dict(oversample=2.0, importance_cap=0.0), "an importance weight for each token"),
         (dict(oversample=2.0, importance_mode="sequence_mask"), "an importance weight for each token"),
@@ -237,7 +239,7 @@ def test_a_resumed_run_goes_on_with_its_unfinished_completions(brief_model, shap
     assert any(row["partial/groups_unfinished"] for row in metrics(tmp_path / "run"))
 
 
-def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shapes, tmp_path, trained):
+def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shapes, tmp_path, trained, monkeypatch):
     flags = dict(save_every=1, max_completion_length=96, keep_last=0)
     grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
     folder = tmp_path / "checkpoint-1"
@@ -252,22 +254,27 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
                 brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
             )
         )
-    with pytest.raises(UserError, match="unfinished completions need an importance weight for each token"):
+    with pytest.raises(UserError, match="prompts in flight need an importance weight for each token"):
         grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), importance_cap=0.0, **flags))
-    with pytest.raises(UserError, match="unfinished completions need --max_staleness 2 or more"):
+    with pytest.raises(UserError, match="need --max_staleness 2 or more, until a run with --oversample 1 has trained"):
         grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_staleness=1, **flags))
+    with pytest.raises(UserError, match=r"need --max_pixels as it was \(\d+\), until a run with --oversample 1"):
+        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_pixels=6000, **flags))
     cfg = config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags)
     cfg.tensor_parallel = 2
-    with pytest.raises(UserError, match="unfinished completions need --tensor_parallel 1: train on them first"):
+    monkeypatch.setattr(training.run, "check_engine_available", lambda *_: None)
+    with pytest.raises(UserError, match="prompts in flight need --tensor_parallel 1, until"):
         grpo.main(cfg)
 
 
-def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained):
+def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained, capsys):
     flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
     grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))
     rows = metrics(tmp_path)
     assert len(rows) == 3
     assert all(row["groups_drawn"] in (4, 8, 12) for row in rows)
+    left = sum(rows[-1][f"partial/groups_{name}"] for name in ("waiting", "unfinished"))
+    assert left and f"{left:g} prompts were drawn and not trained on" in capsys.readouterr().err
 
 
 @pytest.mark.slow
