@@ -274,9 +274,9 @@ class EngineFlags:
     otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
     """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
-    0: 0.85 in evaluations; in training a quarter, or what the completions of a step need (without `gpu_memory`, and at
-    most 70% of what the waiting trainer leaves free). Training raises it if the weights need more. At other times, the
-    trainer uses this memory, unless `gpu_memory` is set."""
+    0: up to 0.85 in evaluations; in training a quarter, or what the completions of a step need (without `gpu_memory`,
+    and at most 70% of what the waiting trainer leaves free). Training raises it if the weights need more. At other
+    times, the trainer uses this memory, unless `gpu_memory` is set."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256

@@ -54,7 +54,7 @@ from rewards import Scorer, gold_problem
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
-VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, which has the GPU to itself here
+VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
 
 
 @dataclass(kw_only=True)
@@ -231,11 +231,19 @@ def start_sampler(
     if cfg.load_in_4bit:
         return PolicyEngine(adapted, processor.tokenizer)
     limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, images)
-    flags = replace(cfg, engine=choose_engine(cfg, device), vllm_memory=cfg.vllm_memory or VLLM_MEMORY)
+    flags = replace(cfg, engine=choose_engine(cfg, device), vllm_memory=cfg.vllm_memory or free_share(cfg, device))
     engine = make_engine(flags, cfg.model, processor, device, compute_dtype("auto", device), limits, adapted)
     if adapted is not None:
         engine.sync_weights(adapted)
     return engine
+
+
+def free_share(cfg: Config, device: torch.device) -> float:
+    """Return `VLLM_MEMORY`, or less if other programs use the GPU: vLLM does not start if its share is not free."""
+    if device.type != "cuda" or cfg.gpu_memory:
+        return VLLM_MEMORY
+    free, size = torch.cuda.mem_get_info(device)
+    return min(VLLM_MEMORY, free / size - 0.02)  # 0.02: CUDA still takes a little before vLLM looks
 
 
 def load_baseline(cfg: Config) -> Policy:

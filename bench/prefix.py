@@ -54,7 +54,8 @@ class Config:
     """Folder for the model and the data."""
 
     def __post_init__(self) -> None:
-        speed.check_config(self.shape, (), self.rounds, self.prompts, self.generations, self.tokens, *self.sides)
+        counts = (self.rounds, self.prompts, self.generations, self.tokens, len(self.sides), *self.sides)
+        speed.check_config(self.shape, (), *counts)
 
 
 def whole_sequences(groups: list[Group], budget: int) -> list[PackedBatch]:

@@ -88,10 +88,10 @@ class Config:
     def __post_init__(self) -> None:
         if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
             raise ValueError("gpus, prompts and steps must be at least 1")
-        if self.links and torch.cuda.device_count() < max(self.gpus):
-            raise ValueError(f"links: there are {torch.cuda.device_count()} GPUs here, fewer than {max(self.gpus)}")
-        if not self.plan and not self.links:
-            speed.Config(self.shape, flags=self.flags)  # checks the flags once, before any process starts
+        if self.links and torch.cuda.device_count() < self.gpus[-1]:
+            raise ValueError(f"links: there are {torch.cuda.device_count()} GPUs here, fewer than {self.gpus[-1]}")
+        for gpus in () if self.plan or self.links else self.gpus:  # checks the flags before any process starts
+            speed.Config(self.shape, (self.workload,), self.steps, self.prompts * gpus, flags=self.flags)
 
 
 def launch(gpus: int, script: str, *arguments: object, torchrun: bool = True) -> Iterator[str]:
@@ -219,7 +219,7 @@ def main(cfg: Config) -> None:
     if cfg.links and "RANK" in os.environ:
         return links()
     if cfg.links:
-        list(launch(cfg.gpus[-1], "scale.py", "--links"))
+        list(launch(cfg.gpus[-1], "scale.py", "--links", "--gpus", cfg.gpus[-1]))
         return
     report = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": {}}
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)

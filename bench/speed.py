@@ -310,8 +310,12 @@ def training_config(cfg: Any, data: str, **settings: Any) -> grpo.Config:
         prompts_per_step=cfg.prompts,
         num_generations=cfg.generations,
     )
+    flags = parse_flags(cfg.flags)
+    for field in fields(grpo.Config):
+        if isinstance(field.default, bool) and not isinstance(flags.get(field.name, True), bool):
+            raise ValueError(f"flags: {field.name} must be true or false")
     try:
-        return grpo.Config(**(common | settings | parse_flags(cfg.flags)))
+        return grpo.Config(**(common | settings | flags))
     except TypeError as error:
         raise ValueError(f"flags: a value has the wrong type ({error})") from None
 

@@ -34,9 +34,7 @@ VLLM_BYTES = 5 * 2**30  # enough for what vLLM holds besides weights and KV cach
 VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
-OOM_ACTIVATION_HINT = (
-    "--activation_checkpointing full, a smaller --micro_batch_tokens or, with --gpu_memory, a smaller --vllm_memory"
-)
+OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens"
 
 
 def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device) -> tuple[int, int]:
@@ -137,8 +135,10 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: st
         return True, fraction
     needed, total = least_sampler_bytes(policy, cfg, device), usable_bytes(device, cfg.gpu_memory)
     resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    left = total - resting - (0 if cfg.gpu_memory else used_by_others(device))
-    has_room = distributed.world_size() > 1 or needed <= left
+    others = 0 if cfg.gpu_memory else used_by_others(device)
+    left = total - resting - others
+    own = min(others, CUDA_GIB * 2**30)  # of this process, for which `usable_bytes` leaves room
+    has_room = distributed.world_size() > 1 or needed <= left + own
     fraction = max(fraction, min(0.9, needed / total))
     if not cfg.vllm_memory and not cfg.gpu_memory:
         enough = needed - SAMPLER_BYTES + VLLM_BYTES + cache_bytes(policy, cfg, device)
@@ -173,7 +173,7 @@ def check_gpu_memory(
             what = "weights, AdamW and --vllm_memory"
             if sampler_fraction * total > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
                 hints.insert(0, f"a --vllm_memory below {sampler_fraction:.2f}")
-            if distributed.world_size() > cfg.tensor_parallel:
+            elif distributed.world_size() > cfg.tensor_parallel and cfg.oversample == 1:
                 hints.insert(0, "a larger --tensor_parallel")
         raise UserError(
             f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB on "
@@ -401,7 +401,8 @@ def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tup
 
 def _out_of_memory(error: torch.OutOfMemoryError) -> RunStopped:
     reason = str(error).split(". ")[0]
-    return RunStopped(f"out of GPU memory ({reason}). What helps: {OOM_ACTIVATION_HINT}", status=1)
+    hints = f"{OOM_ACTIVATION_HINT} or, with --gpu_memory, a smaller --vllm_memory"
+    return RunStopped(f"out of GPU memory ({reason}). What helps: {hints}", status=1)
 
 
 def recover(policy: Policy) -> None:

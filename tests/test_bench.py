@@ -63,10 +63,26 @@ def test_flags_of_a_bench_are_checked_first(bench):
     for flag, reason in (
         ("vllm_memory=2", "vllm_memory must be"),
         ("loss_type", "must be NAME=VALUE"),
+        ("compile=False", "flags: compile must be true or false"),
         ("max_prompt_length=long", r"flags: a value has the wrong type \(.*'str'"),
     ):
         with pytest.raises(ValueError, match=reason):
             bench.Config(shape="tiny", flags=(flag,))
+
+
+def test_links_are_measured_on_as_many_gpus_as_asked(monkeypatch):
+    """The processes that measure parse their own arguments, which must pass the same check."""
+    started = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(scale, "launch", lambda gpus, script, *arguments: started.append((gpus, arguments)) or [])
+    scale.main(scale.Config(links=True, gpus=(2,)))
+    assert started == [(2, ("--links", "--gpus", 2))]
+
+
+def test_the_flags_are_checked_with_the_prompts_of_all_gpus():
+    scale.Config(shape="tiny", gpus=(4,), prompts=32, flags=("prompts_per_update=64",))
+    with pytest.raises(ValueError, match="must divide prompts_per_step"):
+        scale.Config(shape="tiny", gpus=(1,), prompts=8, flags=("prompts_per_update=32",))
 
 
 def test_every_value_of_oversample_is_checked_first():

@@ -7,7 +7,7 @@ import torch
 
 from common.errors import UserError
 from data import load_processor, load_samples
-from evaluate import Config
+from evaluate import Config, free_share
 from evaluation import held_out
 from evaluation.metrics import interval, mean_score, pass_at_k, summarise
 from policy.hf_engine import HFEngine
@@ -93,3 +93,12 @@ def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monk
     assert calls == [1, 0]
     assert [output["responses"] for output in outputs[::2]] == [first[0]["responses"]] * 2
     assert len(outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("free", "flags", "share"), [(1.0, {}, 0.85), (0.5, {}, 0.48), (0.5, {"gpu_memory": 8.0}, 0.85)]
+)
+def test_vllm_gets_what_other_programs_leave(monkeypatch, free, flags, share):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 2**30))
+    cfg = Config(model="model", data="rows", **flags)
+    assert free_share(cfg, torch.device("cuda")) == pytest.approx(share)

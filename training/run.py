@@ -187,7 +187,7 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_SETTINGS:
         if name in saved and not is_same_setting(saved[name], new[name]):
-            raise UserError(f"{need} --{name} as it was ({saved[name]}), {then}")
+            raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
 def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
