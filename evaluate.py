@@ -54,7 +54,7 @@ from rewards import Scorer, gold_problem
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
-VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
+MAX_VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
 
 
 @dataclass(kw_only=True)
@@ -239,11 +239,11 @@ def start_sampler(
 
 
 def free_share(cfg: Config, device: torch.device) -> float:
-    """Return `VLLM_MEMORY`, or less if other programs use the GPU: vLLM does not start if its share is not free."""
+    """Return `MAX_VLLM_MEMORY`, or less if other programs use the GPU: vLLM does not start if its share is not free."""
     if device.type != "cuda" or cfg.gpu_memory:
-        return VLLM_MEMORY
+        return MAX_VLLM_MEMORY
     free, size = torch.cuda.mem_get_info(device)
-    return min(VLLM_MEMORY, free / size - 0.02)  # 0.02: CUDA still takes a little before vLLM looks
+    return min(MAX_VLLM_MEMORY, free / size - 0.02)  # 0.02: CUDA still takes a little before vLLM looks
 
 
 def load_baseline(cfg: Config) -> Policy:

@@ -506,8 +506,8 @@ def train(run: Run) -> None:
     save_checkpoint(run, wait=True)  # before the export, so that the run is not lost if the export fails
     if run.in_flight:
         console.log(
-            f"{len(run.in_flight)} prompts were drawn and not trained on; the last checkpoint has them, and --resume "
-            "with a higher --max_steps continues them"
+            f"prompts drawn and not trained on: {len(run.in_flight)}; the last checkpoint has them, and --resume with "
+            "a higher --max_steps continues them"
         )
     run.checkpoints.export_final(run.policy, cfg.model)
     run.log.refresh()

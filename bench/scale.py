@@ -90,7 +90,9 @@ class Config:
             raise ValueError("gpus, prompts and steps must be at least 1")
         if self.links and torch.cuda.device_count() < self.gpus[-1]:
             raise ValueError(f"links: there are {torch.cuda.device_count()} GPUs here, fewer than {self.gpus[-1]}")
-        for gpus in () if self.plan or self.links else self.gpus:  # checks the flags before any process starts
+        if self.plan or self.links:
+            return
+        for gpus in self.gpus:  # checks the flags before any process starts
             speed.Config(self.shape, (self.workload,), self.steps, self.prompts * gpus, flags=self.flags)
 
 

@@ -91,9 +91,9 @@ def usable_bytes(device: torch.device, limit: float) -> float:
 
 
 def used_by_others(device: torch.device) -> int:
-    """Return how many bytes of the GPU are in use outside of this process's allocator, such as by other programs."""
+    """Return how many bytes of the GPU other programs use: all that this process's allocator and CUDA do not."""
     free, size = torch.cuda.mem_get_info(device)
-    return size - free - torch.cuda.memory_reserved(device)
+    return max(0, size - free - torch.cuda.memory_reserved(device) - int(CUDA_GIB * 2**30))
 
 
 def choose_sharding(
@@ -135,10 +135,8 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: st
         return True, fraction
     needed, total = least_sampler_bytes(policy, cfg, device), usable_bytes(device, cfg.gpu_memory)
     resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    others = 0 if cfg.gpu_memory else used_by_others(device)
-    left = total - resting - others
-    own = min(others, CUDA_GIB * 2**30)  # of this process, for which `usable_bytes` leaves room
-    has_room = distributed.world_size() > 1 or needed <= left + own
+    left = total - resting - (0 if cfg.gpu_memory else used_by_others(device))
+    has_room = distributed.world_size() > 1 or needed <= left
     fraction = max(fraction, min(0.9, needed / total))
     if not cfg.vllm_memory and not cfg.gpu_memory:
         enough = needed - SAMPLER_BYTES + VLLM_BYTES + cache_bytes(policy, cfg, device)
@@ -149,7 +147,6 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: st
 def check_gpu_memory(
     policy: Policy,
     cfg: Config,
-    with_reference: bool,
     device: torch.device,
     sampler_fraction: float,
     sharding: str = "full",
@@ -165,10 +162,10 @@ def check_gpu_memory(
         fraction = distributed.memory_fraction(max(cfg.gpu_memory - CUDA_GIB, 0.1))  # it holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     total = usable_bytes(device, cfg.gpu_memory)
-    resting, gradients = process_bytes(policy, cfg, with_reference, device, sharding)
+    resting, gradients = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
     training, sampling = resting + gradients, resting + sampler_fraction * total
     if (needed := max(training, sampling)) > total:
-        what, hints = "weights, gradients and AdamW", memory_saving_flags(cfg, with_reference, sharding)
+        what, hints = "weights, gradients and AdamW", memory_saving_flags(cfg, sharding)
         if sampling > training:
             what = "weights, AdamW and --vllm_memory"
             if sampler_fraction * total > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
@@ -182,15 +179,15 @@ def check_gpu_memory(
         )
 
 
-def memory_saving_flags(flags: PolicyFlags, with_reference: bool, sharding: str) -> list[str]:
+def memory_saving_flags(cfg: Config, sharding: str) -> list[str]:
     """Return the flags that would make the training state smaller and are not already in use."""
-    adapter, separate_reference = flags.has_adapter, with_reference and not flags.has_adapter
+    adapter, separate_reference = cfg.has_adapter, cfg.beta and not cfg.has_adapter
     hints = {
         "--sharding full": distributed.num_shards(sharding) < distributed.world_size(),
         "--lora_rank 64": not adapter,
-        "--load_in_4bit" if adapter else "--load_in_4bit with it": not flags.load_in_4bit,
-        "--offload_optimizer": not flags.offload_optimizer,
-        "--offload_reference": separate_reference and not flags.offload_reference,
+        "--load_in_4bit" if adapter else "--load_in_4bit with it": not cfg.load_in_4bit,
+        "--offload_optimizer": not cfg.offload_optimizer,
+        "--offload_reference": separate_reference and not cfg.offload_reference,
         "--beta 0": separate_reference,
     }
     return [hint for hint, applies in hints.items() if applies]

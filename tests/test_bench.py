@@ -51,6 +51,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
             config()
     with pytest.raises(ValueError, match="4b needs a GPU"):
         prefix.Config()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ValueError, match="links: there are 0 GPUs here, fewer than 4"):
         scale.Config(links=True)
     scale.Config(shape="tiny")

@@ -550,7 +550,7 @@ def test_a_gpu_that_is_too_small_reports_the_missing_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
     policy = Policy(build("qwen2_5_vl"))
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
-        check_gpu_memory(policy, grpo.Config(data="-"), True, torch.device("cuda"), 0.25)
+        check_gpu_memory(policy, grpo.Config(data="-"), torch.device("cuda"), 0.25)
 
 
 def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(monkeypatch, capsys):

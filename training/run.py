@@ -34,6 +34,7 @@ from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 
+# flags that make up a prompt
 PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
@@ -201,7 +202,7 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
     if sampler_flags.engine == "vllm":
         console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
-    check_gpu_memory(policy, cfg, has_reference, device, sampler_fraction, sharding)
+    check_gpu_memory(policy, cfg, device, sampler_fraction, sharding)
     engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
