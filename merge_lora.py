@@ -2,10 +2,9 @@
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-At the end, the logits of the saved model are checked against those of the adapted model (the base with its adapter).
-The base and the saved model are never in memory together. The adapter may be plain LoRA, rslora or DoRA, and may have
-adapted embeddings, `modules_to_save` and trained biases. The tokenizer, processor, chat template and generation config
-are copied from the base.
+The merged model is the folder of the base with other weights. At the end, its logits are checked against those of the
+adapted model (the base with its adapter). The base and the saved model are never in memory together. The adapter may be
+plain LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases.
 """
 
 import gc
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from PIL import Image
 from torch import Tensor, nn
@@ -26,11 +24,11 @@ from common.errors import RunStopped, UserError
 from common.files import partial_path
 from common.records import Sample
 from data import encode_prompt, load_processor
+from policy.base_files import stored_dtypes
 from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
-from policy.model import load_config, load_model, saved_dtype
-from training.export import save_weights, write_preprocessor_config
+from policy.model import load_config, load_model, untie
+from training.export import write_model
 
-MAX_SHARD_SIZE = "4GB"  # of a weight file
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 
@@ -48,7 +46,7 @@ class Config:
     cache_dir: str | None = None
     """Cache folder for downloads from the hub; by default, the hub's own cache folder."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the saved weights; auto: the dtype of the base."""
+    """Dtype of the saved weights; auto: each tensor keeps the dtype that the base stores it in."""
 
 
 def merge_lora(
@@ -66,7 +64,7 @@ def merge_lora(
     if (pathlib.Path(base) / "adapter_config.json").is_file():
         raise UserError(f"--base_model {base_model!r} is an adapter: give it as --lora_model, and its base here")
     load_config(base)  # raises if the base cannot be used
-    output_dtype = saved_dtype(base) if dtype == "auto" else getattr(torch, dtype)
+    output_dtype = None if dtype == "auto" else getattr(torch, dtype)
     partial = partial_path(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -77,11 +75,12 @@ def merge_lora(
         inputs = _example_inputs(base)
         base_logits, adapted_logits = _merge(base, lora_model, cache_dir, output_dtype, inputs, partial)
         gc.collect()  # the saved model needs the memory
-        merged_logits = _logits(load_model(str(partial), output_dtype), inputs)
+        merged_dtype, _ = stored_dtypes(str(partial))
+        merged_logits = _logits(load_model(str(partial), merged_dtype), inputs)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    difference = _check(base_logits, adapted_logits, merged_logits, TOLERANCE[output_dtype], partial)
+    difference = _check(base_logits, adapted_logits, merged_logits, TOLERANCE[merged_dtype], partial)
     partial.rename(target)
     return difference
 
@@ -91,7 +90,7 @@ def _merge(
     base: str,
     lora_model: str,
     cache_dir: str | None,
-    output_dtype: torch.dtype,
+    output_dtype: torch.dtype | None,
     inputs: dict[str, Tensor],
     output: pathlib.Path,
 ) -> tuple[Tensor, Tensor]:
@@ -102,33 +101,22 @@ def _merge(
     config, tensors = read_adapter(lora_model, cache_dir)
     # Not compared, because a base that was moved or downloaded has another name. The user sees whether they agree.
     print(f"the adapter names {config.base_model_name_or_path or 'no model'} as its base; it is merged into {base}")
-    # The larger of the two dtypes, so that rounding happens only after the merge.
-    model = load_model(base, torch.promote_types(saved_dtype(base), output_dtype))
+    # The widest dtype, so that rounding happens only after the merge.
+    base_dtype, widest = stored_dtypes(base)
+    model = load_model(base, torch.promote_types(widest, output_dtype or base_dtype))
     base_logits = _logits(model, inputs)
     if any(re.search(r"\b(embed_tokens|lm_head)\.", key) for key in tensors):
-        _untie(model)
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.clone())  # it may share the embedding's weight
+        untie(model.config)
     tuner = load_adapter(model, config, tensors, [POLICY], lora_model)
     adapted_logits = _logits(model, inputs)
     for layer in adapted_layers(model).values():
         layer.base_layer.float()  # otherwise PEFT would round the adapter's change before adding it
         layer.merge(safe_merge=True)
-        layer.base_layer.to(output_dtype)
-    model = tuner.unload().to(output_dtype)
-    save_weights(model, output, max_shard_size=MAX_SHARD_SIZE)  # the loop below copies generation_config.json
-    for path in pathlib.Path(base).iterdir():
-        is_settings = path.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in path.name
-        if path.is_file() and is_settings and path.name != "config.json":
-            shutil.copy(path, output)
-    write_preprocessor_config(output)
+        layer.base_layer.to(model.dtype)
+    write_model(tuner.unload(), base, output, dtype=output_dtype)
     return base_logits, adapted_logits
-
-
-def _untie(model: transformers.PreTrainedModel) -> None:
-    """Give the lm_head its own weight if it shares that of the embedding."""
-    head = model.get_output_embeddings()
-    head.weight = nn.Parameter(head.weight.clone())
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
@@ -161,7 +149,11 @@ def _folder(name: str, cache_dir: str | None) -> str:
     if pathlib.Path(name).is_dir():
         return name
     try:
-        return snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+        others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats
+        folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", *others])
+        if not any(pathlib.Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=others)
+        return folder
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0][:160]
         raise UserError(

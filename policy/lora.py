@@ -324,7 +324,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
     """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`.
 
-    This is a collective: every process must call it. The main process writes. Raises UserError if a weight is NaN or
+    Its `target_modules` are the full names of the adapted layers, because some programs refuse patterns. This is a
+    collective: every process must call it. The main process writes. Raises UserError if a weight is NaN or
     infinite.
     """
     tensors = {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
@@ -334,5 +335,11 @@ def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
     if console.is_main():
         config = copy.copy(model.peft_config[POLICY])
         config.base_model_name_or_path, config.inference_mode = base, True
+        layers = adapted_layers(model).items()
+        config.target_modules = sorted(name for name, layer in layers if not hasattr(layer, "parameter_name"))
         config.save_pretrained(str(folder))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        path = folder / "adapter_model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors would let only the owner read it
+        if config.target_parameters:
+            console.log("the adapter has routed experts: only PEFT with transformers 5 can load it")

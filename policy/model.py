@@ -3,13 +3,10 @@ returns token log-probabilities."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common import console
@@ -17,6 +14,7 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
+from policy.base_files import LM_HEAD, explain_load_errors, stored_tensors
 from policy.delta_net import check_kernels
 from policy.families import find_family, language_model, load_image_processor, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
@@ -73,13 +71,13 @@ def load_model(
     which `apply_fsdp` fills. Raises UserError if the model cannot be loaded.
     """
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
-    safely = {"trust_remote_code": False, "use_safetensors": True}  # never run the folder's own code or pickles
+    safely = {"trust_remote_code": False, "weights_only": True}  # never run the folder's own code or pickles
     config = load_config(name)
     if to_shard and not console.is_main():
         return empty_model(name, **options)
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype, config), "device_map": {"": four_bit_device}}
-    with _explain_load_errors(name):
+    with explain_load_errors(name):
         model, report = auto_class(config).from_pretrained(
             name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
         )
@@ -99,7 +97,7 @@ def load_model(
 def empty_model(name: str, **options: object) -> transformers.PreTrainedModel:
     """Return the model saved at `name` on the meta device, without its weights."""
     config = load_config(name)
-    with _explain_load_errors(name), torch.device("meta"):
+    with explain_load_errors(name), torch.device("meta"):
         return auto_class(config).from_config(config, **options)
 
 
@@ -114,7 +112,7 @@ def check_saved_model(folder: str) -> None:
     The names and shapes of the weights are checked, but not their values.
     """
     config = load_config(folder)
-    with _explain_load_errors(folder):
+    with explain_load_errors(folder):
         model, report = auto_class(config).from_pretrained(
             folder, device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True
         )
@@ -150,12 +148,14 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
     Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
     attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
     """
-    with _explain_load_errors(name):
+    with explain_load_errors(name):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         if os.path.isfile(
             f"{name}/generation_config.json"
         ):  # transformers would ignore a damaged one, with its stop tokens
             transformers.GenerationConfig.from_pretrained(name)
+        if _has_untold_lm_head(config, name):
+            untie(config)
     find_family(config, name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
@@ -169,28 +169,24 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
     return config
 
 
-@contextlib.contextmanager
-def _explain_load_errors(name: str) -> Iterator[None]:
-    """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
-    try:
-        yield
-    except torch.OutOfMemoryError:  # a RuntimeError; `distributed.run` says what helps
-        raise
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        ImportError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-    ) as error:
-        raise UserError(
-            f"cannot load a model from {name!r} ({(str(error) or repr(error)).splitlines()[0][:160]}): give a folder "
-            "in Hugging Face layout, with weights in .safetensors files and no code of its own, or the name of such a "
-            "model on a hub that this machine can reach"
-        ) from None
+def _has_untold_lm_head(config: transformers.PreTrainedConfig, name: str) -> bool:
+    """Return whether the model at `name` has an lm_head of its own of which its config.json says nothing.
+
+    Releases of transformers before 5, which wrote such files, do not tie it; later ones do.
+    """
+    written, _ = transformers.PreTrainedConfig.get_config_dict(name)
+    if not config.tie_word_embeddings or "tie_word_embeddings" in written:
+        return False
+    if (written.get("text_config") or {}).get("tie_word_embeddings"):
+        return False
+    return any(name.endswith(LM_HEAD) for tensors in stored_tensors(name).values() for name in tensors)
+
+
+def untie(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """Give the lm_head of models with this `config` a weight of its own. Return `config`."""
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    return config
 
 
 def auto_class(config: transformers.PreTrainedConfig) -> type:
@@ -325,13 +321,6 @@ def cache_image_features(
         prompt.features = feature_cache.get(prompt.image_digest)
     while sum(features.nbytes for features in feature_cache.values()) > FEATURE_CACHE_BYTES:
         del feature_cache[next(iter(feature_cache))]  # the oldest entry
-
-
-def saved_dtype(name: str) -> torch.dtype:
-    """Return the dtype that the model at `name` was saved in. The trained weights are exported in the same dtype."""
-    config = load_config(name)
-    dtype = config.dtype or config.get_text_config().dtype  # config.json of Qwen3-VL has it only under text_config
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def stop_tokens(

@@ -157,7 +157,7 @@ class Saver:
         Raises RunStopped if the export fails. The message names the checkpoint that can be exported instead.
         """
         try:
-            export(policy, source, f"{self.folder.path}/final")
+            export(policy, source, f"{self.folder.path}/final", str(self.folder.path))
         except RunStopped as error:
             if self.newest is None:
                 raise
@@ -407,7 +407,7 @@ def main(cfg: Config) -> None:
     flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags) if field.name in saved})
     policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
     _read_tensors(folder, {"policy": get_model_state_dict(policy, options=TRAINED)})
-    export(policy, saved["model"], cfg.output)
+    export(policy, saved["model"], cfg.output, str(folder.parent))
     print(f"wrote {'an adapter for ' + saved['model'] if flags.has_adapter else 'a model'} to {cfg.output}")
 
 

@@ -1,36 +1,48 @@
-"""Export the trained policy, as an adapter in PEFT layout or as a whole model in Hugging Face layout.
+"""Export the trained policy, as an adapter in PEFT layout or as a whole model.
 
-`grpo.py` exports to `final` at the end of a run; `python -m training.checkpoint` exports a saved checkpoint.
+An exported model is the folder of its base with other weights. Its files are the base's, byte for byte, and so are the
+names, shapes, dtypes and files of its tensors. Other programs then read it as they read the base, in whatever release.
+`save_pretrained` would write what only its own release of transformers reads.
+
+`grpo.py` exports to `final` at the end of a run, `python -m training.checkpoint` exports a saved checkpoint, and
+`merge_lora.py` a merged model.
 """
 
 import contextlib
+import itertools
 import json
-import pathlib
+import re
 import shutil
-from collections.abc import Iterable
+from pathlib import Path
 
+import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers.utils import cached_file
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.modeling_utils import load_state_dict
 
-from common import console, distributed
+from common import console, distributed, hub
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from policy.lora import POLICY, adapted_weights, has_adapter, load_adapter, read_adapter, write_adapter
-from policy.model import Policy, check_saved_model, empty_model, load_model, saved_dtype
+from policy.base_files import NOT_SETTINGS, Layout, copy_settings, stored_tensors, weight_files
+from policy.lora import POLICY, has_adapter, load_adapter, read_adapter, write_adapter
+from policy.model import Policy, check_saved_model, empty_model, ties_lm_head
+
+KEPT = "base"  # the folder of a run that keeps the files of a base from the hub
 
 
-def export(policy: Policy, source: str, folder: str) -> None:
+def export(policy: Policy, source: str, folder: str, run: str) -> None:
     """Write the trained policy to `folder`, which is replaced if it exists.
 
-    An adapter is written in PEFT layout, to be loaded on top of `source`. A model that was trained without an adapter
-    is written in Hugging Face layout, for `from_pretrained` and vLLM. The saved model has the dtype, tokenizer and
-    processor of `source`.
+    An adapter is written in PEFT layout, to be loaded on top of `source`; else `source` with the trained weights. If
+    `source` is a hub name, its files are taken from the folder `run` of the run, which has kept them.
 
     The folder is written under a temporary name and then renamed. All processes must call this together. Raises
     RunStopped if writing fails, or if a weight is NaN or infinite; nothing is then written or replaced.
     """
-    target = pathlib.Path(folder)
+    target = Path(folder)
     partial = partial_path(target)
     try:
         if console.is_main():
@@ -39,7 +51,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
         if has_adapter(policy.model):
             write_adapter(policy.model, source, partial)
         else:
-            _write_model(policy, source, partial)
+            write_model(policy.model, source, partial, run)
         if console.is_main():
             _check(source, partial)
             previous = target.with_name(f"{target.name}.previous")  # renamed first: a kill must not leave a part of it
@@ -54,38 +66,7 @@ def export(policy: Policy, source: str, folder: str) -> None:
     distributed.barrier()
 
 
-def _write_model(policy: Policy, source: str, folder: pathlib.Path) -> None:
-    """Load `source` on the main process, copy the trained weights into it, and save it to `folder`."""
-    model = message = None
-    with distributed.shared_errors():
-        if console.is_main():
-            model = load_model(source, saved_dtype(source))
-    parameters = dict(model.named_parameters()) if model is not None else {}
-    for name, weight in adapted_weights(policy.model):  # gathers one weight at a time, on all processes
-        if model is not None:
-            parameters[name].data.copy_(weight)
-            if not parameters.pop(name).isfinite().all():
-                message = message or f"{name} is not finite: use an earlier checkpoint and a lower --learning_rate"
-    distributed.raise_first_error(message, UserError)
-    if model is not None:
-        if parameters:
-            raise RuntimeError(f"the policy has no parameter {sorted(parameters)[0]!r} to export")
-        save_weights(model, folder)
-        copy_processor(source, folder)
-        copy_files(source, folder, ["generation_config.json"])
-
-
-def save_weights(model: transformers.PreTrainedModel, folder: pathlib.Path, **options: object) -> None:
-    """Write the configuration and the weights of `model` to `folder`, but no generation_config.json.
-
-    The caller copies that of the base, because transformers refuses to save some settings that it loads.
-    """
-    model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(folder, **options)
-    (folder / "generation_config.json").unlink()
-
-
-def _check(source: str, folder: pathlib.Path) -> None:
+def _check(source: str, folder: Path) -> None:
     """Raise UserError unless what was exported to `folder` can be loaded. The values of the weights are not read."""
     if (folder / "adapter_config.json").is_file():
         config, tensors = read_adapter(str(folder))
@@ -94,37 +75,98 @@ def _check(source: str, folder: pathlib.Path) -> None:
         check_saved_model(str(folder))
 
 
-def copy_processor(source: str, folder: pathlib.Path) -> None:
-    """Copy the tokenizer, chat template and image processor settings of `source` to `folder`."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises a bare Exception, for example on a full disk
-        raise OSError(f"the tokenizer: {error}") from error
-    files = (
-        "processor_config.json",
-        "preprocessor_config.json",
-        "video_preprocessor_config.json",
-        "chat_template.json",
-    )
-    copy_files(source, folder, files)
-    write_preprocessor_config(folder)
+def settings_folder(source: str, run: str, keep: bool = False) -> Path:
+    """Return the folder with the settings of the base `source`: its own, or what the run in the folder `run` has kept.
 
-
-def copy_files(source: str, folder: pathlib.Path, names: Iterable[str]) -> None:
-    """Copy those of the files `names` that the model at `source` has to `folder`."""
-    for name in names:
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if path is not None:
-            shutil.copy(path, folder)
-
-
-def write_preprocessor_config(folder: pathlib.Path) -> None:
-    """Write `preprocessor_config.json`, where older programs look for the settings of the image processor.
-
-    transformers 5 saves these settings as a part of `processor_config.json` instead.
+    `keep`: if `source` is a hub name, copy its files to `run` first, so that the end of the run needs no network.
     """
-    path, older = folder / "processor_config.json", folder / "preprocessor_config.json"
-    settings = json.loads(path.read_text()).get("image_processor") if path.is_file() else None
-    if settings and not older.exists():
-        older.write_text(json.dumps(settings, indent=2) + "\n")
+    if Path(source).is_dir():
+        return Path(source)
+    kept = Path(run, KEPT)
+    if keep or not kept.is_dir():
+        if hub.go_offline_if_unreachable():
+            console.log(f"the hub is not reached: of the files of {source}, exports have only those in its cache")
+        kept = Path(snapshot_download(source, ignore_patterns=list(NOT_SETTINGS)))
+    if keep:
+        shutil.rmtree(Path(run, KEPT), ignore_errors=True)
+        copy_settings(kept, Path(run, KEPT))
+    return kept
+
+
+def write_model(
+    model: transformers.PreTrainedModel, source: str, folder: Path, run: str = "", dtype: torch.dtype | None = None
+) -> None:
+    """Write the base `source` with the weights of `model` to `folder`, each as the base stores it, or in `dtype`.
+
+    Tensors that were never loaded, such as those of multi-token prediction, are copied. An lm_head that is no longer
+    tied to the embedding is added beside it. At most one file of weights is in host memory at a time. All processes
+    must call this together. Raises UserError if a weight is NaN or infinite.
+    """
+    layout, plan, written = None, {}, {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with distributed.shared_errors():
+        if console.is_main():
+            layout = Layout(empty_model(source), stored_tensors(source), parameters)
+            unties = ties_lm_head(layout.model) and not ties_lm_head(model)
+            if unties:
+                layout.add_lm_head()
+            copy_settings(settings_folder(source, run), folder)
+            _edit_config(folder / "config.json", dtype, unties)
+            plan = layout.parameters
+    for path, names in console.progress(distributed.all_gather(plan)[0].items(), "exporting", unit="file"):
+        weights = {}
+        for name in dict.fromkeys(names.values()):
+            weight = distributed.full_tensor(parameters[name].detach())  # gathers one at a time, on all processes
+            if layout:
+                weights[name] = weight.cpu()
+        with distributed.shared_errors():
+            if layout:
+                written[path] = _write_weights(layout, path, weights, folder, dtype)
+    if layout:
+        _write_index(source, folder, written)
+
+
+def _edit_config(path: Path, dtype: torch.dtype | None, unties: bool) -> None:
+    """Change the config.json at `path` to `dtype`, wherever it names one, and to an lm_head of its own if `unties`."""
+    config, text = json.loads(path.read_text()), path.read_text()
+    levels = [config, *(level for level in config.values() if isinstance(level, dict))]
+    for level, key in itertools.product(levels if dtype else (), ("dtype", "torch_dtype")):
+        if key in level:
+            level[key] = str(dtype).removeprefix("torch.")
+    for level in (config, config.get("text_config")) if unties else ():
+        if level is not None:
+            level["tie_word_embeddings"] = False
+    if config != json.loads(text):
+        indent = re.search(r"\n( +)", text)
+        path.write_text(json.dumps(config, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n")
+
+
+def _write_weights(
+    layout: Layout, path: str, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None
+) -> tuple[str, dict[str, int]]:
+    """Write the base's file at `path` with the parameters `weights` to `folder`. Return its name and tensors' sizes."""
+    tensors = load_state_dict(path)
+    for name, parameter in layout.parameters[path].items():
+        weight = layout.as_stored(path, name, weights[parameter])
+        if name in tensors and tensors[name].to(weight.dtype).equal(weight):
+            continue  # if it is frozen, it may have been rounded to the compute dtype
+        if not weight.isfinite().all():
+            raise UserError(f"{parameter} is not finite: use an earlier checkpoint and a lower --learning_rate")
+        tensors[name] = weight.to(dtype or layout.stored[path][name].dtype)
+    for name, tensor in tensors.items():
+        tensor = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format)  # tensors of .bin files may share memory
+    target = folder / re.sub(r"^pytorch_(.*)\.bin$", r"\1.safetensors", Path(path).name)
+    save_file(tensors, target, {"format": "pt"})
+    target.chmod(folder.stat().st_mode & 0o666)  # safetensors would let only the owner read it
+    return target.name, {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _write_index(source: str, folder: Path, written: dict[str, tuple[str, dict[str, int]]]) -> None:
+    """Write the index of what `_write_weights` has `written` for each file of `source`, if `source` has an index."""
+    index, _ = weight_files(source)
+    if index is not None:
+        content = json.loads(index.read_text())
+        content["weight_map"] |= {name: file for file, sizes in written.values() for name in sizes}
+        content.setdefault("metadata", {})["total_size"] = sum(sum(sizes.values()) for _, sizes in written.values())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -27,6 +27,7 @@ from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import RUN_STATE, Saver, is_same_setting, load_checkpoint, read_state
+from training.export import settings_folder
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
 from training.partial_rollouts import DrawnPrompt, from_saved_state
@@ -230,6 +231,8 @@ def restore(
     stream.lengths = state.get("lengths", {})
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
+    if console.is_main():
+        settings_folder(cfg.model, cfg.output, keep=True)
     run = Run(
         cfg=cfg,
         stream=stream,

@@ -1,0 +1,148 @@
+"""The files of a base in Hugging Face layout, and how they store the parameters of its model.
+
+`model` is a folder or a hub name. `layout_of` finds the parameter that each stored tensor is loaded into, as
+`from_pretrained` does it, and `as_stored` goes back.
+"""
+
+import contextlib
+import fnmatch
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Container, Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from types import SimpleNamespace
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+from common.errors import UserError
+
+LM_HEAD = "lm_head.weight"
+WEIGHTS = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.h5 *.msgpack *.onnx *.onnx_data *.tflite *.ot *.npz *.pkl"
+TRAINERS = "trainer_state.json trainer_log.jsonl training_args.* *_results.json latest zero_to_fp32.py events.out.*"
+NOT_SETTINGS = (*WEIGHTS.split(), "*.index.json", *TRAINERS.split(), ".*", "*/*")  # "*/*": in subfolders
+
+
+def copy_settings(folder: Path, target: Path) -> None:
+    """Copy the files at the top of `folder` to the folder `target`, but for weights and the states of trainers."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_SETTINGS):
+            shutil.copyfile(path, target / path.name)  # a link's content, with the mode that the umask says
+
+
+@contextlib.contextmanager
+def explain_load_errors(name: str) -> Iterator[None]:
+    """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # a RuntimeError; `distributed.run` says what helps
+        raise
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        UnpicklingError,
+    ) as error:
+        raise UserError(
+            f"cannot load a model from {name!r} ({(str(error) or repr(error)).splitlines()[0][:160]}): give a folder "
+            "in Hugging Face layout, with weights in .safetensors or plain .bin files and no code of its own, or the "
+            "name of such a model on a hub that this machine can reach"
+        ) from None
+
+
+def weight_files(model: str) -> tuple[Path | None, list[str]]:
+    """Return the index, if there is one, and the paths of the files from which `from_pretrained` loads `model`.
+
+    Of a hub name, they are those in the cache if there are any. Raises OSError if there are no files.
+    """
+    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for cached, name in itertools.product((True, False), ("model.safetensors", "pytorch_model.bin")):
+        if path := cached_file(model, name, local_files_only=cached, **missing):
+            return None, [path]
+        if index := cached_file(model, f"{name}.index.json", local_files_only=cached, **missing):
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            return Path(index), [cached_file(model, name, local_files_only=cached) for name in names]
+    raise OSError(f"{model} has no model.safetensors, no pytorch_model.bin and no index of such files")
+
+
+def stored_tensors(model: str) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of `model` without values, by path and by name. Raises UserError if they cannot be read."""
+    with explain_load_errors(model):
+        return {path: load_state_dict(path, "meta") for path in weight_files(model)[1]}
+
+
+def stored_dtypes(model: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype in which most weights of `model` are stored, and the widest dtype of a matrix."""
+    sizes: Counter[torch.dtype] = Counter()
+    widest = torch.bfloat16
+    for tensor in itertools.chain(*(tensors.values() for tensors in stored_tensors(model).values())):
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+            widest = torch.promote_types(widest, tensor.dtype) if tensor.ndim > 1 else widest
+    return sizes.most_common(1)[0][0], widest
+
+
+class Layout:
+    """Which parameter of a model each stored tensor of its base is loaded into; tensors are given by file and name."""
+
+    def __init__(
+        self, model: transformers.PreTrainedModel, stored: dict[str, dict[str, Tensor]], parameters: Container[str]
+    ):
+        """`model`: the model, possibly without weights. `stored`: see `stored_tensors`. `parameters`: their names."""
+        self.model, self.stored = model, stored
+        self.parameters: dict[str, dict[str, str]] = {path: {} for path in stored}
+        self.converted: set[str] = set()  # parameters whose shape may differ from the stored one
+        transforms = get_model_conversion_mapping(model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        state = model.state_dict()
+        for path, name in ((path, name) for path, tensors in stored.items() for name in tensors):
+            parameter, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            if parameter not in state and name in state:
+                parameter, pattern = name, None
+            if parameter in parameters:
+                self.parameters[path][name] = parameter
+                self.converted |= {parameter} if pattern else set()
+        self.transforms = [transform for transform in transforms if transform.was_used()]
+
+    def add_lm_head(self) -> None:
+        """Add an lm_head beside the embedding, to which it is tied, unless it is stored."""
+        state = self.model.state_dict(keep_vars=True)
+        places = [
+            (path, name, parameter) for path, names in self.parameters.items() for name, parameter in names.items()
+        ]
+        if all(parameter != LM_HEAD for _, _, parameter in places):
+            path, embedding = next(place[:2] for place in places if state[place[2]] is state[LM_HEAD])
+            self.parameters[path][LM_HEAD] = LM_HEAD
+            self.stored[path][LM_HEAD] = self.stored[path][embedding]
+
+    def as_stored(self, path: str, name: str, weight: Tensor) -> Tensor:
+        """Return the stored tensor `name` for this `weight` of its parameter."""
+        parameter = self.parameters[path][name]
+        if parameter not in self.converted:
+            return weight
+        # The conversion asks its model for shapes, to know whether to transpose. Here, the shapes are the stored ones.
+        target = SimpleNamespace(
+            _weight_conversions=self.transforms, config=self.model.config, get_parameter=self.stored[path].__getitem__
+        )
+        return revert_weight_conversion(target, {parameter: weight})[name]
