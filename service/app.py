@@ -332,7 +332,7 @@ def resume(store: StoreDep, job_id: str) -> Started:
 
 @api.get("/jobs/{job_id}/download", response_class=FileResponse)
 def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
-    """Return a ZIP with the trained adapter, the tokenizer, the settings and the training history."""
+    """Return a ZIP with the trained adapter, the tokenizer and other files of the base, and the training history."""
     if job.status != "completed":
         raise HTTPException(409, f"the job is {job.status}; its result can be downloaded once it is completed")
     path = pack_result(store, job, scratch)
@@ -342,9 +342,9 @@ def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
 
 def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
     """Write the ZIP of a completed job to the folder `scratch` and return its path."""
-    from training.export import copy_processor  # imports torch, which takes seconds
+    from training.export import copy_settings, settings_folder  # imports torch, which takes seconds
 
-    final = store.run_folder(job.job_id) / "final"
+    run = store.run_folder(job.job_id)
     request = job.settings["request"]
     history, _ = store.metrics(job.job_id)
     last_step = history[-1]["step"] if history else 0
@@ -353,14 +353,15 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
         "trainer_state.json": {"global_step": last_step, "max_steps": job.total_steps, "log_history": history},
     }
     try:
-        copy_processor(job.model, scratch / "processor")
+        copy_settings(settings_folder(job.model, str(run)), scratch / "base")
+        (scratch / "base" / "config.json").unlink(missing_ok=True)  # what is downloaded is no model, but an adapter
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None):  # of the system, such as a full disk, which `full` answers
             raise
         reason = str(error).splitlines()[0][:160]
         raise HTTPException(409, f"cannot read the tokenizer of the base model {job.model!r}: {reason}") from None
     with zipfile.ZipFile(scratch / "result.zip", "w") as archive:
-        for file in [*sorted(final.glob("adapter_*")), *sorted((scratch / "processor").iterdir())]:
+        for file in [*sorted((run / "final").glob("adapter_*")), *sorted((scratch / "base").iterdir())]:
             archive.write(file, file.name)
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")

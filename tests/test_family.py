@@ -29,6 +29,7 @@ from config import PolicyFlags
 from data import encode_prompts, load_processor, load_samples, processor_template
 from evaluation import lmms_eval
 from packing import pack
+from policy.base_files import copy_settings
 from policy.families import FAMILIES, find_family, language_model, routers, vision_parts
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.lora import adapted_layers, adapted_weights
@@ -37,7 +38,6 @@ from tests.helpers import models
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import run_script
-from training.export import copy_processor
 
 ROOT = pathlib.Path(__file__).parent.parent
 COLUMNS = {
@@ -263,8 +263,7 @@ def test_a_chat_template_saved_with_the_processor_is_found_and_exported(tiny_fam
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert load_processor(str(folder), "count").tokenizer.chat_template == template
-    (tmp_path / "final").mkdir()
-    copy_processor(str(folder), tmp_path / "final")
+    copy_settings(folder, tmp_path / "final")
     assert processor_template(str(tmp_path / "final")) == template
 
 

@@ -15,7 +15,7 @@ from config import EngineFlags, PolicyFlags
 from data import load_processor
 from merge_lora import merge_lora
 from policy.families import ImageLimits, find_family, load_image_processor
-from policy.model import check_trained, load_config, load_model, load_policy, saved_dtype
+from policy.model import check_trained, load_config, load_model, load_policy
 from policy.sharding import load_reference
 from rollout import RequestLimits, make_engine
 from tests.helpers.models import save_tiny
@@ -96,13 +96,27 @@ def test_reference_sampler_and_merge_make_the_same_check(damaged, tiny_model, sf
             load()
 
 
-def test_pickled_weights_are_not_read(damaged, tmp_path):
+class Code:
+    """A pickled object that would write a file when it is read."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    def __reduce__(self):
+        return self.path.touch, ()
+
+
+def test_bin_files_are_read_but_code_in_them_is_not_run(damaged, tmp_path):
     folder = pathlib.Path(damaged())
     weights = load_file(folder / "model.safetensors")
-    torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no file named model\.safetensors.*with weights in \.safetensors files"):
+    torch.save(weights, folder / "pytorch_model.bin")
+    model = load_model(str(folder), torch.float32)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    torch.save(weights | {"code": Code(tmp_path / "it ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"cannot load a model from .*Weights only load failed"):
         load_model(str(folder), torch.float32)
+    assert not (tmp_path / "it ran").exists()
 
 
 def test_code_in_a_model_folder_is_refused_without_a_question(damaged, monkeypatch):
@@ -138,16 +152,6 @@ def test_damaged_settings_are_named_in_one_line(tiny_model, tmp_path, name, text
     (tmp_path / "m" / name).write_text(text)
     with pytest.raises(UserError, match=r"cannot load a model from '.*m' \("):
         load_model(str(tmp_path / "m"), torch.float32)
-
-
-def test_a_dtype_that_only_the_language_model_names_is_that_of_the_model(tmp_path):
-    """As in the config.json of Qwen3-VL."""
-    model = save_tiny("qwen3_vl", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    config["text_config"]["dtype"] = "bfloat16"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert saved_dtype(model) == torch.bfloat16
 
 
 def test_out_of_memory_is_not_taken_for_a_damaged_model(tiny_model, monkeypatch):
