@@ -79,18 +79,23 @@ def settings_folder(source: str, run: str, keep: bool = False) -> Path:
     """Return the folder with the settings of the base `source`: its own, or what the run in the folder `run` has kept.
 
     `keep`: if `source` is a hub name, copy its files to `run` first, so that the end of the run needs no network.
+    Raises UserError if they cannot be copied.
     """
     if Path(source).is_dir():
         return Path(source)
     kept = Path(run, KEPT)
-    if keep or not kept.is_dir():
-        if hub.go_offline_if_unreachable():
-            console.log(f"the hub is not reached: of the files of {source}, exports have only those in its cache")
-        kept = Path(snapshot_download(source, ignore_patterns=list(NOT_SETTINGS)))
+    if kept.is_dir() and not keep:
+        return kept
+    if hub.go_offline_if_unreachable():
+        console.log(f"the hub cannot be reached: an export has those files of {source} that are in the hub's cache")
+    snapshot = Path(snapshot_download(source, ignore_patterns=list(NOT_SETTINGS)))
     if keep:
-        shutil.rmtree(Path(run, KEPT), ignore_errors=True)
-        copy_settings(kept, Path(run, KEPT))
-    return kept
+        try:
+            shutil.rmtree(kept, ignore_errors=True)
+            copy_settings(snapshot, kept)
+        except OSError as error:
+            raise UserError(f"the files of {source!r} cannot be copied to {str(kept)!r} ({error})") from None
+    return snapshot
 
 
 def write_model(

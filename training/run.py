@@ -231,8 +231,9 @@ def restore(
     stream.lengths = state.get("lengths", {})
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
-    if console.is_main():
-        settings_folder(cfg.model, cfg.output, keep=True)
+    with distributed.shared_errors():
+        if console.is_main():
+            settings_folder(cfg.model, cfg.output, keep=True)
     run = Run(
         cfg=cfg,
         stream=stream,
