@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from huggingface_hub import snapshot_download
 from PIL import Image
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from common.errors import RunStopped, UserError
 from common.files import partial_path
 from common.records import Sample
 from data import encode_prompt, load_processor
-from policy.base_files import stored_dtypes
+from policy.base_files import download, stored_dtypes
 from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
 from policy.model import load_config, load_model, untie
 from training.export import write_model
@@ -149,11 +148,7 @@ def _folder(name: str, cache_dir: str | None) -> str:
     if pathlib.Path(name).is_dir():
         return name
     try:
-        others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats
-        folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", *others])
-        if not any(pathlib.Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=others)
-        return folder
+        return download(name, cache_dir)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0][:160]
         raise UserError(

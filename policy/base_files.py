@@ -1,7 +1,7 @@
 """The files of a base in Hugging Face layout, and how they store the parameters of its model.
 
-`model` is a folder or a hub name. `layout_of` finds the parameter that each stored tensor is loaded into, as
-`from_pretrained` does it, and `as_stored` goes back.
+A base is a folder or a hub name. `Layout` finds the parameter that each stored tensor is loaded into, as
+`from_pretrained` does, and turns a trained parameter back into what the base stores.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -29,9 +30,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
 
+from common import console, hub
 from common.errors import UserError
 
 LM_HEAD = "lm_head.weight"
+KEPT = "base"  # the folder of a run that keeps the files of a base from the hub
 WEIGHTS = "*.safetensors *.bin *.pt *.pth *.ckpt *.gguf *.h5 *.msgpack *.onnx *.onnx_data *.tflite *.ot *.npz *.pkl"
 TRAINERS = "trainer_state.json trainer_log.jsonl training_args.* *_results.json latest zero_to_fp32.py events.out.*"
 NOT_SETTINGS = (*WEIGHTS.split(), "*.index.json", *TRAINERS.split(), ".*", "*/*")  # "*/*": in subfolders
@@ -43,6 +46,38 @@ def copy_settings(folder: Path, target: Path) -> None:
     for path in folder.iterdir():
         if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_SETTINGS):
             shutil.copyfile(path, target / path.name)  # a link's content, with the mode that the umask says
+
+
+def settings_folder(source: str, run: str, keep: bool = False) -> Path:
+    """Return the folder with the settings of the base `source`: its own, or what the run in the folder `run` has kept.
+
+    `keep`: if `source` is a hub name, copy its files to `run` first, so that the end of the run needs no network.
+    Raises UserError if they cannot be copied.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    kept = Path(run, KEPT)
+    if kept.is_dir() and not keep:
+        return kept
+    if hub.go_offline_if_unreachable():
+        console.log(f"the hub cannot be reached: an export has those files of {source} that are in the hub's cache")
+    snapshot = Path(snapshot_download(source, ignore_patterns=list(NOT_SETTINGS)))
+    if keep:
+        try:
+            shutil.rmtree(kept, ignore_errors=True)
+            copy_settings(snapshot, kept)
+        except OSError as error:
+            raise UserError(f"the files of {source!r} cannot be copied to {str(kept)!r} ({error})") from None
+    return snapshot
+
+
+def download(name: str, cache_dir: str | None = None) -> str:
+    """Return the folder of the model `name` in the hub's cache, with its weights. Raises OSError or ValueError."""
+    others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats
+    folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", *others])
+    if not any(Path(folder).glob("*.safetensors")):
+        folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=others)
+    return folder
 
 
 @contextlib.contextmanager

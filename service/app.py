@@ -342,7 +342,7 @@ def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
 
 def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
     """Write the ZIP of a completed job to the folder `scratch` and return its path."""
-    from training.export import copy_settings, settings_folder  # imports torch, which takes seconds
+    from policy.base_files import copy_settings, settings_folder  # imports torch, which takes seconds
 
     run = store.run_folder(job.job_id)
     request = job.settings["request"]

@@ -17,20 +17,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
-from common import console, distributed, hub
+from common import console, distributed
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from policy.base_files import NOT_SETTINGS, Layout, copy_settings, stored_tensors, weight_files
+from policy.base_files import Layout, copy_settings, settings_folder, stored_tensors, weight_files
 from policy.lora import POLICY, has_adapter, load_adapter, read_adapter, write_adapter
 from policy.model import Policy, check_saved_model, empty_model, ties_lm_head
-
-KEPT = "base"  # the folder of a run that keeps the files of a base from the hub
 
 
 def export(policy: Policy, source: str, folder: str, run: str) -> None:
@@ -73,29 +70,6 @@ def _check(source: str, folder: Path) -> None:
         load_adapter(empty_model(source), config, tensors, [POLICY], str(folder))
     else:
         check_saved_model(str(folder))
-
-
-def settings_folder(source: str, run: str, keep: bool = False) -> Path:
-    """Return the folder with the settings of the base `source`: its own, or what the run in the folder `run` has kept.
-
-    `keep`: if `source` is a hub name, copy its files to `run` first, so that the end of the run needs no network.
-    Raises UserError if they cannot be copied.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    kept = Path(run, KEPT)
-    if kept.is_dir() and not keep:
-        return kept
-    if hub.go_offline_if_unreachable():
-        console.log(f"the hub cannot be reached: an export has those files of {source} that are in the hub's cache")
-    snapshot = Path(snapshot_download(source, ignore_patterns=list(NOT_SETTINGS)))
-    if keep:
-        try:
-            shutil.rmtree(kept, ignore_errors=True)
-            copy_settings(snapshot, kept)
-        except OSError as error:
-            raise UserError(f"the files of {source!r} cannot be copied to {str(kept)!r} ({error})") from None
-    return snapshot
 
 
 def write_model(

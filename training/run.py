@@ -20,6 +20,7 @@ from common.errors import UserError
 from common.records import Sample
 from config import Config
 from data import load_processor, load_split, max_images
+from policy.base_files import settings_folder
 from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, plan_sampler
 from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
@@ -27,7 +28,6 @@ from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import RUN_STATE, Saver, is_same_setting, load_checkpoint, read_state
-from training.export import settings_folder
 from training.losses import clipped_objective, get_loss
 from training.metrics import Clock
 from training.partial_rollouts import DrawnPrompt, from_saved_state
