@@ -78,11 +78,11 @@ class RowFlags:
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     prompt_column: str | None = None
-    """Name of the prompt column; by default, "prompt", "problem" or "question"."""
+    """Name of the prompt column; by default, "prompt", a conversation, "problem", "question" or "query"."""
     answer_column: str | None = None
-    """Name of the column with the gold answers; by default, "answer" or "ground_truth"."""
+    """Name of the column with the gold answers; by default, "answer", "ground_truth", "solution" or "response"."""
     image_column: str | None = None
-    """Name of the image column; by default, "images" or "image"."""
+    """Name of the image column; by default, "images" or "image", or "path" if it holds images."""
     max_megapixels: float = 64.0
     """Maximum size of an image in millions of pixels, before resizing. Larger images are refused without decoding."""
     skip_bad_rows: bool = False

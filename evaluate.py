@@ -119,11 +119,11 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
 # --- saved predictions ------------------------------------------------------------------------------------------------
 
 
-def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
+def read_predictions(path: str, cfg: Config, gold_task: str | None = None) -> tuple[list[Sample], list[dict]]:
     """Return the rows of a file of predictions, and the output saved with each row.
 
-    A response that is null or empty counts as wrong. Raises a UserError that names the first bad rows, unless
-    `cfg.skip_bad_rows` is set.
+    The gold answers must suit `gold_task`. A response that is null or empty counts as wrong. Raises a UserError that
+    names the first bad rows, unless `cfg.skip_bad_rows` is set.
     """
     rows, problems = [], []
     if not pathlib.Path(path).is_file():
@@ -134,7 +134,7 @@ def read_predictions(path: str, cfg: Config) -> tuple[list[Sample], list[dict]]:
                 raise row
             row = drop_images(row)
             output = _pop_output(row)
-            rows.append((_saved_sample(cfg, source, row), output))
+            rows.append((_saved_sample(cfg, gold_task, source, row), output))
         except RowError as error:
             problems.append(f"{source}: {error}")
     summary = f"{len(problems)} of {len(problems) + len(rows)} rows cannot be used: {'; '.join(problems[:5])}"
@@ -171,7 +171,7 @@ def _pop_output(row: dict) -> dict:
     return output
 
 
-def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
+def _saved_sample(cfg: Config, gold_task: str | None, source: str, row: dict) -> Sample:
     for name in ("answers", "measures", "gold", "source") if cfg.benchmark else ("exact", "rewards", "source"):
         row.pop(name, None)  # added by an earlier evaluation
     if cfg.benchmark:
@@ -180,7 +180,7 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
     if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
         raise RowError(f"no '{missing[0]}' (columns: {', '.join(row)})")
     prompt, answer = str(row.pop("prompt")), answer_text(row.pop("answer"))
-    if problem := gold_problem(cfg.task, answer):
+    if problem := gold_problem(gold_task, answer):
         raise RowError(problem)
     return Sample(prompt, answer, [], source, row)
 
@@ -188,8 +188,10 @@ def _saved_sample(cfg: Config, source: str, row: dict) -> Sample:
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample], list[dict], list[dict] | None]:
-    """Load the rows and sample responses to them.
+def generate_responses(
+    cfg: Config, device: torch.device, gold_task: str | None
+) -> tuple[list[Sample], list[dict], list[dict] | None]:
+    """Load the rows, whose gold answers must suit `gold_task`, and sample responses to them.
 
     Returns the rows, the model's outputs and, if the baseline is a model, the baseline's outputs, else None.
     """
@@ -201,7 +203,7 @@ def generate_responses(cfg: Config, device: torch.device) -> tuple[list[Sample],
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
-        samples = load_split(cfg, cfg.data, cfg.task, processor, keep_duplicates=True)[: cfg.limit or None]
+        samples = load_split(cfg, cfg.data, gold_task, processor, keep_duplicates=True)[: cfg.limit or None]
     baseline_policy = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_adapted(cfg, device) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples), adapted, device)
@@ -299,8 +301,10 @@ class Judge:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.server: Verifier | None = None
+        self.gold_task: str | None = None
         if cfg.benchmark is None:
             self.scorer = Scorer(cfg.task, cfg)
+            self.gold_task = self.scorer.gold_task
             return
         if BENCHMARKS[cfg.benchmark].judge in (judge_math, judge_mathverse):
             check_math()
@@ -327,11 +331,13 @@ def main(cfg: Config) -> None:
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
     judge = Judge(cfg)
-    compared = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg) if cfg.baseline_is_saved else None
+    compared = None
+    if cfg.baseline_is_saved:
+        compared = read_predictions(f"{cfg.baseline}/predictions.jsonl", cfg, judge.gold_task)
     if cfg.predictions:
-        samples, outputs = read_predictions(cfg.predictions, cfg)
+        samples, outputs = read_predictions(cfg.predictions, cfg, judge.gold_task)
     else:
-        samples, outputs, baseline_outputs = generate_responses(cfg, device)
+        samples, outputs, baseline_outputs = generate_responses(cfg, device, judge.gold_task)
         if baseline_outputs is not None:
             compared = samples, baseline_outputs
     results, baseline_results = judge(samples, outputs), None

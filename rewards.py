@@ -180,13 +180,24 @@ def _count_gold_problem(answer: str) -> str | None:
 
 
 def _vqa_gold_problem(answer: str) -> str | None:
-    return None if words(answer) else f"the answer {answer[:40]!r} contains no words to compare"
+    problem = _no_match(vqa_reward, answer)
+    return problem if not problem or words(answer) else f"the answer {answer[:40]!r} contains no words to compare"
 
 
 def _math_gold_problem(answer: str) -> str | None:
-    if balanced(answer):
+    if not balanced(answer):
+        return f"the answer {answer[:40]!r} has unbalanced braces: no completion can match it"
+    return _no_match(math_reward, answer, answer.replace("\\boxed", ""))  # of several boxes, an answer gives the last
+
+
+def _no_match(reward: Reward, answer: str, *others: str) -> str | None:
+    """Return None if a completion that gives the gold answer, or one of `others`, has the full reward."""
+    try:
+        if any(reward(f"<think>t</think><answer>{text}</answer>", answer) == 1.0 for text in (answer, *others)):
+            return None
+    except WorkerLost:  # the answer need not be at fault
         return None
-    return f"the answer {answer[:40]!r} has unbalanced braces: no completion can match it"
+    return f"the answer {answer[:40]!r} cannot be matched: write the final answer alone, without tags or boxes"
 
 
 THINK_ANSWER = (
@@ -264,6 +275,11 @@ class Scorer:
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
         self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
         self.why_none = ""  # why the most recent unscored completion has no reward
+
+    @property
+    def gold_task(self) -> str | None:
+        """The task, if its rule alone decides which answers are right; None with a verifier, or if its weight is 0."""
+        return None if not self.weights[self.task] or (self.task == "math" and self.verifier) else self.task
 
     @property
     def all_weights(self) -> dict[str, float]:

@@ -1,9 +1,13 @@
 """Read the rows of a data set in any of the formats below. The shape of each row is detected from the row itself.
 
     x.jsonl, x.json, x.parquet   EasyR1: {"prompt" or "problem": text with <image> tags, "answer", "images": [path, …]}
+                                 R1-V, open-r1: {"problem", "solution": "<answer> 3 </answer>", "image"}
+                                 Video-R1: {"problem", "options": ["A. …", …], "solution", "path", "data_type": "image"}
                                  veRL: {"prompt": [{role, content}], "images": [{bytes, path}],
                                         "reward_model": {ground_truth}, "extra_info": {question, …}}
+                                 TRL: {"prompt": [{role, content: [{type: "image"}, …]}], "images", "solution"}
                                  SFT: {"messages" or "conversations": [{role, content} or {from, value}, …], "images"}
+                                 ms-swift: {"messages": [{role, content}], "solution", "images"}, or "query", "response"
                                  VQA-RAD (OSF): {"image_name", "question", "answer", "answer_type", "phrase_type"}
                                  MMK12, vqa-rad: {"question", "image", "answer"}
     folder/, x.zip               counting: main.csv with images_path, question, answer, next to images/
@@ -43,6 +47,7 @@ from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Sample
 from config import Columns
+from grading.answers import answer_part, last_boxed
 from inputs.images import UNREADABLE, decode_image, read_source
 
 if TYPE_CHECKING:  # imported only where it is used: the import takes a second, and most runs read text files
@@ -53,15 +58,18 @@ MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
 MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited because images are decoded from memory
 GROUP_BYTES = 2**28  # size of a row group of a Parquet file; above 2 GiB, images cannot be read again
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
-PROMPT_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "ground_truth")
-IMAGE_COLUMNS = ("images", "image")
 CHAT_COLUMNS = ("conversations", "messages")
+PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
+IMAGE_COLUMNS = ("images", "image")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
 MAX_BLANK_ROWS = 2**20  # the number of rows in an Excel sheet, all of which a careless export may write
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
+OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
+OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
+OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
 
@@ -174,19 +182,18 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     row = dict(row)
     if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
-    is_conversation = any(name in row for name in CHAT_COLUMNS) and "prompt" not in row and columns.prompt is None
-    take_texts = _from_conversation if is_conversation else _from_columns
-    image_columns = IMAGE_COLUMNS if is_conversation else (*IMAGE_COLUMNS, "image_name")
+    prompt_name = _column(row, PROMPT_COLUMNS, columns.prompt)
+    image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
     images = _images(row.pop(_column(row, image_columns, columns.images), None))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    prompt, answer, turns_system, turn_images = take_texts(row, columns)
+    prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
     system = row.pop("system", None)
     if system and turns_system:
         raise RowError("there are two system prompts: in the prompt and in the column 'system'")
     system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
-    answer = answer_text(answer)
+    prompt, answer = _with_options(prompt, row.get("options")), answer_text(answer)
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
     system = system if system and system.strip() else None
@@ -195,21 +202,44 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
-    images = [resolve_image(image, locate) for image in images + turn_images]
-    if not images and (name := next((name for name, value in row.items() if _seems_image(name, value)), None)):
-        raise RowError(f"the column '{name}' seems to hold an image: name it with --image_column, or remove it")
+    images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
     return add_image_tags(Sample(prompt, answer, images, source, drop_images(row), system))
 
 
-def _seems_image(name: str, value: object) -> bool:
-    """Return whether a column is called like an image and holds an image or the path of one."""
-    first = value[0] if isinstance(value, list) and value else value
-    is_path = isinstance(first, str) and IMAGE_FILE.match(first)
-    return bool(IMAGE_NAME.search(name) and (is_path or isinstance(first, bytes | Cell) or _is_image_dict(first)))
+def _other_images(row: dict) -> list:
+    """Pop the images in the column "path" of a row that has no others, as in Video-R1.
+
+    Raises RowError if another column seems to hold an image, or if the row has a video or audio.
+    """
+    kind, path = row.get("data_type"), row.get("path")
+    if kind in OTHER_MEDIA:
+        raise RowError(f"'data_type' is '{kind}', but only text and images are supported: remove the row")
+    if _holds_image(path) or (path and kind == "image"):
+        return _images(row.pop("path"))
+    for name, value in row.items():
+        if IMAGE_NAME.search(name) and _holds_image(value):
+            raise RowError(f"the column '{name}' seems to hold an image: name it with --image_column, or remove it")
+        if OTHER_NAME.search(name) and OTHER_FILE.match(str(_first(value))):
+            raise RowError(
+                f"the column '{name}' holds a video or sound, but only text and images are supported: remove the row"
+            )
+    if kind == "image":
+        raise RowError(
+            "'data_type' is 'image', but no column has an image: name it with --image_column, or remove the row"
+        )
+    return []
 
 
-def _is_image_dict(value: object) -> bool:
-    return isinstance(value, dict) and bool(value.get("bytes") or value.get("path"))
+def _first(value: object) -> object:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _holds_image(value: object) -> bool:
+    """Return whether a column's value is an image or the path of one, or a list that begins with one."""
+    first = _first(value)
+    if isinstance(first, dict):
+        return bool(first.get("bytes") or first.get("path"))
+    return isinstance(first, bytes | Cell) or bool(isinstance(first, str) and IMAGE_FILE.match(first))
 
 
 def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | None:
@@ -219,41 +249,69 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
     return chosen or next((name for name in defaults if row.get(name) not in (None, [])), None)
 
 
-def _from_columns(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Pop prompt, answer and system prompt from the row; return them and the images inside the prompt."""
-    name, answer_name = _column(row, PROMPT_COLUMNS, columns.prompt), _column(row, ANSWER_COLUMNS, columns.answer)
+def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[object, object, object, list]:
+    """Pop the prompt, called `name`, gold answer and system prompt; return them and the images inside the prompt.
+
+    In a conversation, the assistant's only turn is the last one. It is the gold answer unless the user has named its
+    column, and a column "answer" is dropped. Without that turn, the gold answer is in a column, as with other prompts.
+    """
     if name is None:
         names = ", ".join(row) or "none; a folder of images needs a main.csv"
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {names})")
-    prompt, system, images = row.pop(name), None, []
+    if name == "query" and row.get("history"):
+        raise RowError("'history' holds earlier turns, but a prompt must be one user turn: remove the row")
+    answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
+    prompt, reply, system, images = row.pop(name), None, None, []
+    if name in CHAT_COLUMNS:
+        prompt, reply = _split_reply(prompt)
+        if prompt is None or (reply is None and answer_name is None):
+            problem = f"'{name}' is not a list of turns, or does not end with the assistant's answer"
+            raise RowError(f"{problem}: add the answer there, or in a column 'answer'")
     if isinstance(prompt, list):
         prompt, system, images = _chat(prompt)
+    if name in CHAT_COLUMNS:
+        prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
+    if reply and columns.answer is None:
+        if answer_text(row.get("solution")) not in ("", reply):
+            raise RowError("the assistant's answer and 'solution' differ: remove one, or set --answer_column")
+        row.pop("answer", None)
+        return prompt, reply, system, images
+    return prompt, _pop_answer(row, answer_name, columns), system, images
+
+
+def _pop_answer(row: dict, name: str | None, columns: Columns) -> object:
+    """Pop the gold answer from its column `name` or, unless the user has named the column, from veRL's."""
     reward_model = row.get("reward_model")
     if columns.answer is None and isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return prompt, _first_item(row.pop("reward_model")["ground_truth"]), system, images
-    answer = row.pop(answer_name, None)
-    return prompt, _first_item(answer) if answer_name == "ground_truth" else answer, system, images
+        return _first_item(row.pop("reward_model")["ground_truth"])
+    answer = row.pop(name, None)
+    return _first_item(answer) if name == "ground_truth" else answer
 
 
-def _from_conversation(row: dict, columns: Columns) -> tuple[object, object, object, list]:
-    """Do the same as `_from_columns` for a conversation whose only reply is its last turn: the gold answer.
+def _split_reply(turns: object) -> tuple[list | None, str | None]:
+    """Return the turns before the assistant's last turn, and its text; or all turns and None if it is not the last.
 
-    A column "answer" is dropped. If the reply has an `<answer>` block, its content is the gold answer.
+    The turns are None if they are not a list.
     """
-    name = next(name for name in CHAT_COLUMNS if name in row)
-    turns = row.pop(name)
-    row.pop("answer", None)
-    role, content = _turn(turns[-1]) if isinstance(turns, list) and turns else (None, None)
+    if not isinstance(turns, list) or not turns:
+        return None, None
+    role, content = _turn(turns[-1])
     if role != "assistant":
-        raise RowError(f"'{name}' is not a list of turns, or does not end with the assistant's answer")
-    prompt, system, images = _chat(turns[:-1])
-    answer, answer_images = _text(content)
-    if answer_images:
+        return turns, None
+    reply, images = _text(content)
+    if images:
         raise RowError("the assistant's turn contains an image")
-    prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
-    if block := re.search(r"<answer>(.*)</answer>\s*$", answer, re.DOTALL):
-        answer = block[1].strip()
-    return prompt, re.sub(r"^\s*Answer:\s*", "", answer), system, images
+    return turns[:-1], re.sub(r"^\s*Answer:\s*", "", answer_text(reply))
+
+
+def _with_options(prompt: str, options: object) -> str:
+    """Return a question with the lettered `options` of its row, as in Video-R1, unless it contains them."""
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        return prompt
+    matches = [OPTION.fullmatch(option) for option in options]
+    if None in matches or all(re.search(rf"\b{m[1]}[.):]\s*{re.escape(m[2])}", prompt) for m in matches):
+        return prompt
+    return "\n".join([prompt, "Options:", *options])
 
 
 def _turn(turn: object) -> tuple[str | None, object]:
@@ -277,7 +335,7 @@ def _first_item(answer: object) -> object:
 
 
 def answer_text(answer: object) -> str:
-    """Return the text of a gold answer, a text or a number; 3.0 becomes 3. Raises RowError for anything else."""
+    """Return the final answer in a text, or the text of a number; 3.0 becomes 3. Raises RowError for anything else."""
     if isinstance(answer, bool):
         raise RowError(f"'answer' is {str(answer).lower()}: write the expected answer as text, such as 'yes' or 'no'")
     if not isinstance(answer, str | int | float | None):
@@ -286,7 +344,21 @@ def answer_text(answer: object) -> str:
         raise RowError("'answer' is infinite, or too large for a number: write it as text")
     if answer is None or answer != answer:  # tables have NaN in empty cells
         return ""
-    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
+    return _final_answer(str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer))
+
+
+def _final_answer(text: str) -> str:
+    """Return the answer in a text that may give reasons before it.
+
+    It is the last `<answer>` block, or what follows `</think>`. In a solution, it is the content of the only
+    `\\boxed{…}`, or what follows `####` in the last line (GSM8K).
+    """
+    text = answer_part(re.sub(r"(?i)</?(?:think|answer)>", lambda tag: tag[0].lower(), text))
+    last_line = text.rpartition("\n")[2]
+    if last_line.startswith("#### "):
+        return last_line[5:].strip()
+    boxed = last_boxed(text) if text.count("\\boxed") == 1 else None
+    return text if boxed is None else boxed.strip()
 
 
 def _images(value: object) -> list:

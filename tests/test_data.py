@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+import evaluate
 from common.errors import UserError
 from common.records import Sample
 from data import encode_prompt, load_processor, load_samples
+from grpo import Config
 from inputs.images import check_image, decode_image, fit_image, fitted_size
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
+from training.run import check_inputs
 
 
 @pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "resize.jsonl").read_text().splitlines()])
@@ -330,6 +333,29 @@ def test_bad_templates(tiny_model, tmp_path, text, message):
     (tmp_path / "t.jinja").write_text(text)
     with pytest.raises(UserError, match=rf"--template .*t\.jinja.*{message}"):
         load_processor(tiny_model, "vqa", template=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize("gold", ["<answer> yes", "?!"])
+def test_a_gold_answer_is_refused_only_by_a_reward_that_counts(folder, tiny_model, gold):
+    flags = {"task": "vqa", "model": tiny_model, "prompts_per_step": 1, "prompts_per_update": 1}
+    flags |= {"data": jsonl(folder, good(), good(1, answer=gold)), "output": str(folder / "run")}
+    with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*data\.jsonl row 2: the answer '.*' c"):
+        check_inputs(Config(**flags))
+    assert len(check_inputs(Config(**flags, skip_bad_rows=True)).stream.samples) == 1
+    assert len(check_inputs(Config(**flags, reward=("vqa=0", "format"))).stream.samples) == 2
+
+
+@pytest.mark.parametrize(("reward", "refused"), [((), True), (("vqa=0", "format"), False)])
+def test_saved_predictions_are_checked_likewise(folder, reward, refused):
+    rows = [{"prompt": "q", "answer": gold, "response": "yes"} for gold in ("<answer> yes </answer>", "?!")]
+    cfg = evaluate.Config(predictions=jsonl(folder, *rows), task="vqa", reward=reward, output=str(folder / "scored"))
+    if refused:
+        with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*row 2: the answer '\?!' contains no words"):
+            evaluate.main(cfg)
+    else:
+        evaluate.main(cfg)
+        answers = map(json.loads, (folder / "scored" / "predictions.jsonl").read_text().splitlines())
+        assert [row["answer"] for row in answers] == ["yes", "?!"]
 
 
 # --- ZIP --------------------------------------------------------------------------------------------------------------

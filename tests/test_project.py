@@ -31,7 +31,8 @@ ROOMS = ["common", "inputs", "grading", "policy", "training", "evaluation", "ser
 FLOORS = [
     ["common"],
     ["config"],
-    ["packing", "inputs", "grading"],
+    ["packing", "grading"],
+    ["inputs"],
     ["policy"],
     ["rewards"],
     ["data"],

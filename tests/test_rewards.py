@@ -152,6 +152,35 @@ def test_gold_problems_are_named():
     assert "no word" in rewards.gold_problem("vqa", "?!")
     assert "empty" in rewards.gold_problem("vqa", "  ")
     assert rewards.gold_problem("count", "7個") is None
+    assert "unbalanced braces" in rewards.gold_problem("math", "\\frac{1}{2")
+
+
+@pytest.mark.parametrize("task", ["vqa", "math", "count"])
+def test_a_gold_answer_that_a_vector_has_can_be_matched(task):
+    """What the reward gives 1 for must not be refused: else a good row is lost."""
+    for case in cases(task):
+        if case["want"] == 1 and not case.get("verifier_called"):
+            assert rewards.gold_problem(task, str(case["answer"])) is None, case
+
+
+@pytest.mark.parametrize(
+    ("task", "gold"),
+    [
+        ("vqa", "<answer> 3"),
+        ("vqa", "3</answer>"),
+        ("math", "<answer>3"),
+        ("math", "<think>a</think>3"),
+        ("math", "The area is \\boxed{2}, so the sum is \\boxed{13}."),
+        ("math", "so \\boxed{}"),
+    ],
+)
+def test_a_gold_answer_that_no_completion_can_match_is_refused(task, gold):
+    assert "cannot be matched: write the final answer alone" in rewards.gold_problem(task, gold)
+
+
+@pytest.mark.parametrize("gold", ["\\boxed{3}", "\\boxed{12}, \\boxed{13}", "x = \\boxed{\\frac12}", "?", "\\{1, 2\\}"])
+def test_a_gold_answer_that_a_completion_can_match_is_kept(gold):
+    assert rewards.gold_problem("math", gold) is None
 
 
 def test_exact_match_is_stricter_than_a_full_reward():

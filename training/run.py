@@ -154,9 +154,11 @@ def check_inputs(cfg: Config) -> Inputs:
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
-    samples = load_split(cfg, cfg.data, cfg.task, processor)
+    samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
     stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
-    eval_samples = load_split(cfg, cfg.eval_data, cfg.task, processor, keep_duplicates=True) if cfg.eval_data else []
+    eval_samples = []
+    if cfg.eval_data:
+        eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
     longest = cfg.max_prompt_length + cfg.max_completion_length
     return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))

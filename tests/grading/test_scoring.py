@@ -504,6 +504,11 @@ def test_two_rewards_of_one_name_are_refused_and_the_last_weight_of_one_counts(u
     assert Scorer("count", flags).weights == {"count": 1.0, "format": 0.7, "brief": 2.0}
 
 
+def test_gold_answers_must_suit_a_task_only_if_its_reward_counts(user_file):
+    for reward, gold_task in [((), "count"), (("format",), "count"), (("count=0", f"{user_file}:brief"), None)]:
+        assert Scorer("count", RewardFlags(reward=reward)).gold_task == gold_task
+
+
 # --- arbitrary text ---------------------------------------------------------------------------------------------------
 
 

@@ -267,6 +267,11 @@ def test_a_verifier_may_have_a_prompt_of_its_own(server, tmp_path):
     assert server.requests[-1]["messages"] == [{"role": "user", "content": "Q=What is x? G=x A={{ y }} Judgement:"}]
 
 
+def test_a_verifier_may_match_gold_answers_that_the_rule_cannot(server):
+    flags = RewardFlags(verifier_url=server.url, reward=("math=0.5",))
+    assert [Scorer(task, flags).gold_task for task in ("math", "count")] == [None, "count"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{{ question }} {{ gold }}", "does not contain the answer: add"), ("{{ answer", "unexpected end")],

@@ -29,7 +29,7 @@ from config import Columns
 from data import encode_prompt, load_processor, load_samples
 from inputs.images import check_image, decode_image, fitted_size
 from inputs.rows import Cell, raw_rows
-from tests.helpers.scripts import ROOT, run_script
+from tests.helpers.scripts import ROOT, VECTORS, run_script
 from training.prompt_stream import row_at, source_sizes
 
 
@@ -775,6 +775,159 @@ def test_sft_rows_are_read_and_converted(folder, row):
 def test_odd_sft_rows_are_refused(folder, turns, message):
     with pytest.raises(UserError, match=message):
         load_samples(jsonl(folder / "sft.jsonl", {"messages": turns}), "vqa")
+
+
+# --- rows as they are published ---------------------------------------------------------------------------------------
+
+PUBLISHED = {  # file -> (prompt, gold answer, images, system prompt) of each row
+    "easyr1": [("<image>Find x.", "3", "a.png", None)],
+    "open_r1_mm": [("<image>Which is larger?", "B", "a.png", None)],
+    "r1v": [
+        ("<image>How many items are there in the image?", "3", "a.png", None),
+        ("<image>How many red items are there?", "0", "b.png", None),
+    ],
+    "swift_grpo": [
+        ("<image>How many items are there?", "3", "a.png", None),
+        ("<image><image>How many in both?", "5", "a.png b.png", None),
+    ],
+    "swift_query": [("<image>How many?", "3", "a.png", None)],
+    "swift_sft": [("<image>How many?", "3", "a.png", "Be brief.")],
+    "trl_chat": [("<image>How many?", "3", "a.png", "Think first.")],
+    "verl": [("<image>Find x. Put the final answer in \\boxed{}.", "3", "a.png", None)],
+    "video_r1_image": [("<image>What is x?", "68", "a.png", None)],
+    "vlmr1": [("<image>How many?", "3", "a.png", None), ("<image>Box?", "3", "a.png", None)],
+}
+
+
+def as_read(sample: Sample) -> tuple[str, str, str, str | None]:
+    return sample.prompt, sample.answer, " ".join(path.name for path in sample.images), sample.system
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_rows_are_read_as_they_are_meant(name, folder):
+    source = str(VECTORS / "rows" / f"{name}.jsonl")
+    samples = load_samples(source, "math")
+    assert [as_read(sample) for sample in samples] == PUBLISHED[name]
+    data.convert(data.Config("convert", source, str(folder / "easyr1.jsonl"), task="vqa"))
+    again = load_samples(str(folder / "easyr1.jsonl"), "vqa")
+    assert all(same(a, b) for a, b in zip(samples, again, strict=True))
+
+
+def test_every_vector_of_published_rows_is_tested():
+    assert {path.stem for path in (VECTORS / "rows").glob("*.jsonl")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("gold", "want"),
+    [
+        (3, "3"),
+        ("<think>It is <answer>4</answer>? No.</think><answer>\n3 </answer>", "3"),
+        ("<Answer> 3 </Answer>", "3"),
+        ("<answer>4</answer> wait <answer>3</answer>.", "3"),
+        ("<think>Two and one.</think>\n\n3", "3"),
+        ("<answer>$\\boxed{\\frac{\\sqrt{3}}{2}}$</answer>", "\\frac{\\sqrt{3}}{2}"),
+        ("There are 2 and 1, so $x = \\boxed{3}$.", "3"),
+        ("He has 2 + 1 = <<2+1=3>>3.\n#### 3", "3"),  # GSM8K
+        ("#### A heading\nand text", "#### A heading\nand text"),
+        ("\\boxed{1} or \\boxed{2}", "\\boxed{1} or \\boxed{2}"),
+        (" x<y and y>z ", "x<y and y>z"),
+    ],
+)
+@pytest.mark.parametrize("column", ["answer", "ground_truth", "solution", "response", "reward_model", "messages"])
+def test_the_final_answer_is_read_from_any_column(folder, gold, want, column):
+    row = {"problem": "q", column: gold}
+    if column == "reward_model":
+        row[column] = {"ground_truth": gold}
+    elif column == "messages":
+        row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(gold)}]}
+    (sample,) = load_samples(jsonl(folder / "d.jsonl", row), None)
+    assert (sample.prompt, sample.answer, sample.fields) == ("q", want, {})
+
+
+VIDEO_R1 = {"problem": "Which?", "data_type": "image", "options": [], "path": "./images/0.png"}
+VIDEO_R1 |= {"solution": "<answer>B</answer>"}
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt", "images"),
+    [
+        ({}, "<image>Which?", 1),
+        ({"path": ["images/0.png", "images/1.png"]}, "<image><image>Which?", 2),
+        ({"options": ["A. red", "B. blue"]}, "<image>Which?\nOptions:\nA. red\nB. blue", 1),
+        (
+            {"problem": "Which?\n(A) red (B) blue", "options": ["A. red", "B. blue"]},
+            "<image>Which?\n(A) red (B) blue",
+            1,
+        ),
+        ({"options": ["red", "blue"]}, "<image>Which?", 1),  # a column like any other
+        ({"options": {"A": "red"}}, "<image>Which?", 1),
+        ({"images": ["images/1.png"], "path": "clip.mp4", "data_type": "video"}, "<image>Which?", 1),
+        ({"images": ["images/1.png"]}, "<image>Which?", 1),
+        ({"data_type": "text", "path": ""}, "Which?", 0),
+        ({"data_type": None, "path": "scripts/make.py"}, "Which?", 0),
+    ],
+)
+def test_video_r1_rows_have_their_image_in_path(folder, change, prompt, images):
+    (sample,) = load_samples(jsonl(folder / "d.jsonl", VIDEO_R1 | change), "vqa")
+    assert (sample.prompt, len(sample.images), sample.answer) == (prompt, images, "B")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_type": "video", "path": "./a.mp4"}, "'data_type' is 'video', but only text and images are supported"),
+        ({"data_type": "video"}, "'data_type' is 'video'"),
+        ({"data_type": None, "path": "./a.mp4"}, "the column 'path' holds a video or sound"),
+        (
+            {"data_type": None, "path": None, "video_path": ["./a.MP4"]},
+            "the column 'video_path' holds a video or sound",
+        ),
+        ({"path": None}, "'data_type' is 'image', but no column has an image: name it with --image_column"),
+        ({"path": "images/none"}, "no image at .*none"),
+        ({"path": None, "image_path": "images/0.png"}, "the column 'image_path' seems to hold an image"),
+    ],
+)
+def test_other_video_r1_rows_are_refused(folder, change, message):
+    with pytest.raises(UserError, match=f"row 1: {message}"):
+        load_samples(jsonl(folder / "d.jsonl", VIDEO_R1 | change), "vqa")
+
+
+USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "<answer> 3 </answer>"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": [USER], "answer": 3}, {}),
+        ({"messages": [USER], "ground_truth": "3", "solution": "4"}, {}),
+        ({"messages": [USER, REPLY], "solution": "<think>2 + 1</think>3"}, {}),
+        ({"messages": [USER, REPLY | {"content": ""}], "solution": "3"}, {}),
+        ({"messages": [USER, REPLY | {"content": "It is 3"}], "solution": "3"}, {"answer": "solution"}),
+        ({"messages": None, "problem": "q", "solution": "3"}, {}),  # a column of a table that other rows need
+        ({"messages": [USER, REPLY], "ask": "q", "solution": "3"}, {"prompt": "ask"}),
+        ({"query": "q", "response": "It is 3", "solution": "3", "history": []}, {}),
+    ],
+)
+def test_the_answer_to_a_users_turn(folder, row, columns):
+    (sample,) = load_samples(jsonl(folder / "d.jsonl", row), "math", columns=Columns(**columns))
+    assert (sample.prompt, sample.answer) == ("q", "3")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER, REPLY], "solution": "4"}, "the assistant's answer and 'solution' differ: remove one"),
+        ({"messages": [USER, REPLY, USER], "solution": "4"}, "must be one user turn"),
+        ({"messages": "q", "solution": "3"}, "'messages' is not a list of turns"),
+        ({"query": "q", "response": "3", "history": [["a", "b"]]}, "'history' holds earlier turns"),
+        ({"problem": "q", "solution": [10, 20, 30, 40]}, "'answer' is neither text nor a number"),
+        ({"problem": "q", "solution": "<think>and so on"}, "the answer is empty"),
+        ({"problem": "q", "solution": "The result is \\boxed{}"}, "the answer is empty"),
+    ],
+)
+def test_rows_whose_answer_is_unclear_are_refused(folder, row, message):
+    with pytest.raises(UserError, match=f"row 1: .*{message}"):
+        load_samples(jsonl(folder / "d.jsonl", row), None)
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------
