@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training.losses import importance_weights
 
 import evaluate
 import grpo
@@ -27,7 +28,6 @@ from grpo import (
 )
 from packing import PackedBatch, TokenValues
 from training.guards import is_spike
-from training.losses import importance_weights
 from training.run import resolve_loss
 
 NAN = math.nan

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from training.losses import LOSSES, importance_weights
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
 from grpo import LossOptions, gdpo_advantages, group_advantages, grpo_loss, token_weights, training_groups
-from training.losses import LOSSES, importance_weights
 
 BATCHES, BOUND = 100, 1e-6
 P, G, MAX_LENGTH, CAP = 3, 4, 12, 2.0

@@ -17,9 +17,8 @@ import numpy as np
 from common import distributed
 from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
-from common.records import Prompt, Rollout, Sample
+from common.records import DrawnPrompt, Prompt, Rollout, Sample
 from data import Processor, encode_prompt, encode_prompts
-from training.partial_rollouts import DrawnPrompt
 
 
 class PromptStream:
