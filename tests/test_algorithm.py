@@ -196,10 +196,12 @@ def test_clipping_stops_the_gradient_on_the_right_side():
 
 
 def test_dual_clip_bounds_the_ratio_of_negative_advantages():
-    for ratio, clipped in ((2.9, False), (3.1, True)):
-        gradient, stats = grad_of("grpo", math.log(ratio), -1.0, dual_clip=3.0)
-        assert gradient == pytest.approx(0.0 if clipped else ratio)
-        assert stats["clip_ratio"] == clipped
+    """The bound is a bound of the ratio, whatever the advantage: with −1 alone, c · A would equal c / A."""
+    for advantage in (-1.0, -0.5):
+        for ratio, clipped in ((2.9, False), (3.1, True)):
+            gradient, stats = grad_of("grpo", math.log(ratio), advantage, dual_clip=3.0)
+            assert gradient == pytest.approx(0.0 if clipped else -advantage * ratio)
+            assert stats["clip_ratio"] == clipped
     assert grad_of("grpo", math.log(1.1), +1.0, dual_clip=3.0)[0] == pytest.approx(-1.1)
 
 
@@ -209,10 +211,14 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert [grad_of("cispo", x, 1.0, clip_low=1.0, clip_high=4.0)[1]["clip_ratio"] for x in (3.0, 0.5)] == [1, 0]
 
 
-@pytest.mark.parametrize("old", ["policy", "sampler"])
-def test_what_the_ratio_and_the_importance_weight_compare(old):
-    """π_θ / π_old = 4 and π_old / π_sampler = 1.5; with the sampler as π_old, the ratio is 6 and the weight 1."""
-    cfg = Config(data="x", num_iterations=2, old_logp=old, clip_high=100.0, importance_cap=2.0)
+@pytest.mark.parametrize(("old", "iterations"), [("policy", 2), ("sampler", 2), ("policy", 1)])
+def test_what_the_ratio_and_the_importance_weight_compare(old, iterations):
+    """π_θ / π_old = 4 and π_old / π_sampler = 1.5; with the sampler as π_old, the ratio is 6 and the weight 1.
+
+    In a step of one update, π_old is π_θ itself, and the ratio is 1. The policy differs from what it was before the
+    step only by dropout, which must neither scale nor clip the objective.
+    """
+    cfg = Config(data="x", num_iterations=iterations, old_logp=old, clip_high=100.0, importance_cap=2.0)
     resolve_loss(cfg)
     one, no = torch.ones(1), torch.zeros(1, dtype=torch.bool)
     trainer_logp = math.log(1.5) - 3 * one
@@ -221,7 +227,7 @@ def test_what_the_ratio_and_the_importance_weight_compare(old):
     batch = PackedBatch(None, None, None, None, None, torch.zeros(1).long(), [1], values, {}, None)
     loss, stats = grpo.batch_loss(cfg, batch, logp)
     loss.backward()
-    assert logp.grad.item() == pytest.approx(-4 * 1.5)
+    assert logp.grad.item() == pytest.approx(-1.5 * (4 if iterations > 1 else 1))
     assert not stats["importance_capped"]
 
 
@@ -384,11 +390,22 @@ def test_a_dual_clip_without_effect_is_refused(flags, message):
         resolve_loss(Config(data="x", **flags))
 
 
-def test_clip_defaults_follow_the_loss():
-    for flags, clip_range in (({}, (0.2, 0.2)), ({"loss_type": "dapo"}, (0.2, 0.28)), ({"clip_high": 0.1}, (0.2, 0.1))):
-        cfg = Config(data="x", **flags)
-        resolve_loss(cfg)
-        assert (cfg.clip_low, cfg.clip_high) == clip_range
+@pytest.mark.parametrize(
+    ("flags", "clip_range"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"loss_type": "dr_grpo"}, (0.2, 0.2)),
+        ({"loss_type": "dapo"}, (0.2, 0.28)),
+        ({"loss_type": "gspo"}, (3e-4, 4e-4)),
+        ({"loss_type": "cispo"}, (1.0, 4.0)),
+        ({"clip_high": 0.1}, (0.2, 0.1)),
+    ],
+)
+def test_clip_defaults_follow_the_loss(flags, clip_range):
+    """A wrong default trains, but not as the paper does. No other test would notice."""
+    cfg = Config(data="x", **flags)
+    resolve_loss(cfg)
+    assert (cfg.clip_low, cfg.clip_high) == clip_range
 
 
 def test_an_unknown_loss_is_refused():

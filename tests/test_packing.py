@@ -216,6 +216,12 @@ def test_compiled_logprobs_take_no_float_from_the_host():
     assert all(x.dtype != torch.float64 for x in graph_inputs if torch.is_tensor(x))
 
 
+def test_nothing_is_compiled_unless_asked_for(monkeypatch):
+    """On a CPU, or with `--compile false`, compiling would only take time."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it is compiled"))
+    enable_packed_forward(build("qwen2_5_vl"))
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_the_first_layer_is_compiled_together_with_the_others(family, monkeypatch):
     """Also if image features are inserted before it; when it was not, there were almost half as many graphs again."""

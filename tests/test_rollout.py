@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,10 +35,12 @@ from policy.continuation import NOT_STARTED, Continuation
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_policy, stop_tokens
+from policy.optimizer import ShardAdamW
 from policy.vllm_checks import check_expansion, check_pixels, check_weights
 from policy.vllm_loop import Output
 from rollout import RequestLimits, VLLMEngine, check_engine_available, choose_engine, make_engine, undo_global_changes
 from tests.helpers import runs
+from training.prompt_stream import prompt_seed
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,48 @@ def test_completions_depend_on_their_seed_alone(engine, prompts):
     other = engine.generate(prompts[:1], [70], Sampling(3, 10))[0]
     assert [r.ids.tolist() for r in other] != [r.ids.tolist() for r in together[0]]
     assert len({tuple(r.ids.tolist()) for r in together[0]}) == 3, "completions of a group must differ"
+
+
+def test_the_random_numbers_of_a_prompt_are_those_of_earlier_versions(engine, prompts):
+    """Otherwise, a resumed run would sample other completions. A larger limit only appends numbers.
+
+    A model to which all tokens are equally likely shows them: each token is its number times the vocabulary's size.
+    """
+    engine = deepcopy(engine)
+    engine.model.lm_head.weight.data.zero_()
+    engine.stop = engine.stop[:0]
+    numbers = torch.rand(8, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64).T
+    want = (numbers * len(engine.model.lm_head.weight)).long()
+    for max_tokens in (5, 8):
+        (group,) = engine.generate(prompts[1:2], [7], Sampling(3, max_tokens))
+        assert [rollout.ids.tolist() for rollout in group] == want[:, :max_tokens].tolist()
+
+
+def test_what_a_step_asks_of_the_sampler(tiny_model, shapes, tmp_path, monkeypatch):
+    """The sampler is woken before it gets the weights, and sleeps before the update: vLLM's memory is the trainer's.
+
+    Seeds depend on the run's seed, so that another seed samples other completions of the same row. Without
+    `oversample`, there is nothing to continue or to pause, which would take longer.
+    """
+    calls, asked = [], []
+
+    def record(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (calls.append(name), method(*args, **kwargs))[1])
+
+    generate = HFEngine.generate
+
+    def sampled(engine, prompts, seeds, sampling, continuation=None):
+        asked.append((seeds, continuation))
+        return generate(engine, prompts, seeds, sampling, continuation)
+
+    monkeypatch.setattr(HFEngine, "generate", sampled)
+    for name in ("wake_up", "sync_weights", "generate", "sleep"):
+        record(HFEngine, name)
+    record(ShardAdamW, "step")
+    grpo.main(runs.config(tiny_model, shapes, tmp_path, max_steps=1, seed=1))
+    assert calls == ["sleep", "wake_up", "sync_weights", "generate", "sleep", "step"]
+    assert asked == [([prompt_seed(1, position) for position in range(4)], None)]
 
 
 def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts, monkeypatch):

@@ -292,16 +292,23 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
 
 
 def test_groups_with_equal_rewards_leave_the_policy_alone(tiny_model, shapes, tmp_path, monkeypatch):
+    """The updates are empty, but the learning rate falls as if they were not. Otherwise, it would be too high later."""
     constant = replace(rewards.TASKS["count"], reward=lambda completion, answer, **_: 0.3)
     monkeypatch.setitem(rewards.TASKS, "count", constant)
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2))
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, lr_schedule="linear"))
     before, after = weights(tiny_model), weights(tmp_path / "final")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["grad_norm"] == 0
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["grad_norm"] for row in rows] == [0, 0]
+    assert [row["lr"] for row in rows] == pytest.approx([5e-4, 0])
 
 
 def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shapes, tmp_path, monkeypatch):
-    """After a step that learns, AdamW's momentum would move them, and so would weight decay."""
+    """After a step that learns, AdamW's momentum would move them, and so would weight decay.
+
+    The checkpoint has the gradient norm of the step that learns alone: with zeros among them, every norm would be a
+    spike.
+    """
     calls = []
 
     def reward(completion, answer, **_):
@@ -318,6 +325,8 @@ def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shap
     rows = read_jsonl(tmp_path / "3" / "metrics.jsonl")
     assert [row["updates_empty"] for row in rows] == [0, 1, 1]
     assert [row["updates_skipped"] for row in rows] == [0, 0, 0]
+    norms = json.loads((tmp_path / "3" / "checkpoint-3" / "state.json").read_text())["norms"]
+    assert norms == [pytest.approx(rows[0]["grad_norm"])]
 
 
 def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes, tmp_path, monkeypatch):
@@ -405,6 +414,38 @@ def test_no_verdict_leaves_a_completion_out(tiny_model, shapes, tmp_path):
     assert "rewards/count" in row
 
 
+def test_more_than_a_tenth_without_verdict_stop_the_run(tiny_model, shapes, tmp_path, monkeypatch):
+    """2 of 16 completions are more than a tenth. Training on what is left would favour what is easy to judge."""
+    calls = []
+
+    def reward(completion, answer, **_):
+        calls.append(completion)
+        return None if len(calls) <= 2 else len(completion) % 7
+
+    monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
+    with pytest.raises(RunStopped, match=r"step 1: 12% of the completions have no verdict, at most 10% may have none"):
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+
+
+FAILING_REWARD = """
+import pathlib
+
+def failing(completion, answer):
+    if not (pathlib.Path(__file__).parent / "failed").exists():
+        (pathlib.Path(__file__).parent / "failed").touch()
+        raise ValueError("oops")
+    return len(completion) % 7
+"""
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_message(tiny_model, shapes, tmp_path):
+    """It does so for a single completion, which must not count as one without a verdict."""
+    (tmp_path / "r.py").write_text(FAILING_REWARD)
+    with pytest.raises(RunStopped, match=r"step 1: --reward \S+r\.py:failing on \S+ row \d+, .*oops") as stopped:
+        grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, reward=(f"{tmp_path}/r.py:failing",)))
+    assert stopped.value.status == 1
+
+
 def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
     """If step 3 gets no verdicts, the run stops and saves step 2. Resuming gives the result of an uninterrupted run."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
@@ -438,14 +479,17 @@ def test_rewards_are_weighted_and_logged_apart(tiny_model, shapes, tmp_path):
     assert row["reward"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(tiny_model, shapes, tmp_path):
-    """With a constant reward such as 1/3, adding the penalty and subtracting it again would leave a rounding error."""
+def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(brief_model, shapes, tmp_path):
+    """With a constant reward such as 1/3, adding the penalty and subtracting it again would leave a rounding error.
+
+    A step that keeps no group uses rewards of 0. Otherwise, it would train on length alone.
+    """
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
-    grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
+    grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds must be drawn"
-    assert row["rewards/overlong"] < 0
+    assert row["rewards/overlong"] < 0 and row["reward_std"] > 0
     assert (row["grad_norm"], row["updates_empty"]) == (0, 1), "there is nothing to learn but length"
 
 
@@ -559,12 +603,30 @@ def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_p
     grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=1, max_logp_difference=0.0))
 
 
+def test_a_sampler_that_differs_in_a_later_update_does_not_stop_the_run(tiny_model, shapes, tmp_path, monkeypatch):
+    """By then, the first update has moved the weights: the step cannot be undone."""
+    generate = rollout.HFEngine.generate
+
+    def shifted(*args):
+        groups = generate(*args)
+        last = [[replace(each, sampling_logp=each.sampling_logp - 5) for each in group] for group in groups[2:]]
+        return [*groups[:2], *last]
+
+    reward = replace(rewards.TASKS["count"], reward=lambda completion, answer, **_: float(len(completion) % 7))
+    monkeypatch.setitem(rewards.TASKS, "count", reward)
+    monkeypatch.setattr(rollout.HFEngine, "generate", shifted)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, prompts_per_update=2))
+    (row,) = metrics(tmp_path)
+    assert 1 < row["sampling/logp_difference_mean"] < 4 and row["updates_empty"] == 0
+
+
 # --- how runs end -----------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny_model, shapes, tmp_path):
+    """The run keeps the checkpoint of step 1, although the last three are newer: none of them may be a good one."""
     with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row \(.*nan.*--learning_rate") as stopped:
-        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=0, learning_rate=1e9))
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=4, save_every=1, keep_last=3, learning_rate=1e9))
     assert stopped.value.status == 1
     assert (tmp_path / "checkpoint-1" / "state.json").is_file()
 

@@ -386,6 +386,18 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
     assert "<image>" not in server.requests[-1]["messages"][1]["content"]
 
 
+def test_each_step_asks_a_verifier_anew_that_was_given_up(server):
+    """Otherwise, a run would have no verdicts any more after a short outage."""
+    flags = dict(verifier_retries=0, verifier_concurrency=1)  # it is given up after two failures
+    scorer = Scorer("math", RewardFlags(verifier_url=server.url, verifier_model="judge", **flags))
+    group = [Rollout(torch.zeros(1), torch.zeros(1), text=think(f"answer {i}")) for i in range(4)]
+    for status, want, requests in ((500, math.nan, 2), (200, 1, 4)):
+        server.status, before = status, len(server.requests)
+        [rewards], _ = scorer([Sample("How many?", "7", [], "row 1")], [group])
+        assert [each.total for each in rewards] == pytest.approx([want] * 4, nan_ok=True)
+        assert len(server.requests) - before == requests
+
+
 def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(server, tiny_model, tmp_path, monkeypatch):
     """The tiny model never writes a well-formed answer, so the test replaces its texts. The rest is real."""
     generate = rollout.HFEngine.generate

@@ -75,6 +75,7 @@ def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, monkeypatch, imag
         groups = [make_group(policy.model, "qwen2_5_vl", 9, grids, [5, 3], g) for grids in order]
         with_images = []
         for batch in batches.micro_batches(policy, groups, budget=40):
+            assert batch.flop == batches.flop_counter(policy)(batch) > 0, "the metric `mfu` would be 0"
             with_images.append(bool(batch.vision))
             policy(batch)[0].sum().backward()
         assert with_images == [images_first, not images_first]
@@ -101,6 +102,16 @@ def test_operations_by_hand():
     assert batches.flop_counter(policy)(batch) == pytest.approx(3 * forward, rel=0.01)
     policy.requires_grad_(False)
     assert batches.flop_counter(policy)(batch) == pytest.approx(2 * forward + 4 * 2 * 64 * pairs, rel=0.01)
+
+
+def test_the_cost_of_an_image_token_by_hand():
+    """It stands for 2 x 2 patches, each of which goes through the tower. Otherwise, work would be divided unevenly."""
+    model = build("qwen2_5_vl")
+    tower = sum(parameter.numel() for parameter in model.model.visual.parameters())
+    layers = sum(parameter.numel() for parameter in model.model.language_model.layers.parameters())
+    assert batches.vision_cost_per_token(Policy(model)) == pytest.approx(4 * tower / layers)
+    model.model.visual.requires_grad_(False)
+    assert batches.vision_cost_per_token(Policy(model)) == 0, "features are cached"
 
 
 def test_operations_of_experts_and_of_linear_attention_by_hand():

@@ -84,6 +84,19 @@ def test_nothing_moves_when_processes_are_alike():
     assert plan_transfers([[], []]) == []
 
 
+def test_a_single_completion_moves_if_that_gains_enough():
+    """A transfer takes time. It must gain a fiftieth of the mean load, here 20 tokens, and not of a single token."""
+    for length, want in ((10, []), (30, [Transfer(0, 0, 1, 1)])):
+        costs_by_rank = [[GroupCost(0, 0, (1000, length))], [GroupCost(1, 0, (1000 - length,))]]
+        assert plan_transfers(costs_by_rank) == want
+
+
+def test_what_a_process_has_received_counts_when_more_of_the_same_group_comes():
+    """A plan that forgot it would send more and more to the process that seems to have the least."""
+    costs_by_rank = [[GroupCost(0, 0, (10,) * 100)], [], []]
+    assert sorted(apply(costs_by_rank, plan_transfers(costs_by_rank))) == [330, 330, 340]
+
+
 def test_a_process_that_holds_everything_shares_it():
     groups = [GroupCost(i, 100, (50,) * 4) for i in range(4)]
     after = apply([groups, [], [], []], plan_transfers([groups, [], [], []]))

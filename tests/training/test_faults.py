@@ -23,7 +23,7 @@ import transformers
 
 import grpo
 import rewards
-from common import distributed, files
+from common import distributed, files, signals
 from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rollout, Sample
@@ -563,6 +563,20 @@ def test_a_run_deletes_what_runs_have_written_and_nothing_else(tiny_model, shape
     shutil.copytree(tiny_model, tmp_path / "final" / "sub" / "model")
     with pytest.raises(UserError, match="sub/model' would be replaced by this run"):
         grpo.main(config(str(tmp_path / "final" / "sub" / "model"), shapes, tmp_path, overwrite=True))
+
+
+def test_a_run_that_is_stopped_and_cannot_be_saved_has_failed(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """A scheduler must not take the status for that of a run that can be resumed, or for success."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    monkeypatch.setattr(signals, "defer_signals", lambda: [signal.SIGTERM])
+    with pytest.raises(RunStopped, match="stopped after step 0; there is no checkpoint") as stopped:
+        grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+    assert stopped.value.status == 1
+    assert "could not save checkpoint-0: the disk of" in capsys.readouterr().err
 
 
 def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):

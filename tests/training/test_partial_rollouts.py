@@ -6,6 +6,8 @@ on or twice, tokens that are too old, and processes or resumed runs that continu
 
 import copy
 import itertools
+import json
+import pathlib
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -83,11 +85,12 @@ def test_ages_are_counted_in_steps():
 
 
 def test_an_unfinished_completion_needs_room_for_a_token():
-    unfinished, finished = sampled({0: 9}, finished=False), sampled({0: 10})
-    in_flight = [DrawnPrompt(3, 1, (finished, unfinished))]
+    """The longest unfinished completion counts. Without room, sampling would never end."""
+    unfinished, shorter, finished = sampled({0: 9}, finished=False), sampled({0: 3}, finished=False), sampled({0: 10})
+    in_flight = [DrawnPrompt(3, 1, (finished, unfinished, shorter))]
     (restored,) = from_saved_state(saved_state(in_flight), max_length=10)
     assert (restored.position, restored.step, restored.is_whole) == (3, 1, False)
-    assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}]
+    assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
     with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
         from_saved_state(saved_state(in_flight), max_length=9)
 
@@ -213,8 +216,21 @@ def test_every_prompt_is_trained_on_once_and_in_time(brief_model, shapes, tmp_pa
         assert (tmp_path / f"checkpoint-{row['step']}" / "in_flight.pt").is_file() == bool(in_flight)
 
 
+def saved_progress(run: pathlib.Path, step: int) -> dict:
+    """Return what the checkpoint of `step` says about the run's progress, and which prompts it has in flight."""
+    folder = run / f"checkpoint-{step}"
+    state = json.loads((folder / "state.json").read_text())
+    names = ("step", "position", "lengths", "norms", "skipped", "eval_due", "best", "scheduler")
+    in_flight = torch.load(folder / "in_flight.pt") if (folder / "in_flight.pt").is_file() else []
+    progress = {name: state[name] for name in names}
+    return progress | {"in_flight": [(each["position"], each["step"]) for each in in_flight]}
+
+
 def test_a_resumed_run_goes_on_with_its_unfinished_completions(brief_model, shapes, tmp_path, monkeypatch):
-    """From a checkpoint, and after a step that failed in the middle."""
+    """From a checkpoint, and after a step that failed in the middle.
+
+    The failed step must be undone before the run is saved. Otherwise, its prompts would be lost or drawn twice.
+    """
     flags = dict(max_steps=4, save_every=2, beta=0.01, **PARTIAL)
     grpo.main(config(brief_model, shapes, tmp_path / "run", **flags))
     shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
@@ -228,13 +244,16 @@ def test_a_resumed_run_goes_on_with_its_unfinished_completions(brief_model, shap
         return advantages(*args)
 
     monkeypatch.setattr(grpo, "group_advantages", fail_once)
+    flags["save_every"] = 0  # if there already were a checkpoint of step 2, the undone step would not be saved
     with pytest.raises(RunStopped, match="on purpose"):
         grpo.main(config(brief_model, shapes, tmp_path / "failed", **flags))
+    assert saved_progress(tmp_path / "failed", 2) == saved_progress(tmp_path / "run", 2)
     grpo.main(config(brief_model, shapes, tmp_path / "failed", resume="newest", **flags))
     whole = weights(tmp_path / "run" / "final")
     for name in ("resumed", "failed"):
         other = weights(tmp_path / name / "final")
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
+        assert saved_progress(tmp_path / name, 4) == saved_progress(tmp_path / "run", 4), name
     assert metrics(tmp_path / "run") == metrics(tmp_path / "failed")
     assert any(row["partial/groups_unfinished"] for row in metrics(tmp_path / "run"))
 
