@@ -3,14 +3,14 @@
     torchrun --nproc_per_node 8 grpo.py --task vqa                  # with the flags of recipes/vqa.flags
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
 
-`train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the paper's line numbers. Lines 2 and
-12 are left out: the reference is fixed, and no reward model is trained. Three more things differ. There is no KL term
-by default (`--beta`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance
-weight corrects for the small difference between the sampler's and the trainer's log-probabilities.
+`train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300), whose line numbers its comments give. Lines 2 and 12 are
+left out: the reference is fixed, and no reward model is trained. Three more things differ. There is no KL term by
+default (`--beta`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
+corrects for the small difference between the sampler's and the trainer's log-probabilities.
 
-Three objects do the rest, and none of them knows the loss. `run.collector` (training/collect.py) draws prompts, samples
-and scores. `run.updater` (training/updates.py) cuts micro-batches, steps AdamW and skips what is not finite. `run.loop`
-(training/loop.py) evaluates, saves, resumes and stops. The flags are in config.py; training/run.py sets a run up.
+Three objects do the rest, and none knows the loss. `run.collector` (training/collect.py) draws prompts, samples and
+scores. `run.updater` (training/updates.py) cuts micro-batches, steps AdamW and skips what is not finite. `run.loop`
+(training/loop.py) evaluates, saves and stops. config.py has the flags, and training/run.py sets a run up and resumes.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch. `row_of_token` (C,) numbers the completion of each token.
@@ -32,20 +32,16 @@ from torch import Tensor
 
 from common import distributed
 from common.errors import UserError
-from common.group_stats import EPSILON, deviation, is_varied
+from common.group_stats import EPSILON, deviation, is_varied, mean_by_row, sum_by_row
 from common.records import Completion, Group, GroupRewards, ScoredGroup
 from packing import PackedBatch
-from training import run as training_run
-from training.run import Run
+from training.run import Run, start
 
 # --- advantages -------------------------------------------------------------------------------------------------------
 
 
 def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config) -> Tensor:
-    """Return the advantages (P, G) of groups of completions with these `rewards`; `weights` are those of each reward.
-
-    Dynamic sampling keeps the groups in which an advantage is not zero.
-    """
+    """Return the advantages (P, G) of `rewards`. Dynamic sampling keeps the groups in which one is not zero."""
     if cfg.gdpo:
         return gdpo_advantages(rewards.parts, weights, cfg.scale_rewards)
     return group_advantages(rewards.total, cfg.scale_rewards)
@@ -70,8 +66,7 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: 
     """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
     Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
-    S = Σ_k w_k · A_k is then divided by std(S) + ε, over the batch. The mean of S is 0, because the mean of A_k in each
-    group is 0.
+    S = Σ_k w_k · A_k, whose mean is 0, is then divided by std(S) + ε, over the batch.
     """
     weights = {name: weight for name, weight in weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
@@ -88,8 +83,7 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: 
 class Loss:
     """A variant of the loss."""
 
-    objective: Callable[[Tensor, Tensor, Tensor, Tensor, Config], tuple[Tensor, Tensor]]
-    """The objective of each token and whether it was clipped; `clipped_objective` names the arguments."""
+    objective: Callable[..., tuple[Tensor, Tensor]]  # of each token, and whether it was clipped; see the next function
     average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `token_weights`
     clip_low: float  # the default of `--clip_low`
     clip_high: float  # the default of `--clip_high`
@@ -153,16 +147,6 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
     return ratio.masked_fill(is_capped, 0.0) if mode == "sequence_mask" else ratio.clamp(max=cap), is_capped
 
 
-def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
-    """Return for each token the sum of `values` (C,) over its completion, as (C,)."""
-    return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
-
-
-def mean_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
-    """Return for each token the mean of `values` (C,) over its completion, as (C,)."""
-    return sum_by_row(values, row_of_token) / sum_by_row(torch.ones_like(values), row_of_token)
-
-
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,11 +154,9 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     """Return the per-token loss weight of each of the N completions, as (N,), given their `lengths` (N,).
 
     The loss type's `average` decides. "sequences": 1 / (sequences · L_i), the mean over sequences of the mean over
-    tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). The weights are
-    fixed before a batch is cut into micro-batches, so the gradient is a plain sum over them, however it is cut.
-
-    `totals` (2,) holds the numbers of sequences and tokens in the batch over all processes; by default, it is computed
-    from `lengths`. Length 0 marks an unscored completion, which is not counted.
+    tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). `totals` (2,)
+    counts the sequences and tokens of all processes (by default, those of `lengths`), so the gradient is a plain sum
+    over micro-batches and processes, however they are cut. Length 0 marks an unscored completion; it is not counted.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
@@ -200,7 +182,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
-        log_ratio = sum_by_row(log_ratio, rows) / sum_by_row(torch.ones_like(log_ratio), rows)
+        log_ratio = mean_by_row(log_ratio, rows)
     objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, rows, cfg)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
@@ -219,12 +201,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return the sum and maximum of |log π_trainer − log π_sampler| over the trained tokens; `trainer_logp` is (C,).
-
-    Tokens that the policy of an earlier step sampled do not count: their difference is no error. For prompts with
-    images, the sum and the number of tokens are also given separately.
-    """
-    fresh = (batch.values.weights > 0) & ~batch.values.stale
+    """Return the sum and maximum of |log π_trainer − log π_sampler| over the trained tokens; `trainer_logp` is (C,)."""
+    fresh = (batch.values.weights > 0) & ~batch.values.stale  # no error: an earlier policy has sampled the stale ones
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
@@ -237,7 +215,7 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
 def train_step(run: Run) -> dict[str, float]:
     """Take one GRPO step (Algorithm 1 of DeepSeekMath) and return its metrics; docs/metrics.md explains them."""
     cfg, collector, updater = run.cfg, run.collector, run.updater
-    groups, rewards = collector.collect(run.policy, advantages_of, run.step)  # lines 5 to 8: π_old ← π_θ, sample, score
+    groups, rewards = collector.collect(run.policy, advantages_of, run.step)  # lines 5 to 8: π_old ← π_θ; sample; score
     advantages = advantages_of(rewards, collector.scorer.all_weights, cfg)  # line 9, (P, G) on every process
     run.log.completions(run.step + 1, groups, advantages)
     minibatches = []
@@ -257,10 +235,9 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    The loss depends on a completion if it is scored and has a non-zero advantage or a KL term. The weights count every
-    scored completion of all processes, so leaving out the others saves work without changing the gradient. With
-    `mask_truncated`, truncated completions count as completions whose tokens have weight 0 (DAPO, arXiv:2503.14476,
-    section 3.4). Without it, a truncated completion is trained on like any other.
+    These are scored and have a non-zero advantage or a KL term. The weights count every scored completion of all
+    processes, so leaving out the others does not change the gradient. A truncated completion is trained on like any
+    other. With `mask_truncated`, it counts, but its tokens have weight 0 (DAPO, arXiv:2503.14476, section 3.4).
     """
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
     lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs]).long()
@@ -293,11 +270,8 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def set_up(cfg: Config) -> Run:
-    """Check the flags of the loss, give its clip bounds their defaults, and set the run up (lines 1 and 3).
-
-    Raises UserError for an unknown type, or for a `dual_clip` that the loss does not use or that is too low.
-    """
+def resolve_loss(cfg: Config) -> None:
+    """Set unset clip bounds to the loss type's defaults. Raises UserError for flags that do not fit the loss type."""
     if cfg.loss_type not in LOSSES:
         raise UserError(f"--loss_type {cfg.loss_type}: choose one of {', '.join(LOSSES)}")
     loss = LOSSES[cfg.loss_type]
@@ -307,7 +281,12 @@ def set_up(cfg: Config) -> Run:
         raise UserError(f"--dual_clip does nothing with --loss_type {cfg.loss_type}: leave it out")
     if 0 < cfg.dual_clip <= 1 + cfg.clip_high:
         raise UserError(f"--dual_clip {cfg.dual_clip:g} must be above 1 + clip_high ({1 + cfg.clip_high:g})")
-    return training_run.set_up(cfg)
+
+
+def set_up(cfg: Config) -> Run:
+    """Check the flags and set the run up (training/run.py): lines 1 and 3 of Algorithm 1."""
+    resolve_loss(cfg)
+    return start(cfg)
 
 
 def main(cfg: Config) -> None:

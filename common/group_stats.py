@@ -1,7 +1,12 @@
-"""Statistics of the rewards of groups; NaN marks an unscored completion. Shapes: P prompts, G completions each."""
+"""Sums over groups and over completions.
+
+Shapes: P prompts with G completions each, C tokens of several completions. A reward of NaN marks an unscored
+completion. `row_of_token` (C,) numbers the completion of each token 0, 1, …
+"""
 
 import math
 
+import torch
 from torch import Tensor
 
 EPSILON = 1e-6  # rewards that differ by less count as equal; also added to standard deviations before dividing
@@ -21,3 +26,13 @@ def deviation(rewards: Tensor) -> Tensor:
     counts = (~rewards.isnan()).sum(1, keepdim=True)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+
+
+def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
+    """Return for each token the sum of `values` (C,) over its completion, as (C,)."""
+    return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
+
+
+def mean_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
+    """Return for each token the mean of `values` (C,) over its completion, as (C,)."""
+    return sum_by_row(values, row_of_token) / sum_by_row(torch.ones_like(values), row_of_token)

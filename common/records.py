@@ -119,20 +119,6 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class DrawnPrompt:
-    """A prompt that has been drawn from the stream and not been trained on yet."""
-
-    position: int  # in the stream
-    step: int  # number of steps that were complete when it was drawn
-    rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all its completions are finished."""
-        return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
-
-
-@dataclass(frozen=True)
 class Rewards:
     """The rewards of one completion. A NaN in `total` marks an unscored completion, excluded from its group."""
 
@@ -148,11 +134,6 @@ class GroupRewards:
     total: Tensor  # (groups, G) weighted sums of the rewards
     raw: Tensor  # (groups, G) the same before the overlong penalty
     parts: dict[str, Tensor]  # (groups, G) each reward by name
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> GroupRewards:
-        """Return these rewards with `change` applied to each tensor."""
-        parts = {name: change(values) for name, values in self.parts.items()}
-        return GroupRewards(change(self.total), change(self.raw), parts)
 
 
 @dataclass(frozen=True)

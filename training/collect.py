@@ -14,14 +14,14 @@ from torch import Tensor
 
 from common import distributed, signals
 from common.errors import StepFailed
-from common.records import DrawnPrompt, GroupRewards, Prompt, Rollout, Sampling, ScoredGroup
+from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup
 from config import Config
 from policy.continuation import Continuation
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine
 from training.metrics import Clock, sampling_metrics
-from training.prompt_stream import PromptStream, prompt_seed
+from training.prompt_stream import DrawnPrompt, PromptStream, prompt_seed
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
 """Returns the advantages (groups, G) of groups, given their rewards and the weight of each reward."""
@@ -87,7 +87,7 @@ class Collector:
             self.engine.sleep()
         self.rewards = concatenate(rounds)
         chosen = kept or list(range(len(self.rewards.total)))[-self.cfg.prompts_per_step :]
-        chosen_rewards = self.rewards.map(lambda values: values[chosen] if kept else torch.zeros_like(values[chosen]))
+        chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]))
         groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
         self.rollouts = [rollout for group in groups for rollout in group.rollouts]
         return groups, chosen_rewards
@@ -201,6 +201,12 @@ class Collector:
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of what was collected after `step` steps."""
         return sampling_metrics(self.rollouts, self.rewards, self.clock)
+
+
+def change(rewards: GroupRewards, function: Callable[[Tensor], Tensor]) -> GroupRewards:
+    """Return `rewards` with `function` applied to each tensor."""
+    parts = {name: function(values) for name, values in rewards.parts.items()}
+    return GroupRewards(function(rewards.total), function(rewards.raw), parts)
 
 
 def concatenate(rewards: list[GroupRewards]) -> GroupRewards:

@@ -11,14 +11,29 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from common import distributed
 from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
-from common.records import DrawnPrompt, Prompt, Rollout, Sample
+from common.records import Prompt, Rollout, Sample
 from data import Processor, encode_prompt, encode_prompts
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """A prompt that has been drawn from the stream and not been trained on yet."""
+
+    position: int  # in the stream
+    step: int  # number of steps that were complete when it was drawn
+    rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its completions are finished."""
+        return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
 
 class PromptStream:

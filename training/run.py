@@ -1,6 +1,6 @@
 """A training run: everything that a step needs, and how it is set up.
 
-Start reading at `set_up`. grpo.py trains what it returns.
+Start reading at `start`. grpo.py trains what it returns.
 """
 
 import json
@@ -27,7 +27,7 @@ from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_st
 from training.collect import Collector
 from training.loop import Loop, load_state
 from training.metrics import Clock
-from training.partial_rollouts import PartialCollector, check_lengths
+from training.partial_rollouts import check_lengths, make_collector
 from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
@@ -76,7 +76,7 @@ class Models:
     micro_batch_tokens: int
 
 
-def set_up(cfg: Config) -> Run:
+def start(cfg: Config) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
@@ -187,9 +187,10 @@ def restore(
     (`RunFolder.prepare`).
     """
     clock, interrupted = Clock(), []  # shared by the owners
-    is_partial = cfg.oversample > 1 or bool(state and state["collector"].get("in_flight"))  # also without the flag
-    make_collector = PartialCollector if is_partial else Collector
-    collector = make_collector(cfg, inputs.stream, models.engine, inputs.scorer, clock, interrupted)
+    has_in_flight = bool(state and state["collector"].get("in_flight"))
+    collector = make_collector(
+        cfg, inputs.stream, models.engine, inputs.scorer, clock, interrupted, has_in_flight=has_in_flight
+    )
     optimizer, scheduler = make_optimizer(models.policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:

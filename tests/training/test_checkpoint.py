@@ -396,7 +396,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
 
     monkeypatch.setattr(Policy, "forward", broken)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "one", max_steps=5, lr_schedule="linear"))
-    grpo.train(run)
+    run.loop.train(run, grpo.train_step)
     stderr = capsys.readouterr().err
     assert "step 3: loss nan, gradient norm nan (" in stderr and "main.csv row" in stderr
     assert "this update is skipped" in stderr
@@ -407,7 +407,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
     bad["steps"] = range(2, 99)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "two", max_steps=9))
     with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row .*lower --learning_rate"):
-        grpo.train(run)
+        run.loop.train(run, grpo.train_step)
 
 
 def test_any_checkpoint_becomes_a_model(saved, tmp_path):
