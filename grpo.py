@@ -35,7 +35,8 @@ from common.errors import UserError
 from common.group_stats import EPSILON, deviation, is_varied, mean_by_row, sum_by_row
 from common.records import Completion, Group, GroupRewards, ScoredGroup
 from packing import PackedBatch
-from training.run import Run, start
+from training.loop import Run
+from training.run import start
 
 # --- advantages -------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from config import Config
 from policy.continuation import Continuation
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED, Scorer
-from rollout import Engine
+from rollout import Engine, prompt_seed
 from training.metrics import Clock, sampling_metrics
-from training.prompt_stream import DrawnPrompt, PromptStream, prompt_seed
+from training.prompt_stream import DrawnPrompt, PromptStream
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
 """Returns the advantages (groups, G) of groups, given their rewards and the weight of each reward."""

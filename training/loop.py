@@ -10,8 +10,8 @@ import functools
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -19,14 +19,36 @@ from common import console, distributed, signals
 from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.files import release_locks
 from common.records import Sample
+from config import Config
 from evaluation.held_out import score_policy
+from policy.model import Policy
 from training import guards
 from training.checkpoint import Saver, random_states, restore_random_states
+from training.collect import Collector
+from training.run_log import RunLog
+from training.updates import Updater
 
-if TYPE_CHECKING:
-    from training.run import Run
 
-TrainStep = Callable[["Run"], dict[str, float]]  # takes a step and returns its metrics
+@dataclass
+class Run:
+    """What a training step needs, and who keeps the progress of the run."""
+
+    cfg: Config
+    policy: Policy
+    reference: Policy | None  # of the KL term
+    collector: Collector
+    updater: Updater
+    loop: Loop
+    log: RunLog
+    step: int = 0  # completed steps
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps left; see `Collector.steps_left`."""
+        return self.collector.steps_left(self.step)
+
+
+TrainStep = Callable[[Run], dict[str, float]]  # takes a step and returns its metrics
 
 
 class Loop:

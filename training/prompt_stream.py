@@ -207,8 +207,3 @@ def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]
                 f"{sum(sizes)} prompts of an epoch: leave it out, or give it a larger weight"
             )
     return sizes
-
-
-def prompt_seed(seed: int, position: int) -> int:
-    """Return the sampling seed of the prompt at `position` in the stream. Sampling uses no other random state."""
-    return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])

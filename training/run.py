@@ -24,8 +24,7 @@ from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
-from training.collect import Collector
-from training.loop import Loop, load_state
+from training.loop import Loop, Run, load_state
 from training.metrics import Clock
 from training.partial_rollouts import check_lengths, make_collector
 from training.prompt_stream import PromptStream
@@ -35,25 +34,6 @@ from training.updates import Updater
 
 # flags that make up a prompt
 PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
-
-
-@dataclass
-class Run:
-    """What a training step needs, and who keeps the progress of the run."""
-
-    cfg: Config
-    policy: Policy
-    reference: Policy | None  # of the KL term
-    collector: Collector
-    updater: Updater
-    loop: Loop
-    log: RunLog
-    step: int = 0  # completed steps
-
-    @property
-    def steps_left(self) -> int:
-        """Number of steps left; see `Collector.steps_left`."""
-        return self.collector.steps_left(self.step)
 
 
 @dataclass
