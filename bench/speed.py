@@ -50,6 +50,7 @@ from data import load_split
 from demo import tiny
 from policy.families import attention_layers, language_model, routed_experts
 from policy.model import Policy
+from training import collect, updates
 from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
 from training.run import Run
@@ -419,19 +420,19 @@ def step(run: Run, label: str) -> dict[str, float]:
 def profile(run: Run, label: str) -> None:
     """Take one training step, and print tables of the GPU kernels of each of its phases."""
     phases = {
-        "prompts": "cache_image_features",
-        "rollout": "sample_prompts",
-        "reference": "with_ref_logp",
-        "update": "update",
+        "prompts": (collect, "cache_image_features"),
+        "rollout": (collect.Collector, "sample"),
+        "log-probabilities": (updates.Updater, "with_logprobs"),
+        "update": (updates.Updater, "step"),
     }
-    functions = {name: getattr(grpo, name) for name in phases.values()}
-    for phase, name in phases.items():
-        setattr(grpo, name, profiled(functions[name], f"{label} {phase}"))
+    functions = {place: getattr(*place) for place in phases.values()}
+    for phase, (owner, name) in phases.items():
+        setattr(owner, name, profiled(functions[owner, name], f"{label} {phase}"))
     try:
         step(run, f"{label}, profiled")
     finally:
-        for name, function in functions.items():
-            setattr(grpo, name, function)
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
 
 
 def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
