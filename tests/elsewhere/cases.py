@@ -119,13 +119,23 @@ BASES = {
     "llama": Base(hub_configs.LLAMA, stop={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}),
 }
 MIXTURES = ("qwen3_vl_moe", "aria")  # of experts
+UNTYING = ("untied_by_copy", "untied_by_lora")  # adapters, made with PEFT, that untie the head of a base
+TIED = ("qwen2_5_vl", "qwen3_vl")  # bases that they are made for; one has the key at two places in its config
 
-# What is read: "base" itself; "full", a model trained whole; "adapter"; "merged", the base with it; the same of
-# an adapter that adapts the experts, too.
+# What is read: "base" itself; "full", a model trained whole; "adapter"; "merged", the base with that adapter; the same
+# of an adapter that adapts the experts, too; the base merged with an adapter that unties its head.
 VARIANTS = {
-    name: ["base", "full", "adapter", "merged", *(["experts", "experts_merged"] if name in MIXTURES else [])]
+    name: [
+        "base",
+        "full",
+        "adapter",
+        "merged",
+        *(["experts", "experts_merged"] if name in MIXTURES else []),
+        *(UNTYING if name in TIED else []),
+    ]
     for name in BASES
 }
+MADE_BY = {"merged": "adapter", "experts_merged": "experts"}  # a merged model is made in the run of its adapter
 WHOLE = "whole model"
 ALIKE = "picture, alike in both"
 # What cannot be right elsewhere, whatever an export writes: there, the base itself gives something else than here.
@@ -137,6 +147,7 @@ DIFFERS = {
     ("newest", "glm4v"): {WHOLE: "5.24.0 ignores the flat config of the hub and builds a model of the default size"},
 }
 ADAPTERS = ("adapter", "experts")
+TRAINED = ("full", *ADAPTERS)
 READ = [
     (place, name, variant)
     for name, variants in VARIANTS.items()
@@ -149,7 +160,12 @@ def folder_of(work: pathlib.Path, name: str, variant: str) -> pathlib.Path:
     """Return the folder of what is read, within the folder `work` of all that is made."""
     if variant == "base":
         return work / "bases" / name
-    return work / name / variant / ("" if "merged" in variant else "final")
+    return work / name / variant / ("final" if variant in TRAINED else "")
+
+
+def untying_adapter(work: pathlib.Path, name: str, variant: str) -> pathlib.Path:
+    """Return the folder of an adapter that unties the head of the base `name`."""
+    return work / name / f"{variant}-adapter"
 
 
 def expected_file(work: pathlib.Path, name: str, variant: str) -> pathlib.Path:

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.elsewhere.cases import ADAPTERS, BASES, VARIANTS, expected_file, folder_of, inputs_file, read_file
+from tests.elsewhere.cases import (
+    ADAPTERS,
+    BASES,
+    MADE_BY,
+    TIED,
+    VARIANTS,
+    expected_file,
+    folder_of,
+    inputs_file,
+    read_file,
+)
 from tests.helpers.scripts import ROOT, run_script
 
 WORK = ROOT / "runs" / "elsewhere"
@@ -58,7 +68,7 @@ class Results:
 
     def read(self, place: str, name: str, variant: str) -> dict:
         """Return what `read.py` wrote about a folder."""
-        training = {"merged": "adapter", "experts_merged": "experts"}.get(variant, variant)
+        training = MADE_BY.get(variant, variant)
         error = self.errors.get((name, "base")) or self.errors.get((name, training))
         assert error is None, f"{training} of {name} failed: {error}"
         return torch.load(read_file(self.work, place, name, variant), weights_only=False)
@@ -70,18 +80,22 @@ class Results:
 
 @pytest.fixture(scope="session")
 def results(work, bases) -> Results:
-    """Train the bases, and read everything in both environments."""
+    """Train the bases, merge the adapters, and read everything in both environments."""
     results = Results(work)
 
-    def train(name: str) -> None:
-        for variant in (each for each in VARIANTS[name] if "merged" not in each):
-            if (name, "base") not in results.errors:
-                done = run_script("-m", "tests.elsewhere.train", work, name, variant)
-                if done.returncode:
-                    results.errors[name, variant] = done.stderr[-3000:]
+    def make(case: tuple[str, str]) -> None:
+        name, variant = case
+        if (name, "base") not in results.errors:
+            done = run_script("-m", "tests.elsewhere.train", work, name, variant)
+            if done.returncode:
+                results.errors[case] = done.stderr[-3000:]
 
     with ThreadPoolExecutor(PROCESSES) as pool:
-        list(pool.map(train, sorted(bases, key=lambda name: -len(VARIANTS[name]))))
+        list(pool.map(make, [(name, "base") for name in bases]))
+        if tied := [name for name in bases if name in TIED]:
+            run_in("elsewhere", "untying", work, *tied)
+        rest = [(name, variant) for name in bases for variant in VARIANTS[name] if variant not in ("base", *MADE_BY)]
+        list(pool.map(make, rest))
         list(pool.map(lambda place: read_all(place, work, bases), ENVIRONMENTS))
     return results
 

@@ -8,7 +8,7 @@ that get lost.
 import pytest
 
 from tests.elsewhere.bases import LEFT_BEHIND
-from tests.elsewhere.cases import ADAPTERS, BASES, DIFFERS, READ, WHOLE, folder_of
+from tests.elsewhere.cases import ADAPTERS, BASES, DIFFERS, MADE_BY, READ, WHOLE, folder_of
 
 MODELS = [(place, name, variant) for place, name, variant in READ if variant not in ADAPTERS]
 TOLERANCE = 1e-4
@@ -32,7 +32,7 @@ def test_the_logits_are_those_of_the_trained_weights(place, name, variant, resul
         assert "the config is not understood" in read["model"].get("error", ""), "it is read: change DIFFERS"
         return
     assert "error" not in read["model"], read["model"]["error"]
-    bound = MERGED_IN_BFLOAT16 if name in IN_BFLOAT16 and "merged" in variant else TOLERANCE
+    bound = MERGED_IN_BFLOAT16 if name in IN_BFLOAT16 and variant in MADE_BY else TOLERANCE
     assert read["model"]["loading"] == {}
     assert len(own) == len(read["model"]["logits"]) and ("picture" in own) == bool(BASES[name].image)
     for kind, logits in own.items():

@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.elsewhere.train WORK NAME VARIANT
 
 Before each export, the logits of the policy's own weights are written. They are what the export has to give elsewhere.
-The VARIANT "base" trains nothing: it writes the inputs, and the logits that this project has for the base.
+The VARIANT "base" trains nothing: it writes the inputs, and the logits that this project has for the base. The variants
+"untied_…" are adapters of `untying.py`, which are only merged.
 """
 
 import pathlib
@@ -23,7 +24,17 @@ from merge_lora import merge_lora
 from policy.lora import adapted_weights
 from policy.model import Policy, load_model
 from tests.elsewhere.bases import is_float32
-from tests.elsewhere.cases import ALIKE, BASES, MIXTURES, expected_file, folder_of, inputs_file
+from tests.elsewhere.cases import (
+    ALIKE,
+    BASES,
+    MADE_BY,
+    MIXTURES,
+    UNTYING,
+    expected_file,
+    folder_of,
+    inputs_file,
+    untying_adapter,
+)
 from tests.elsewhere.logits import last_logits
 from tests.helpers.models import write_rows
 from training import checkpoint
@@ -33,8 +44,9 @@ TASK = "length"
 # Random weights sample random text. Its length differs within a group, so that there is a gradient.
 rewards.TASKS[TASK] = rewards.Task(lambda completion, answer, **_: len(completion) % 8 / 8, template="{{ content }}")
 ONE_TILE = 448 * 448  # pixels: pictures have few tokens
-BRIEF = dict(max_steps=3, prompts_per_step=2, num_generations=4, max_completion_length=6, max_pixels=ONE_TILE)
+BRIEF = dict(max_steps=3, prompts_per_step=2, num_generations=2, max_completion_length=4, max_pixels=ONE_TILE)
 BRIEF |= dict(save_every=0, report_every=0, overwrite=True)
+MERGED = {adapter: merged for merged, adapter in MADE_BY.items()}
 RATES = {"full": 0.01, "adapter": 0.05, "experts": 0.05}  # they move the logits by more than 0.1
 
 
@@ -82,7 +94,7 @@ def as_stored(name: str, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tupl
 def train(work: pathlib.Path, name: str, variant: str) -> None:
     """Train and export. Write the logits of the policy's own weights, and as files of the base's dtypes hold them."""
     source, inputs = str(folder_of(work, name, "base")), torch.load(inputs_file(work, name))
-    stored = variant if variant == "full" else merged(variant)
+    stored = MERGED.get(variant, variant)
 
     def export_after_logits(policy: Policy, *arguments) -> None:
         if variant != "full":
@@ -110,15 +122,8 @@ def train(work: pathlib.Path, name: str, variant: str) -> None:
         merge_lora(source, str(output / "final"), str(folder_of(work, name, stored)))
 
 
-def merged(variant: str) -> str:
-    """Return the name of the base with the adapter `variant` merged into it."""
-    return {"adapter": "merged", "experts": "experts_merged"}[variant]
-
-
-def main(work: pathlib.Path, name: str, variant: str) -> None:
-    if variant != "base":
-        train(work, name, variant)
-        return
+def write_inputs(work: pathlib.Path, name: str) -> None:
+    """Write the inputs for all models of the base `name`, and the logits that this project has for the base."""
     source = str(folder_of(work, name, "base"))
     inputs = make_inputs(source)
     inputs_file(work, name).parent.mkdir()
@@ -126,5 +131,15 @@ def main(work: pathlib.Path, name: str, variant: str) -> None:
     torch.save(last_logits(load_model(source, torch.float32), inputs), expected_file(work, name, "base"))
 
 
+def main(work: pathlib.Path, name: str, variant: str) -> None:
+    if variant == "base":
+        write_inputs(work, name)
+    elif variant in UNTYING:
+        base, adapter = folder_of(work, name, "base"), untying_adapter(work, name, variant)
+        merge_lora(str(base), str(adapter), str(folder_of(work, name, variant)))
+    else:
+        train(work, name, variant)
+
+
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
+    main(pathlib.Path(sys.argv[1]).resolve(), *sys.argv[2:])
