@@ -20,7 +20,7 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     usual = getattr(model.config, "vision_feature_layer", None)
     if "vision_feature_layer" in inputs:  # a setting, not an input
         model.config.vision_feature_layer = int(inputs.pop("vision_feature_layer"))
-    logits = model(**inputs).logits[0, -POSITIONS:].float()
+    logits = model(**inputs).logits[0, -POSITIONS:].float().clone()  # otherwise all positions would be saved
     if usual is not None:
         model.config.vision_feature_layer = usual
     return logits
