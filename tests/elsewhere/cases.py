@@ -137,13 +137,17 @@ VARIANTS = {
 }
 MADE_BY = {"merged": "adapter", "experts_merged": "experts"}  # a merged model is made in the run of its adapter
 WHOLE = "whole model"
+EXPERTS = "adapter of experts"
 ALIKE = "picture, alike in both"
 # What cannot be right elsewhere, whatever an export writes: there, the base itself gives something else than here.
 DIFFERS = {
     ("elsewhere", "aria"): {
         "picture": "4.57.1 gives the projector the tower's output after its last norm, 5 before it, and gives other "
-        "positions to the patches of a whole side; 4 x 5 patches and the last layer but one are compared instead"
+        "positions to the patches of a whole side; 4 x 5 patches and the last layer but one are compared instead",
+        EXPERTS: "4.57.1 with PEFT 0.17.1 has them in another layout, as the run says",
     },
+    ("elsewhere", "qwen3_vl_moe"): {EXPERTS: "4.57.1 with PEFT 0.17.1 has them in another layout, as the run says"},
+    ("newest", "aria"): {EXPERTS: "5.24.0 joins fc1 and fc2 otherwise, and PEFT does not find them"},
     ("newest", "glm4v"): {WHOLE: "5.24.0 ignores the flat config of the hub and builds a model of the default size"},
 }
 ADAPTERS = ("adapter", "experts")

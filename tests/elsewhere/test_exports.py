@@ -8,7 +8,7 @@ that get lost.
 import pytest
 
 from tests.elsewhere.bases import LEFT_BEHIND
-from tests.elsewhere.cases import ADAPTERS, BASES, DIFFERS, MADE_BY, READ, WHOLE, folder_of
+from tests.elsewhere.cases import ADAPTERS, BASES, DIFFERS, EXPERTS, MADE_BY, READ, WHOLE, folder_of
 
 MODELS = [(place, name, variant) for place, name, variant in READ if variant not in ADAPTERS]
 TOLERANCE = 1e-4
@@ -31,8 +31,9 @@ def test_the_logits_are_those_of_the_trained_weights(place, name, variant, resul
     if WHOLE in differs:
         assert "the config is not understood" in read["model"].get("error", ""), "it is read: change DIFFERS"
         return
-    if (place, variant) == ("elsewhere", "experts"):  # as the run says: the layout of experts is another there
-        assert "size mismatch" in read["model"].get("error", ""), "it is read: remove this exception"
+    if variant == "experts" and EXPERTS in differs:
+        is_refused = "size mismatch" in read["model"].get("error", "")
+        assert is_refused or largest(read["model"]["logits"]["text"], own["text"]) > 0.1, "it is read: change DIFFERS"
         return
     assert "error" not in read["model"], read["model"]["error"]
     bound = MERGED_IN_BFLOAT16 if name in IN_BFLOAT16 and variant in MADE_BY else TOLERANCE
@@ -60,7 +61,7 @@ def test_training_moves_the_logits(name, variant, results):
 @pytest.mark.parametrize(("place", "name", "variant"), [case for case in MODELS if case[2] != "base"])
 def test_tokenizer_prompt_and_stop_tokens_are_those_of_the_base(place, name, variant, results):
     base, read = results.read(place, name, "base"), results.read(place, name, variant)
-    for part in ("tokenizer", "settings"):
+    for part in ("tokenizer",) if WHOLE in DIFFERS.get((place, name), {}) else ("tokenizer", "settings"):
         assert "error" not in base[part], base[part]["error"]
         assert "error" not in read[part], read[part]["error"]
         for key, value in base[part].items():
