@@ -74,8 +74,8 @@ def merge_lora(
         inputs = _example_inputs(base)
         base_logits, adapted_logits = _merge(base, lora_model, cache_dir, output_dtype, inputs, partial)
         gc.collect()  # the saved model needs the memory
-        merged_dtype, _ = stored_dtypes(str(partial))
-        merged_logits = _logits(load_model(str(partial), merged_dtype), inputs)
+        merged_dtype, widest = stored_dtypes(str(partial))
+        merged_logits = _logits(load_model(str(partial), widest), inputs)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

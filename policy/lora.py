@@ -21,6 +21,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -342,4 +343,7 @@ def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors would let only the owner read it
         if config.target_parameters:
-            console.log("the adapter has routed experts: only PEFT with transformers 5 can load it")
+            console.log(
+                f"the adapter has routed experts: load it with transformers {transformers.__version__}, because other "
+                "releases may store experts in another layout; a merged model can be loaded with any"
+            )

@@ -19,6 +19,15 @@ atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=Tr
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the slow tests")
+    parser.addoption(
+        "--elsewhere", action="store_true", help="run only what exports and prompts give in other programs"
+    )
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Collect tests/elsewhere/, which needs environments of its own, with --elsewhere, and all other tests without."""
+    is_elsewhere = pathlib.Path(__file__).parent / "elsewhere" in collection_path.parents
+    return True if collection_path.is_file() and is_elsewhere != config.getoption("--elsewhere") else None
 
 
 # They start first, the longest before the others, so that no worker is left alone with a long file.

@@ -233,7 +233,16 @@ def known_flags() -> set[str]:
         fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
         known |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}
     known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
-    known |= {"nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "slow", "dist"}  # torchrun, pytest
+    known |= {
+        "nnodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "rdzv_conf",
+        "slow",
+        "elsewhere",
+        "dist",
+    }  # torchrun, pytest
     known |= {"nodes", "signal", "requeue", "dependency", "time", "mem", "tag"}  # Slurm, Docker
     return known | {"tasks", "log_samples", "batch_size", "model_args"}  # lmms-eval
 
@@ -347,7 +356,7 @@ def requirements(file: str) -> dict[str, SpecifierSet]:
 
 
 def test_requirements_are_pinned():
-    for name in ("requirements.txt", "requirements-gpu.txt"):
+    for name in ("requirements.txt", "requirements-gpu.txt", "requirements-elsewhere.txt", "requirements-newest.txt"):
         for line in (ROOT / name).read_text().splitlines():
             pinned = re.fullmatch(r"[\w-]+(==[\w.]+|>=[\w.]+,<=[\w.]+)", line)
             assert line.startswith(("#", "-r ")) or pinned, line
