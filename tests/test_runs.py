@@ -326,7 +326,7 @@ def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shap
     rows = read_jsonl(tmp_path / "3" / "metrics.jsonl")
     assert [row["updates_empty"] for row in rows] == [0, 1, 1]
     assert [row["updates_skipped"] for row in rows] == [0, 0, 0]
-    norms = json.loads((tmp_path / "3" / "checkpoint-3" / "state.json").read_text())["norms"]
+    norms = json.loads((tmp_path / "3" / "checkpoint-3" / "state.json").read_text())["updater"]["norms"]
     assert norms == [pytest.approx(rows[0]["grad_norm"])]
 
 

@@ -41,6 +41,7 @@ class Collector:
         self.features: dict[bytes, Tensor] = {}  # image features of a frozen vision tower, by digest
         self.rollouts: list[Rollout] = []  # this process's completions of the current step
         self.rewards: GroupRewards | None = None  # of all completions that the current step has sampled
+        self.num_rounds = 1  # of sampling in the current step
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream has been read, for a checkpoint, or to undo a step."""
@@ -85,7 +86,7 @@ class Collector:
                 break
         with self.clock("sleep"):
             self.engine.sleep()
-        self.rewards = concatenate(rounds)
+        self.rewards, self.num_rounds = concatenate(rounds), len(rounds)
         chosen = kept or list(range(len(self.rewards.total)))[-self.cfg.prompts_per_step :]
         chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]))
         groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
@@ -187,11 +188,6 @@ class Collector:
             reason = distributed.first_error(self.scorer.why_none or None) or "unknown reason"
             limit = f"at most {MAX_UNSCORED:.0%} may have none"
             raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
-
-    @property
-    def num_rounds(self) -> int:
-        """Number of rounds of sampling in the current step."""
-        return len(self.rewards.total) // self.cfg.prompts_per_step
 
     @property
     def num_waiting(self) -> int:

@@ -59,6 +59,7 @@ class Loop:
         self.checkpoints, self.eval_samples, self.interrupted = checkpoints, eval_samples, interrupted
         self.eval_due = bool(eval_samples)  # whether the policy has to be evaluated before the next step
         self.best: dict[str, float] | None = None  # step and score of the best evaluation
+        self.last_problem = ""  # why the most recent of the skipped updates was skipped
 
     def train(self, run: Run, train_step: TrainStep) -> None:
         """Train to the last step and export the policy. Then, or if it fails, release the output folder.
@@ -109,6 +110,9 @@ class Loop:
                 self._end(run)
             hint = self.checkpoints.resume_hint("retry the step")
             raise RunStopped(f"step {run.step + 1}: {error}; {hint}", status=1) from None
+        for problem in run.updater.problems:
+            self.last_problem = problem
+            console.log(f"step {run.step + 1}: {problem}; this update is skipped")
         return metrics | run.updater.end_step(run.collector.num_rounds)
 
     def _finish_step(self, run: Run, metrics: dict[str, float]) -> None:
@@ -141,7 +145,7 @@ class Loop:
         updater = run.updater
         if updater.skipped < run.cfg.max_skipped:
             return None
-        reason = f"step {run.step}: {updater.skipped} skipped updates in a row ({updater.skip_reason})"
+        reason = f"step {run.step}: {updater.skipped} skipped updates in a row ({self.last_problem})"
         updater.skipped = 0  # a resumed run counts anew: it would otherwise stop at once if an evaluation is due
         self.checkpoints.folder.keep_last = 0  # keep all checkpoints: the last good one may be older
         return f"{reason}; {guards.NONFINITE_HINT}"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import console, distributed, signals
+from common import distributed, signals
 from common.errors import StepFailed
 from common.records import Group
 from config import Config
@@ -53,7 +53,7 @@ class Updater:
         self.vision_cost, self.has_dropout = vision_cost_per_token(policy), has_dropout(policy.model)
         self.updates: list[dict[str, Tensor]] = []  # sums over tokens of each update of the current step
         self.skipped = 0  # consecutive updates skipped so far
-        self.skip_reason = ""  # why the most recent of these updates was skipped
+        self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,8 +148,7 @@ class Updater:
         problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
         is_empty = not grad_norm
         if problem:
-            self.skipped, self.skip_reason = self.skipped + 1, problem
-            console.log(f"{problem}; this update is skipped")
+            self.skipped, self.problems = self.skipped + 1, [*self.problems, problem]
         elif mismatch := guards.check_logp_difference(stats, self.cfg.max_logp_difference, not self.updates):
             raise StepFailed(mismatch)
         elif not is_empty:
@@ -162,11 +161,11 @@ class Updater:
         return update_metrics(self.updates, sum(self.clock.laps["train"]))
 
     def end_step(self, num_rounds: int) -> dict[str, float]:
-        """Begin a new step; return the learning rate of its first update as a metric.
+        """End a step; return the learning rate of the next update as a metric.
 
         Without `max_steps`, the schedule counts rounds of sampling: it steps over further ones, which had no update.
         """
-        self.updates = []
+        self.updates, self.problems = [], []
         if not self.cfg.max_steps:
             for _ in range((num_rounds - 1) * self.cfg.updates_per_step):
                 self.scheduler.step()

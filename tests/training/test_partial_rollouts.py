@@ -226,9 +226,8 @@ def saved_progress(run: pathlib.Path, step: int) -> dict:
     """Return what the checkpoint of `step` says about the run's progress, and which prompts it has in flight."""
     folder = run / f"checkpoint-{step}"
     state = json.loads((folder / "state.json").read_text())
-    names = ("step", "position", "lengths", "norms", "skipped", "eval_due", "best", "scheduler")
     in_flight = torch.load(folder / "in_flight.pt") if (folder / "in_flight.pt").is_file() else []
-    progress = {name: state[name] for name in names}
+    progress = {name: state[name] for name in ("step", "eval_due", "best", "collector", "updater")}
     return progress | {"in_flight": [(each["position"], each["step"]) for each in in_flight]}
 
 
