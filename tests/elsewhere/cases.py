@@ -146,7 +146,6 @@ DIFFERS = {
         "positions to the patches of a whole side; 4 x 5 patches and the last layer but one are compared instead",
         EXPERTS: "4.57.1 with PEFT 0.17.1 has them in another layout, as the run says",
     },
-    ("elsewhere", "qwen3_vl_moe"): {EXPERTS: "4.57.1 with PEFT 0.17.1 has them in another layout, as the run says"},
     ("newest", "aria"): {EXPERTS: "5.24.0 joins fc1 and fc2 otherwise, and PEFT does not find them"},
     ("newest", "glm4v"): {WHOLE: "5.24.0 ignores the flat config of the hub and builds a model of the default size"},
 }
