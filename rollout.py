@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -82,6 +83,11 @@ class Engine(Protocol):
     def wake_up(self) -> None:
         """Allocate GPU memory again. Call `sync_weights` before the next `generate`."""
         ...
+
+
+def prompt_seed(seed: int, position: int) -> int:
+    """Return the sampling seed of the prompt at `position` in the stream. Sampling uses no other random state."""
+    return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
 
 
 def check_engine_available(flags: EngineFlags, device: torch.device) -> None:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -50,8 +50,10 @@ from data import load_split
 from demo import tiny
 from policy.families import attention_layers, language_model, routed_experts
 from policy.model import Policy
+from training import collect, updates
+from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
-from training.run import Run, set_up
+from training.run import Run
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
@@ -339,13 +341,14 @@ def measure(cfg: Config) -> dict[str, dict]:
     folder = pathlib.Path(cfg.folder)
     workloads = {name: WORKLOADS[name] for name in cfg.workloads}
     data = prepare(folder, cfg.shape, {work["side"] for work in workloads.values()}, cfg.prompts * (cfg.steps + 1))
-    run = set_up(cfg.training_config(data[WORKLOADS[cfg.workloads[0]]["side"]]))
-    run.engine.stop = run.engine.stop[:0]  # without stop tokens, every completion has exactly `tokens` tokens
+    run = grpo.set_up(cfg.training_config(data[WORKLOADS[cfg.workloads[0]]["side"]]))
+    collector, engine = run.collector, run.collector.engine
+    engine.stop = engine.stop[:0]  # without stop tokens, every completion has exactly `tokens` tokens
     results = {}
     for name, work in workloads.items():
-        samples = load_split(run.cfg, data[work["side"]], "count", run.stream.processor)
-        run.cfg = replace(run.cfg, beta=work["beta"], max_completion_length=work["tokens"])
-        run.stream, run.position = PromptStream(samples, run.stream.processor, run.cfg.seed), 0
+        samples = load_split(run.cfg, data[work["side"]], "count", collector.stream.processor)
+        run.cfg.beta, run.cfg.max_completion_length = work["beta"], work["tokens"]
+        collector.stream, collector.position = PromptStream(samples, collector.stream.processor, run.cfg.seed), 0
         rows = [step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
         if cfg.profile:
             profile(run, name)
@@ -373,11 +376,11 @@ def measure_checkpoint(run: Run) -> dict[str, float]:
     """
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use
     before, started = resident_gib("VmRSS"), time.perf_counter()
-    grpo.save_checkpoint(run)
+    run.loop.save(run)
     waited = time.perf_counter() - started
-    row = grpo.train_step(run)
+    row = take_step(run)
     print_times("step beside the checkpoint", row)
-    if error := run.checkpoints.wait():
+    if error := run.loop.checkpoints.wait():
         raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
     written = time.perf_counter() - started
     folder = pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
@@ -397,11 +400,19 @@ def resident_gib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
+def take_step(run: Run) -> dict[str, float]:
+    """Take a training step, and begin the next one; return its metrics."""
+    row = grpo.train_step(run)
+    run.updater.end_step(run.collector.num_rounds)
+    freeze_garbage_collector()
+    return row
+
+
 def step(run: Run, label: str) -> dict[str, float]:
     """Take one training step and return its metrics."""
-    row = grpo.train_step(run)
+    row = take_step(run)
     run.step += 1
-    run.features.clear()  # so that every step computes the features of its images
+    run.collector.features.clear()  # so that every step computes the features of its images
     print_times(label, row)
     return row
 
@@ -409,19 +420,19 @@ def step(run: Run, label: str) -> dict[str, float]:
 def profile(run: Run, label: str) -> None:
     """Take one training step, and print tables of the GPU kernels of each of its phases."""
     phases = {
-        "prompts": "cache_image_features",
-        "rollout": "sample_prompts",
-        "reference": "with_ref_logp",
-        "update": "update",
+        "prompts": (collect, "cache_image_features"),
+        "rollout": (collect.Collector, "sample"),
+        "log-probabilities": (updates.Updater, "with_logprobs"),
+        "update": (updates.Updater, "step"),
     }
-    functions = {name: getattr(grpo, name) for name in phases.values()}
-    for phase, name in phases.items():
-        setattr(grpo, name, profiled(functions[name], f"{label} {phase}"))
+    functions = {place: getattr(*place) for place in phases.values()}
+    for phase, (owner, name) in phases.items():
+        setattr(owner, name, profiled(functions[owner, name], f"{label} {phase}"))
     try:
         step(run, f"{label}, profiled")
     finally:
-        for name, function in functions.items():
-            setattr(grpo, name, function)
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
 
 
 def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:

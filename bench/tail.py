@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -32,9 +32,9 @@ from data import load_split
 from policy.continuation import NOT_STARTED, Continuation
 from policy.hf_engine import HFEngine
 from rollout import Engine
-from training.metrics import Clock
+from training.partial_rollouts import make_collector
 from training.prompt_stream import PromptStream
-from training.run import Run, set_up
+from training.run import Run
 
 
 @dataclass
@@ -151,33 +151,29 @@ def force_lengths(engine: Engine, cfg: Config) -> None:
 
 def compile_first(run: Run, data: str) -> None:
     """Take a step with short completions, in which the sampler and the update compile what they need."""
-    max_tokens, run.engine.max_tokens = run.engine.max_tokens, lambda sampling, *_: min(sampling.max_tokens, 256)
+    engine = run.collector.engine
+    max_tokens, engine.max_tokens = engine.max_tokens, lambda sampling, *_: min(sampling.max_tokens, 256)
     restart(run, data, oversample=1.0, steps=1)
-    grpo.train_step(run)
-    run.engine.max_tokens = max_tokens
+    speed.take_step(run)
+    engine.max_tokens = max_tokens
 
 
 def restart(run: Run, data: str, oversample: float, steps: int) -> None:
     """Let `run` begin anew with this value of --oversample, and with its first prompts encoded."""
-    run.cfg = replace(run.cfg, oversample=oversample, max_steps=10 * steps)
-    samples = load_split(run.cfg, data, "count", run.stream.processor)
-    run.stream = PromptStream(samples, run.stream.processor, run.cfg.seed)
-    run.step, run.position, run.in_flight, run.total_steps = 0, 0, [], 10 * steps
-    run.features.clear()
-    prompts, own = grpo.next_prompts(run)
-    run.stream.prefetch([prompts[i].position for i in own])
-    wait(run.stream.prefetched.values())
+    cfg, old = run.cfg, run.collector
+    cfg.oversample, cfg.max_steps = oversample, 10 * steps
+    stream = PromptStream(load_split(cfg, data, "count", old.stream.processor), old.stream.processor, cfg.seed)
+    run.step, run.collector = 0, make_collector(cfg, stream, old.engine, old.scorer, old.clock, old.interrupted)
+    prompts, own = run.collector.draw(0)
+    stream.prefetch([prompts[i].position for i in own])
+    wait(stream.prefetched.values())
 
 
 def sample_only(run: Run) -> None:
     """Sample what a step would train on. After a few such steps, completions of several steps are in flight."""
-    run.clock = Clock()
-    run.engine.wake_up()
-    run.engine.sync_weights(run.policy)
-    grpo.collect(run)
-    run.engine.sleep()
-    wait(run.stream.prefetched.values())  # an update would take longer than encoding the next prompts
-    speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.clock.laps.items()})
+    run.collector.collect(run.policy, grpo.advantages_of, run.step)
+    wait(run.collector.stream.prefetched.values())  # an update would take longer than encoding the next prompts
+    speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.collector.clock.laps.items()})
 
 
 def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occupancy) -> dict:
@@ -189,9 +185,9 @@ def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occu
     full = min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations // distributed.world_size())
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
-        row = grpo.train_step(run) if step >= warm_up else sample_only(run)
+        row = speed.take_step(run) if step >= warm_up else sample_only(run)
         run.step += 1
-        run.features.clear()  # so that every step computes the features of its images
+        run.collector.features.clear()  # so that every step computes the features of its images
         if step < warm_up:
             continue
         speed.print_times(f"oversample {oversample:g} step {step}", row)
@@ -250,10 +246,10 @@ def show(results: list[dict]) -> None:
 def main(cfg: Config) -> None:
     side = 84 if cfg.shape == "tiny" else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, 4 * cfg.prompts)[side]
-    run = set_up(cfg.training_config(data, max(cfg.oversample)))
-    force_lengths(run.engine, cfg)
+    run = grpo.set_up(cfg.training_config(data, max(cfg.oversample)))
+    force_lengths(run.collector.engine, cfg)
     compile_first(run, data)
-    occupancy = Occupancy(run.engine)
+    occupancy = Occupancy(run.collector.engine)
     results = [measure(run, data, oversample, cfg, occupancy) for oversample in cfg.oversample]
     if console.is_main():
         show(results)

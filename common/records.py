@@ -115,6 +115,7 @@ class Rollout:
     finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
     """With partial rollouts, the number of tokens that were sampled in each step, in order."""
+    num_stale: int = 0  # with partial rollouts, the number of leading tokens that policies of earlier steps sampled
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,15 @@ class Rewards:
     total: float = math.nan  # weighted sum of the rewards
     raw: float = math.nan  # the weighted sum before the overlong penalty
     parts: dict[str, float] = field(default_factory=dict)  # each reward by name; NaN if it gave none, or failed
+
+
+@dataclass(frozen=True)
+class GroupRewards:
+    """The rewards of several groups, of all processes. Unscored completions are NaN."""
+
+    total: Tensor  # (groups, G) weighted sums of the rewards
+    raw: Tensor  # (groups, G) the same before the overlong penalty
+    parts: dict[str, Tensor]  # (groups, G) each reward by name
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class Completion:
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
     trainer_logp: Tensor | None = None
-    """(L,) the trainer's log-probabilities before the step, without dropout; see `grpo.with_trainer_logp`."""
+    """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
 
 

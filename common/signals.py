@@ -7,19 +7,21 @@ import sys
 import threading
 import time
 
+import torch
+
 from common import console, distributed
+from common.errors import Interrupted
 
 SAME_REQUEST = 5.0
 """Seconds in which a second signal is no second request: schedulers signal all processes, and torchrun passes it on."""
 PEER_LOSS_GRACE = 10.0  # seconds that a process has to report its own error after a peer has died
 
 
-def defer_signals() -> list[int]:
-    """Record Ctrl-C and SIGTERM in the returned list from now on; a second signal of the same kind ends the process.
+def defer_signals(received: list[int]) -> None:
+    """Append Ctrl-C and SIGTERM to `received` from now on; a second signal of the same kind ends the process.
 
-    The caller checks the list at points where it can save and stop.
+    The run checks the list at points where it can save and stop (`raise_if_interrupted`).
     """
-    received: list[int] = []
     first_at: dict[int, float] = {}
     under_torchrun = "GROUP_RANK" in os.environ
 
@@ -43,7 +45,12 @@ def defer_signals() -> list[int]:
         threading.Thread(target=_exit_after_peer_death, args=(reader, writer), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, record)
-    return received
+
+
+def raise_if_interrupted(received: list[int]) -> None:
+    """Raise Interrupted on every process if any has received a signal. All processes must call this together."""
+    if distributed.all_max(torch.tensor(len(received))):
+        raise Interrupted
 
 
 def _exit_after_peer_death(reader: socket.socket, _writer: socket.socket) -> None:

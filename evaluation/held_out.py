@@ -20,8 +20,7 @@ from data import Processor, encode_prompts
 from evaluation.metrics import summarise
 from policy.model import Policy
 from rewards import TASKS, Scorer
-from rollout import Engine
-from training.prompt_stream import prompt_seed
+from rollout import Engine, prompt_seed
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images

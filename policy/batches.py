@@ -14,7 +14,7 @@ from policy.experts import experts_per_token
 from policy.families import attention_layers, blank_image, language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
-from policy.sharding import reduce_gradients, take_gradients, unsharded
+from policy.sharding import unsharded
 
 MICRO_BATCH_COST = 1000  # tokens that take as long as gathering weights and adding gradients once more (docs/log.md)
 
@@ -60,23 +60,20 @@ def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Gro
     return batches
 
 
-def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[PackedBatch]:
-    """Pack `groups` into micro-batches of at most `budget` tokens, and yield them on the policy's device.
+def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[tuple[PackedBatch, bool]]:
+    """Pack `groups` into micro-batches of at most `budget` tokens. Yield each on the policy's device, and whether it is
+    the last.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds blank ones, whose tokens have weight zero. A process without images, while
     others run a trained vision tower, adds a blank image, which replaces no token. Each micro-batch is packed only
     when it is needed, while the GPU still works on the one before.
-
-    This also prepares FSDP for the backward pass of each micro-batch (`reduce_gradients`). In a single process, the
-    gradients are in `.grad` only when the iterator has ended (`take_gradients`).
     """
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
     parts += [[_blank_group(policy)]] * (num_batches - len(parts))
     run_tower = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
-    several = distributed.world_size() > 1
-    if several and trains_vision(policy.model):
+    if distributed.world_size() > 1 and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
         if 1 < policy.num_shards < distributed.world_size():
             # FSDP adds up what it has reduced in each micro-batch, so each must have gradients of the same weights.
@@ -87,10 +84,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         if run_tower[i] and not batch.vision:
             batch.vision = blank_image(policy.model).vision
         batch.flop = count_flop(batch)
-        reduce_gradients(policy, now=several and i + 1 == num_batches)
-        yield batch.to(device)
-    if not several:
-        take_gradients(policy)
+        yield batch.to(device), i + 1 == num_batches
 
 
 def _blank_group(policy: Policy) -> Group:
@@ -162,7 +156,7 @@ def completion_logprobs(policy: Policy, groups: list[Group], temperature: float,
     They are computed without dropout.
     """
     with unsharded(policy), without_dropout(policy):
-        packed = [(batch.lengths, policy(batch, temperature)[0]) for batch in micro_batches(policy, groups, budget)]
+        packed = [(batch.lengths, policy(batch, temperature)[0]) for batch, _ in micro_batches(policy, groups, budget)]
     # copied to the host only now, so that no micro-batch waits for the previous one
     logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]
     return logps[: sum(len(group.completions) for group in groups)]  # the rest belongs to blank micro-batches

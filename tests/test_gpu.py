@@ -585,13 +585,13 @@ def test_an_overflow_on_the_device_shrinks_the_budget(tiny_model, shapes, tmp_pa
         micro_batch_tokens=14000,
     )
     run = grpo.set_up(cfg)
-    run.engine.wake_up()
-    scored, _, _ = grpo.collect(run)
-    (groups,) = grpo.make_minibatches(run, scored, torch.ones(cfg.prompts_per_step, cfg.num_generations))
+    scored, _ = run.collector.collect(run.policy, grpo.advantages_of, 0)
+    advantages = torch.ones(cfg.prompts_per_step, cfg.num_generations)
+    groups = run.updater.balance(grpo.training_groups(cfg, scored, advantages))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    grpo.accumulate(run, groups, 14000)
+    run.updater._accumulate(groups, 14000, lambda batch: grpo.backward(run, batch))
     needed = torch.cuda.max_memory_allocated() - before
     run.policy.zero_grad()
     torch.cuda.empty_cache()
@@ -599,10 +599,10 @@ def test_an_overflow_on_the_device_shrinks_the_budget(tiny_model, shapes, tmp_pa
     torch.cuda.set_per_process_memory_fraction(fraction)
     flushes = memory_flushes()
     try:
-        run.step, stats = 0, grpo.update(run, groups)
+        run.updater.step(groups, lambda batch: grpo.backward(run, batch))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "reducing micro-batches to 10500 tokens" in capsys.readouterr().err
-    assert run.micro_batch_tokens in (10500, 7875)
+    assert run.updater.micro_batch_tokens in (10500, 7875)
     assert memory_flushes() > flushes
-    assert stats["grad_norm"].isfinite()
+    assert run.updater.updates[-1]["grad_norm"].isfinite()

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
-from grpo import LossOptions, gdpo_advantages, group_advantages, grpo_loss, token_weights, training_groups
-from training.losses import LOSSES, importance_weights
+from grpo import LOSSES, gdpo_advantages, group_advantages, importance_weights, token_weights, training_groups
+from tests.helpers.losses import LossOptions, grpo_loss
 
 BATCHES, BOUND = 100, 1e-6
 P, G, MAX_LENGTH, CAP = 3, 4, 12, 2.0
@@ -136,7 +136,7 @@ def weights_of_a_step(case: Case, batch: Batch, advantages: Tensor) -> Tensor:
         ScoredGroup(None, prompt, rollouts[p * G : p * G + G], [Rewards(1.0, 1.0)] * G, index=p) for p in range(P)
     ]
     weights = torch.zeros(P * G)
-    for group in training_groups(cfg, groups, advantages, step=0):
+    for group in training_groups(cfg, groups, advantages):
         for completion in group.completions:
             weights[int(completion.ids[0])] = completion.weight
     return weights

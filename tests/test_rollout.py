@@ -38,9 +38,16 @@ from policy.model import cache_image_features, load_config, load_policy, stop_to
 from policy.optimizer import ShardAdamW
 from policy.vllm_checks import check_expansion, check_pixels, check_weights
 from policy.vllm_loop import Output
-from rollout import RequestLimits, VLLMEngine, check_engine_available, choose_engine, make_engine, undo_global_changes
+from rollout import (
+    RequestLimits,
+    VLLMEngine,
+    check_engine_available,
+    choose_engine,
+    make_engine,
+    prompt_seed,
+    undo_global_changes,
+)
 from tests.helpers import runs
-from training.prompt_stream import prompt_seed
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ from tests.helpers.scripts import ROOT, run_script
 from training import export
 from training import run as training_run
 from training.run_folder import write_manifest
+from training.updates import Updater
 
 SLOW = pytest.mark.slow
 
@@ -117,13 +118,13 @@ def test_evaluations_checkpoints_and_reports_do_not_change_a_run(run, tiny_model
 
 def test_each_update_trains_on_its_own_prompts(tiny_model, shapes, tmp_path, monkeypatch):
     """Two updates per iteration, two iterations. With a KL term, every group is trained on."""
-    update, trained = grpo.update, []
+    step, trained = Updater.step, []
 
-    def recorded(run, groups):
+    def recorded(updater, groups, backward):
         trained.append(sorted({group.index for group in groups}))
-        return update(run, groups)
+        step(updater, groups, backward)
 
-    monkeypatch.setattr(grpo, "update", recorded)
+    monkeypatch.setattr(Updater, "step", recorded)
     flags = dict(max_steps=1, prompts_per_update=2, num_iterations=2, beta=0.01)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     assert trained == [[0, 1], [2, 3], [0, 1], [2, 3]]
@@ -325,7 +326,7 @@ def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shap
     rows = read_jsonl(tmp_path / "3" / "metrics.jsonl")
     assert [row["updates_empty"] for row in rows] == [0, 1, 1]
     assert [row["updates_skipped"] for row in rows] == [0, 0, 0]
-    norms = json.loads((tmp_path / "3" / "checkpoint-3" / "state.json").read_text())["norms"]
+    norms = json.loads((tmp_path / "3" / "checkpoint-3" / "state.json").read_text())["updater"]["norms"]
     assert norms == [pytest.approx(rows[0]["grad_norm"])]
 
 
@@ -338,9 +339,9 @@ def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes
     monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
     flags = dict(epochs=2, dynamic_sampling=True, dynamic_sampling_rounds=4, lr_schedule="linear")
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "a", save_every=1, keep_last=0, **flags))
-    grpo.train(run)
+    run.loop.train(run, grpo.train_step)
     rows = read_jsonl(tmp_path / "a" / "metrics.jsonl")
-    assert (run.position, run.step, run.steps_left) == (24, len(rows), 0)
+    assert (run.collector.position, run.step, run.steps_left) == (24, len(rows), 0)
     assert sum(row["groups_drawn"] for row in rows) == 24
     assert 1 < len(rows) < 6, "some rounds must be repeated, and some steps must fill"
     drawn = [sum(row["groups_drawn"] for row in rows[: i + 1]) for i in range(len(rows))]

@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 
 from common import cli, console, distributed
@@ -61,7 +60,6 @@ ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
-RUN_STATE = ("step", "position", "best", "norms", "skipped", "eval_due")  # attributes of a `Run` that are saved
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
@@ -94,9 +92,7 @@ class Saver:
         self.was_read = threading.Event()  # whether that write no longer needs the trained tensors
         self.save_failed = False  # whether the last requested checkpoint could not be written
 
-    def save(
-        self, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, state: dict[str, Any], wait: bool = False
-    ) -> None:
+    def save(self, policy: Policy, optimizer: Optimizer, state: dict[str, Any], wait: bool = False) -> None:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
         Does nothing if the checkpoint already exists. `state` holds "step", "best" and everything else that
@@ -107,7 +103,7 @@ class Saver:
         self.save_failed = False
         if state["step"] != self.newest:
             tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
-            state = state | {"scheduler": scheduler.state_dict(), "world_size": distributed.world_size()}
+            state = state | {"world_size": distributed.world_size()}
             if error := self._missing_space(tensors) or self._start_write(tensors, state):
                 self._report_failure(state["step"], error)
         if wait:
@@ -185,9 +181,11 @@ class Saver:
             partial.mkdir(parents=True, exist_ok=True)
             torch.save(random_states(), partial / f"random-{distributed.rank()}.pt")
             if console.is_main():
-                if in_flight := state.pop("in_flight", None):
+                collector = dict(state["collector"])
+                if in_flight := collector.pop("in_flight", None):  # they hold tensors
                     torch.save(in_flight, partial / IN_FLIGHT)
-                (partial / "state.json").write_text(hide_credentials(json.dumps(state, indent=1)))
+                text = json.dumps(state | {"collector": collector}, indent=1)
+                (partial / "state.json").write_text(hide_credentials(text))
         except (OSError, RuntimeError) as exception:  # torch.save raises RuntimeError on a full disk
             error = self._describe(exception)
         error = distributed.first_error(error)
@@ -329,27 +327,28 @@ def restore_random_states(states: dict[str, Any]) -> None:
 def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
 
-    Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`.
+    Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`, or if an older
+    version of this project has saved the checkpoint.
     """
     state = json.loads((folder / "state.json").read_text())
+    if "collector" not in state:
+        raise UserError(
+            f"--resume: {folder} was saved by an older version, which alone can resume it; "
+            f"`python -m training.checkpoint --checkpoint {folder} --output DIR` exports its model"
+        )
     _check_settings(folder, state["config"], json.loads(hide_credentials(json.dumps(config))))
     if (folder / IN_FLIGHT).is_file():
-        state["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
+        state["collector"]["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
     return state
 
 
-def load_checkpoint(
-    folder: Path, policy: Policy, optimizer: Optimizer, scheduler: LambdaLR, schedule: dict[str, Any]
-) -> None:
-    """Load the tensors and random states of `folder`. `schedule` is the saved state of `scheduler`.
+def load_checkpoint(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
+    """Load the tensors and random states of `folder`.
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate and weight decay are those of the new command.
     """
     _load_tensors(folder, policy, optimizer)
-    scheduler.load_state_dict(schedule | {"base_lrs": scheduler.base_lrs})
-    for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-        group["lr"] = rate * factor(scheduler.last_epoch)
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))

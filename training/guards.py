@@ -7,11 +7,10 @@ from torch import Tensor
 
 from common import distributed
 from common.records import Group
-from packing import PackedBatch
 
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
 DIFFERENCES = ("difference", "difference_max", "fresh_tokens", "image_fresh_tokens", "image_difference")
-"""What `logp_difference` returns."""
+"""What `grpo.logp_difference` returns."""
 
 
 def describe_nonfinite(
@@ -33,19 +32,6 @@ def describe_nonfinite(
     names = sorted({name for names in distributed.all_gather(bad_rows) for name in names})
     rows = f" ({', '.join(names[:5])})" if names else ""
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
-
-
-def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return the sum and maximum of |trainer_logp − sampling_logp| over the trained tokens; `trainer_logp` is (C,).
-
-    Tokens that the policy of an earlier step sampled do not count: their difference is no error. For prompts with
-    images, the sum and the number of tokens are also given separately.
-    """
-    counted = (batch.values.weights > 0) & ~batch.values.stale
-    with_image = batch.values.has_image & counted
-    difference = (trainer_logp - batch.values.sampling_logp).abs() * counted
-    sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": counted.sum()}
-    return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
 
 
 def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:

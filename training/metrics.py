@@ -1,17 +1,16 @@
-"""The timings of a step (`Clock`) and its metrics (`step_metrics`). docs/metrics.md explains every metric."""
+"""The timings of a step (`Clock`) and its metrics over all processes. docs/metrics.md explains every metric."""
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from common import distributed
-from common.records import Rollout
-from training.losses import deviation, is_varied
+from common.group_stats import deviation, is_varied
+from common.records import GroupRewards, Rollout
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -21,6 +20,10 @@ class Clock:
     """Seconds spent in each phase of a step: `with clock("train"): ...`. A phase ends when its GPU work is done."""
 
     def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step."""
         self.started = time.perf_counter()
         self.laps: dict[str, list[float]] = {}  # phase -> duration of each of its runs, in seconds
         self.memory = 0  # maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
@@ -48,33 +51,11 @@ def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
     return total, 1 - sum(map(sum, rounds)) / len(laps) / total
 
 
-@dataclass
-class GroupRewards:
-    """The rewards of several groups, of all processes. Unscored completions are NaN."""
-
-    total: Tensor  # (groups, G) weighted sums of the rewards
-    raw: Tensor  # (groups, G) the same before the overlong penalty
-    parts: dict[str, Tensor]  # (groups, G) each reward by name
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "GroupRewards":
-        """Return these rewards with `change` applied to each tensor."""
-        parts = {name: change(values) for name, values in self.parts.items()}
-        return GroupRewards(change(self.total), change(self.raw), parts)
-
-
-def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
-    """Join the rewards of several rounds of sampling."""
-    parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
-    return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)
-
-
-def step_metrics(
-    rollouts: list[Rollout], rewards: GroupRewards, updates: list[dict[str, Tensor]], clock: Clock
-) -> dict[str, float]:
-    """Return the metrics of a step over all processes; docs/metrics.md explains each of them.
+def sampling_metrics(rollouts: list[Rollout], rewards: GroupRewards, clock: Clock) -> dict[str, float]:
+    """Return the metrics of what a step has sampled.
 
     `rollouts` are this process's completions that the step kept, and `rewards` are those of every completion that was
-    sampled. `updates` holds each update's sums over tokens.
+    sampled.
     """
     lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
     truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
@@ -85,12 +66,6 @@ def step_metrics(
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
     seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
-
-    def total(name: str) -> float:
-        return sum(update[name] for update in updates).item()
-
-    num_tokens, num_fresh, num_image_fresh = map(total, ("tokens", "fresh_tokens", "image_fresh_tokens"))
-    difference, image_difference = total("difference"), total("image_difference")
     step_time = time.perf_counter() - clock.started
     return {
         "reward": rewards.total.nanmean().item(),
@@ -106,6 +81,20 @@ def step_metrics(
         **{f"time/{phase}": taken for phase, taken in seconds.items()},
         "idle/rollout": idle,
         "tokens_per_second": total_length.item() / step_time,
+        "memory_gib": clock.memory / 2**30,
+        "memory_flushes": memory_flushes() - clock.flushes_before,
+    }
+
+
+def update_metrics(updates: list[dict[str, Tensor]], train_seconds: float) -> dict[str, float]:
+    """Return the metrics of the updates of a step, given each update's sums over tokens, and the seconds they took."""
+
+    def total(name: str) -> float:
+        return sum(update[name] for update in updates).item()
+
+    num_tokens, num_fresh, num_image_fresh = map(total, ("tokens", "fresh_tokens", "image_fresh_tokens"))
+    difference, image_difference = total("difference"), total("image_difference")
+    return {
         "loss": total("loss") / len(updates),
         "grad_norm": total("grad_norm") / len(updates),
         "grad_norm_spike": float(any(update["spike"] for update in updates)),
@@ -119,9 +108,7 @@ def step_metrics(
         "sampling/logp_difference_image": _mean(image_difference, num_image_fresh),
         "sampling/logp_difference_text": _mean(difference - image_difference, num_fresh - num_image_fresh),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item() if num_fresh else math.nan,
-        "mfu": total("flop") / distributed.world_size() / seconds["train"] / peak_flops(),
-        "memory_gib": clock.memory / 2**30,
-        "memory_flushes": memory_flushes() - clock.flushes_before,
+        "mfu": total("flop") / distributed.world_size() / train_seconds / peak_flops(),
     }
 
 

@@ -19,6 +19,7 @@ What is in flight is the same list on every process, so that it can be assigned 
 checkpoint.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -27,47 +28,88 @@ import torch
 
 from common import distributed
 from common.errors import UserError
-from common.records import Rollout
+from common.records import Prompt, Rollout
+from config import Config
 from policy.continuation import NOT_STARTED, Continuation
+from training.collect import Collector
+from training.prompt_stream import DrawnPrompt
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class DrawnPrompt:
-    """A prompt that has been drawn from the stream and not been trained on yet."""
+class PartialCollector(Collector):
+    """A collector that keeps prompts in flight over the end of a step."""
 
-    position: int  # in the stream
-    step: int  # number of steps that were complete when it was drawn
-    rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.in_flight: list[DrawnPrompt] = []  # drawn prompts of all processes not trained on yet, oldest first
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"in_flight": [asdict(each) for each in self.in_flight]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.in_flight = [
+            DrawnPrompt(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
+            for each in state.get("in_flight", [])
+        ]
+
+    def steps_left(self, step: int) -> int:
+        """Return the number of steps left after `step`; without `max_steps`, what is in flight does not count."""
+        finished = self.position - len(self.in_flight)
+        return self.total_steps - (step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
+
+    def draw(self, step: int) -> tuple[list[DrawnPrompt], list[int]]:
+        """Return the prompts of the next round, oldest first, and the indices of those that this process samples.
+
+        The round starts with the prompts in flight. New ones are drawn until there are `oversample` times P, but no
+        more than the remaining steps train on.
+        """
+        target = round(self.cfg.oversample * self.cfg.prompts_per_step)
+        if not (self.cfg.max_steps and self.cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
+            target = min(target, self.steps_left(step) * self.cfg.prompts_per_step)
+        new = range(self.position, self.position + max(target - len(self.in_flight), 0))
+        return self.assign([*self.in_flight, *(DrawnPrompt(position, step) for position in new)])
+
+    def sample(
+        self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int
+    ) -> list[DrawnPrompt]:
+        """Sample until enough of the prompts in `drawn` are whole; return those to train on, and keep the others."""
+        if not self.in_flight and len(drawn) <= self.cfg.prompts_per_step:  # all are trained on in this step
+            return super().sample(drawn, local_indices, prompts, step)
+        rule = StoppingRule(step, self.cfg.prompts_per_step, self.cfg.num_generations, self.cfg.max_staleness)
+        generate = functools.partial(self.generate, drawn, local_indices, prompts)
+        chosen, self.in_flight = sample_until_enough(generate, drawn, local_indices, rule)
+        return [replace(each, rollouts=tuple(with_num_stale(r, step) for r in each.rollouts)) for each in chosen]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all its completions are finished."""
-        return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
+    def num_waiting(self) -> int:
+        return len(self.in_flight)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        ages = partial_metrics(self.rollouts, self.in_flight, step, self.cfg.max_staleness)
+        return super().metrics(step) | ages
 
 
-def saved_state(in_flight: list[DrawnPrompt]) -> list[dict[str, Any]]:
-    """Return plain lists, numbers and tensors, for a checkpoint."""
-    return [asdict(each) for each in in_flight]
+def make_collector(cfg: Config, *args: Any, has_in_flight: bool = False) -> Collector:
+    """Return a collector with these arguments. `has_in_flight`: whether a resumed run has prompts in flight."""
+    make = PartialCollector if cfg.oversample > 1 or has_in_flight else Collector
+    return make(cfg, *args)
 
 
-def from_saved_state(states: list[dict[str, Any]], max_length: int) -> list[DrawnPrompt]:
-    """Return what `saved_state` was given.
-
-    Raises UserError if a completion that is to be continued already has `max_length` tokens.
-    """
-    in_flight = [
-        DrawnPrompt(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
-        for each in states
-    ]
-    unfinished = [len(r.ids) for each in in_flight for r in each.rollouts if not r.finished]
+def check_lengths(in_flight: list[dict[str, Any]], max_length: int) -> None:
+    """Raise UserError if a completion in flight, as `state_dict` returned it, already has `max_length` tokens."""
+    unfinished = [len(r["ids"]) for each in in_flight for r in each["rollouts"] if not r["finished"]]
     if max(unfinished, default=0) >= max_length:
         raise UserError(
             f"--resume: an unfinished completion of the checkpoint has {max(unfinished)} tokens: set "
             "--max_completion_length above that"
         )
-    return in_flight
+
+
+def with_num_stale(rollout: Rollout, step: int) -> Rollout:
+    """Return `rollout` with the number of its tokens that were sampled before `step`."""
+    return replace(rollout, num_stale=sum(n for sampled_in, n in rollout.tokens_by_step.items() if sampled_in < step))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +20,20 @@ from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
 from common.records import Prompt, Rollout, Sample
 from data import Processor, encode_prompt, encode_prompts
-from training.partial_rollouts import DrawnPrompt
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """A prompt that has been drawn from the stream and not been trained on yet."""
+
+    position: int  # in the stream
+    step: int  # number of steps that were complete when it was drawn
+    rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its completions are finished."""
+        return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
 
 class PromptStream:
@@ -193,8 +207,3 @@ def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]
                 f"{sum(sizes)} prompts of an epoch: leave it out, or give it a larger weight"
             )
     return sizes
-
-
-def prompt_seed(seed: int, position: int) -> int:
-    """Return the sampling seed of the prompt at `position` in the stream. Sampling uses no other random state."""
-    return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])

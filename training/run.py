@@ -1,19 +1,15 @@
 """A training run: everything that a step needs, and how it is set up.
 
-Start reading at `set_up`. grpo.py trains what it returns.
+Start reading at `start`. grpo.py trains what it returns.
 """
 
-import functools
-import gc
 import json
-import math
 import os
 import pathlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common import console, distributed
 from common.errors import UserError
@@ -27,53 +23,17 @@ from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
-from training.checkpoint import RUN_STATE, Saver, is_same_setting, load_checkpoint, read_state
-from training.losses import clipped_objective, get_loss
+from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
+from training.loop import Loop, Run, load_state
 from training.metrics import Clock
-from training.partial_rollouts import DrawnPrompt, from_saved_state
+from training.partial_rollouts import check_lengths, make_collector
 from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
+from training.updates import Updater
 
 # flags that make up a prompt
 PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
-
-
-@dataclass
-class Run:
-    """Everything a training step needs, and the progress of the run."""
-
-    cfg: Config
-    stream: PromptStream
-    eval_samples: list[Sample]
-    policy: Policy
-    reference: Policy | None
-    engine: Engine
-    scorer: Scorer
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    log: RunLog
-    checkpoints: Saver
-    total_steps: int  # steps of the run; with `epochs`, each further round of dynamic sampling counts as a step
-    step: int = 0  # completed steps
-    position: int = 0  # prompts drawn so far from the endless shuffled stream of training rows
-    in_flight: list[DrawnPrompt] = field(default_factory=list)  # drawn prompts of all processes not trained on yet
-    clock: Clock = field(default_factory=Clock)  # seconds spent in each phase of the current step
-    updates: int = 0  # updates of the current step so far, including those skipped
-    micro_batch_tokens: int = 0  # maximum tokens of a micro-batch
-    best: dict[str, float] | None = None  # step and score of the best evaluation
-    skipped: int = 0  # consecutive updates skipped so far
-    skip_reason: str = ""  # why the most recent of these updates was skipped
-    eval_due: bool = False  # whether the policy has to be evaluated before the next step
-    interrupted: list[int] = field(default_factory=list)  # signals that asked this process to stop
-    norms: list[float] = field(default_factory=list)  # gradient norms of the last 50 effective updates
-    features: dict[bytes, Tensor] = field(default_factory=dict)  # image features of a frozen vision tower, by digest
-
-    @property
-    def steps_left(self) -> int:
-        """Number of steps left. Without `max_steps`, every P prompts that are no longer in flight count as one."""
-        finished = self.position - len(self.in_flight)
-        return self.total_steps - (self.step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
 
 @dataclass
@@ -96,7 +56,7 @@ class Models:
     micro_batch_tokens: int
 
 
-def set_up(cfg: Config) -> Run:
+def start(cfg: Config) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
@@ -105,7 +65,6 @@ def set_up(cfg: Config) -> Run:
     after all checks have passed.
     """
     device = distributed.start(cfg.hang_timeout)
-    resolve_loss(cfg)
     check_engine_available(cfg, device)
     folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
     resume = folder.plan_resume(cfg.resume)
@@ -131,23 +90,6 @@ def check_start_survives(cfg: Config) -> None:
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
 
 
-def resolve_loss(cfg: Config) -> None:
-    """Set clip bounds that the flags leave unset to the loss type's defaults.
-
-    Raises UserError for an unknown type, or for a `dual_clip` that the loss does not use or that is too low.
-    """
-    try:
-        loss = get_loss(cfg.loss_type)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
-    cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
-    if cfg.dual_clip and loss.objective is not clipped_objective:
-        raise UserError(f"--dual_clip does nothing with --loss_type {cfg.loss_type}: leave it out")
-    if 0 < cfg.dual_clip <= 1 + cfg.clip_high:
-        raise UserError(f"--dual_clip {cfg.dual_clip:g} must be above 1 + clip_high ({1 + cfg.clip_high:g})")
-
-
 def check_inputs(cfg: Config) -> Inputs:
     """Read and check every row and reward."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
@@ -165,13 +107,13 @@ def check_inputs(cfg: Config) -> Inputs:
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
-    """Return the state of the checkpoint to resume from, with its unfinished completions in "in_flight".
+    """Return the state of the checkpoint to resume from.
 
     Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
     """
     state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
-    state["in_flight"] = from_saved_state(state.get("in_flight", []), cfg.max_completion_length)
-    if state["in_flight"]:
+    if in_flight := state["collector"].get("in_flight"):
+        check_lengths(in_flight, cfg.max_completion_length)
         check_in_flight(cfg, state["config"])
     return state
 
@@ -224,52 +166,37 @@ def restore(
     `state`: see `check_state`; empty for a new run. A new run deletes what an earlier run has left in the output folder
     (`RunFolder.prepare`).
     """
-    stream = inputs.stream
-    total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
-    optimizer, scheduler = make_optimizer(models.policy, cfg, total_steps * cfg.updates_per_step)
+    clock, interrupted = Clock(), []  # shared by the owners
+    has_in_flight = bool(state and state["collector"].get("in_flight"))
+    collector = make_collector(
+        cfg, inputs.stream, models.engine, inputs.scorer, clock, interrupted, has_in_flight=has_in_flight
+    )
+    optimizer, scheduler = make_optimizer(models.policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
-        load_checkpoint(resume.checkpoint, models.policy, optimizer, scheduler, state["scheduler"])
-    stream.lengths = state.get("lengths", {})
+        load_checkpoint(resume.checkpoint, models.policy, optimizer)
     resumed_step = state["step"] if resume.continues_output else None
     folder.prepare(resumed_step)
     with distributed.shared_errors():
         if console.is_main():
             settings_folder(cfg.model, cfg.output, keep=True)
-    run = Run(
-        cfg=cfg,
-        stream=stream,
-        eval_samples=inputs.eval_samples,
-        policy=models.policy,
-        reference=models.reference,
-        engine=models.engine,
-        scorer=inputs.scorer,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        log=RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step),
-        checkpoints=Saver(folder, resumed_step, cfg.hang_timeout),
-        total_steps=total_steps,
-        in_flight=state.get("in_flight", []),
-        eval_due=bool(inputs.eval_samples),
-        micro_batch_tokens=models.micro_batch_tokens,
+    log = RunLog(cfg.output, asdict(cfg) | {"total_steps": collector.total_steps}, cfg.report_every, resumed_step)
+    checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
+    updater = Updater(
+        cfg,
+        models.policy,
+        optimizer,
+        scheduler,
+        models.micro_batch_tokens,
+        clock,
+        interrupted,
+        checkpoints.wait_until_read,
     )
-    for name in RUN_STATE:
-        if name in state:
-            setattr(run, name, state[name])
-    if state and not is_same_setting(
-        state["config"].get("eval_data"), cfg.eval_data
-    ):  # the best score is of other rows
-        run.best, run.eval_due = None, True
-    run.eval_due = run.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
+    loop = Loop(checkpoints, inputs.eval_samples, interrupted)
+    run = Run(cfg, models.policy, models.reference, collector, updater, loop, log)
+    if state:
+        load_state(run, state)
+        if not is_same_setting(state["config"].get("eval_data"), cfg.eval_data):  # the best score is of other rows
+            loop.best, loop.eval_due = None, True
+    loop.eval_due = loop.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
     return run
-
-
-@functools.cache  # once
-def freeze_garbage_collector() -> None:
-    """Exclude everything that is alive after the first step from further garbage collections.
-
-    Most of it was made by torch.compile and lives as long as the run. Otherwise, vLLM would search it for garbage
-    whenever it goes to sleep. A second run in the same process could not free the memory of the first one's models.
-    """
-    gc.collect()
-    gc.freeze()

@@ -19,13 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 from common import console, distributed
 from config import Config
 from data import load_processor
-from grpo import (
-    group_advantages,
-    make_minibatches,
-    map_completions,
-    training_groups,
-    update,
-)
+from grpo import backward, group_advantages, resolve_loss, training_groups
 from packing import split_groups
 from policy.batches import completion_logprobs
 from policy.memory import choose_gathering
@@ -33,7 +27,7 @@ from policy.model import load_policy
 from policy.sharding import apply_fsdp, fsdp_groups
 from tests.helpers.models import fixed_groups
 from training.metrics import Clock
-from training.run import resolve_loss
+from training.updates import Updater
 
 VARIANTS = {  # name: (flags, order of the groups); each of n processes takes every n-th group
     "one micro-batch": ({}, [0, 1, 2, 3, 4, 5]),
@@ -130,35 +124,29 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     groups = [replace(groups[old], index=new) for new, old in enumerate(order)]
     advantages = group_advantages(torch.tensor([[rewards.total for rewards in group.rewards] for group in groups]))
     optimizer = KeepGradients(policy)
-    run = SimpleNamespace(
-        cfg=cfg,
-        policy=policy,
-        optimizer=optimizer,
-        scheduler=SimpleNamespace(step=lambda: None),
-        checkpoints=SimpleNamespace(wait_until_read=lambda: None),
-        step=0,
-        clock=Clock(),
-        updates=0,
-        interrupted=[],
-        skipped=0,
-        norms=[],
-        micro_batch_tokens=cfg.micro_batch_tokens or 16384,
-    )
+    scheduler = SimpleNamespace(step=lambda: None)
+    tokens = cfg.micro_batch_tokens or 16384
+    updater = Updater(cfg, policy, optimizer, scheduler, tokens, Clock(), [], before_change=lambda: None)
+    run = SimpleNamespace(cfg=cfg, policy=policy)
     if evened_out:
-        (minibatch,) = make_minibatches(run, groups if console.is_main() else [], advantages)
+        minibatch = updater.balance(training_groups(cfg, groups if console.is_main() else [], advantages))
     else:
-        minibatch = training_groups(cfg, distributed.shard(groups), advantages, step=0)
+        minibatch = training_groups(cfg, distributed.shard(groups), advantages)
     gathers = count_gathers(policy) if cfg.gather == "update" else {}
     if cfg.beta or gathers:
-        completion_logprobs(policy, minibatch, 1.0, run.micro_batch_tokens)
+        completion_logprobs(policy, minibatch, 1.0, tokens)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
-    (minibatch,) = map_completions([minibatch], lambda c: replace(c, ref_logp=-10.5 - c.sampling_logp))
-    stats = update(run, minibatch)
+    minibatch = [
+        replace(group, completions=[replace(c, ref_logp=-10.5 - c.sampling_logp) for c in group.completions])
+        for group in minibatch
+    ]
+    updater.step(minibatch, lambda batch: backward(run, batch))
+    (stats,) = updater.updates
     assert set(gathers.values()) <= {2}, "each of the two passes must gather once"
-    everything = training_groups(cfg, groups, advantages, step=0)
+    everything = training_groups(cfg, groups, advantages)
     local, total = (sum(len(c.ids) for group in each for c in group.completions) for each in (minibatch, everything))
     stats["share"] = distributed.all_max(torch.tensor(local / total))
-    batches = len(split_groups(everything, run.micro_batch_tokens))
+    batches = len(split_groups(everything, tokens))
     return {"batches": batches} | optimizer.kept | {"stats/" + name: value for name, value in stats.items()}
 
 

@@ -15,7 +15,7 @@ from packing import pack, split_groups
 from policy import batches
 from policy.families import language_model
 from policy.model import Policy, load_policy
-from policy.sharding import apply_fsdp
+from policy.sharding import apply_fsdp, take_gradients
 from tests.helpers.models import build, groups_of, make_group
 
 
@@ -64,27 +64,28 @@ def test_ordering_for_packing_keeps_every_completion(seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flags", [{}, {"train_vision": True}, {"lora_rank": 4}])
 @pytest.mark.parametrize("images_first", [False, True])
-def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, monkeypatch, images_first, flags, dtype):
+def test_taken_gradients_are_those_that_fsdp_makes(tiny_model, images_first, flags, dtype):
     """Also if a trained vision tower runs in the first or the second micro-batch only."""
     device = distributed.start()
 
-    def gradients() -> dict[str, torch.Tensor]:
+    def gradients(taken: bool) -> dict[str, torch.Tensor]:
         g = torch.Generator().manual_seed(0)
         policy = apply_fsdp(load_policy(tiny_model, PolicyFlags(**flags), device), device, dtype)
         order = ([(4, 4)], []) if images_first else ([], [(4, 4)])
         groups = [make_group(policy.model, "qwen2_5_vl", 9, grids, [5, 3], g) for grids in order]
         with_images = []
-        for batch in batches.micro_batches(policy, groups, budget=40):
+        for batch, is_last in batches.micro_batches(policy, groups, budget=40):
+            assert is_last == (len(with_images) == 1)
+            policy.set_requires_gradient_sync(not taken)
             assert batch.flop == batches.flop_counter(policy)(batch) > 0, "the metric `mfu` would be 0"
             with_images.append(bool(batch.vision))
             policy(batch)[0].sum().backward()
         assert with_images == [images_first, not images_first]
+        if taken:
+            take_gradients(policy)
         return {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.requires_grad}
 
-    got = gradients()
-    monkeypatch.setattr(batches, "reduce_gradients", lambda policy, now: policy.set_requires_gradient_sync(True))
-    monkeypatch.setattr(batches, "take_gradients", lambda policy: None)
-    want = gradients()
+    got, want = gradients(taken=True), gradients(taken=False)
     assert got.keys() == want.keys()
     assert any(gradient.any() for gradient in got.values())
     for name, gradient in want.items():

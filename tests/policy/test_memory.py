@@ -16,7 +16,7 @@ from policy import sharding as sharding_module
 from policy.batches import micro_batches
 from policy.families import language_model
 from policy.model import load_policy
-from policy.sharding import apply_fsdp, unsharded
+from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unsharded
 from tests.helpers.models import make_group
 
 GPU = torch.device("cuda")
@@ -449,8 +449,10 @@ def test_gradients_after_an_overflow_are_those_without_it(tiny_model, flags, hoo
 
         def work(budget: int) -> None:
             with unsharded(policy):
-                for batch in micro_batches(policy, groups, budget):
+                for batch, _ in micro_batches(policy, groups, budget):
+                    reduce_gradients(policy, now=False)
                     policy(batch)[0].sum().backward()
+                take_gradients(policy)
 
         budget, _ = memory.with_oom_retry(policy, 40 if overflows else 30, work)
         assert budget == 30

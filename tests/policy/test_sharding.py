@@ -162,7 +162,7 @@ def test_weights_are_freed_when_an_update_is_given_up(tiny_model):
     policy.keep_unsharded = True
     groups = [make_group(policy.model, "qwen2_5_vl", 9, [], [5, 3], torch.Generator().manual_seed(0))]
     with pytest.raises(Interrupted), unsharded(policy):
-        for batch in micro_batches(policy, groups, 100):
+        for batch, _ in micro_batches(policy, groups, 100):
             policy(batch)[0].sum().backward()
             assert not all(isinstance(parameter, DTensor) for parameter in policy.model.lm_head.parameters())
             raise Interrupted

@@ -32,6 +32,7 @@ from tests.helpers.runs import SMALL, config, difference, metrics, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, run_folder
 from training.checkpoint import Saver, is_same_setting
+from training.loop import Loop
 from training.run_folder import RunFolder, verify_checkpoint
 
 SLOW = pytest.mark.slow
@@ -228,7 +229,7 @@ def test_a_named_checkpoint_is_gone_on_from(saved, tiny_model, shapes, tmp_path)
 
 def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
-    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
     flags = dict(max_steps=5, save_every=1, keep_last=2, keep_best=True, eval_every=1, eval_data=shapes)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
@@ -248,7 +249,7 @@ def test_the_best_is_not_saved_unless_it_is_to_be_kept(tiny_model, shapes, tmp_p
 
 def test_the_best_is_kept_when_the_same_held_out_rows_are_spelled_otherwise(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
-    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
     flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
@@ -267,7 +268,7 @@ def test_urls_with_credentials_are_compared_without_them():
 
 def test_the_best_of_other_held_out_rows_is_forgotten(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
-    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: {"eval/reward": next(scores)})
+    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
     shutil.copytree(shapes, tmp_path / "others")
     flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
     output = tmp_path / "run"
@@ -396,7 +397,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
 
     monkeypatch.setattr(Policy, "forward", broken)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "one", max_steps=5, lr_schedule="linear"))
-    grpo.train(run)
+    run.loop.train(run, grpo.train_step)
     stderr = capsys.readouterr().err
     assert "step 3: loss nan, gradient norm nan (" in stderr and "main.csv row" in stderr
     assert "this update is skipped" in stderr
@@ -407,7 +408,7 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
     bad["steps"] = range(2, 99)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "two", max_steps=9))
     with pytest.raises(RunStopped, match=r"step 4: 3 skipped updates in a row .*lower --learning_rate"):
-        grpo.train(run)
+        run.loop.train(run, grpo.train_step)
 
 
 def test_any_checkpoint_becomes_a_model(saved, tmp_path):
@@ -438,9 +439,18 @@ def test_settings_that_must_not_change(name, tmp_path):
 
     The names are written out here, so that none is lost from the code.
     """
-    (tmp_path / "state.json").write_text(json.dumps({"config": {name: 1}}))
+    (tmp_path / "state.json").write_text(json.dumps({"config": {name: 1}, "collector": {}}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
         checkpoint.read_state(tmp_path, {name: 2})
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    (tmp_path / "state.json").write_text(json.dumps({"config": {}, "step": 4, "position": 16}))
+    with pytest.raises(
+        UserError, match=r"was saved by an older version.*training.checkpoint.* exports its model"
+    ) as error:
+        checkpoint.read_state(tmp_path, {})
+    assert "\n" not in str(error.value)
 
 
 def test_global_generators_continue_where_a_checkpoint_left_them():

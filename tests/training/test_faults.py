@@ -33,7 +33,9 @@ from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
 from training import checkpoint, export, report, run_folder
 from training.checkpoint import Saver
+from training.collect import Collector
 from training.guards import describe_nonfinite
+from training.loop import Loop
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
 from training.trackers import Trackers
@@ -74,7 +76,7 @@ def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tin
     )
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     assert names == {"checkpoint-2", "checkpoint-4.before-resume", "checkpoint-9.before-resume"}
-    grpo.train(run)
+    run.loop.train(run, grpo.train_step)
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     assert names == {"checkpoint-4", "checkpoint-9.before-resume"}
     assert difference(tmp_path / "run" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
@@ -152,7 +154,7 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
         f"settings changed since the checkpoint: data was {shapes}, is {tmp_path}/copied\n" in capsys.readouterr().err
     )
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "state.json").read_text())
-    del state["config"]["rows_digest"], state["skipped"], state["eval_due"]
+    del state["config"]["rows_digest"]  # as if it had been saved before there was this setting
     (tmp_path / "run" / "checkpoint-4" / "state.json").write_text(json.dumps(state))
     write_manifest(tmp_path / "run" / "checkpoint-4")
     assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags)).step == 4
@@ -161,15 +163,18 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
 def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
     flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
-    assert [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups] == [(1e-4, 0.3), (1e-4, 0.0)]
-    assert run.scheduler.last_epoch == 2 and run.scheduler.base_lrs == [1e-4, 1e-4]
-    assert all(entry["step"] == 2 for entry in run.optimizer.state_dict()["state"].values())
+    assert [(group["lr"], group["weight_decay"]) for group in run.updater.optimizer.param_groups] == [
+        (1e-4, 0.3),
+        (1e-4, 0.0),
+    ]
+    assert run.updater.scheduler.last_epoch == 2 and run.updater.scheduler.base_lrs == [1e-4, 1e-4]
+    assert all(entry["step"] == 2 for entry in run.updater.optimizer.state_dict()["state"].values())
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
     with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
-        checkpoint._load_tensors(saved / "checkpoint-4", run.policy, run.optimizer)
+        checkpoint._load_tensors(saved / "checkpoint-4", run.policy, run.updater.optimizer)
 
 
 # --- faults during a run ----------------------------------------------------------------------------------------------
@@ -184,14 +189,14 @@ def test_a_step_that_broke_off_at_once_is_taken_again(adapter, tiny_model, shape
     loss = grpo.batch_loss
 
     def signalled(cfg, batch, logp):
-        run.interrupted.append(signal.SIGTERM)
+        run.loop.interrupted.append(signal.SIGTERM)
         return loss(cfg, batch, logp)
 
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "batch_loss", signalled)
         with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete: continue") as stopped:
-            grpo.train(run)
+            run.loop.train(run, grpo.train_step)
     assert stopped.value.status == 130
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
@@ -205,22 +210,22 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
     """
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1, keep_best=True)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
-    evaluate, step = grpo.evaluate_policy, grpo.train_step
+    evaluate, step = Loop.evaluate, grpo.train_step
 
-    def failing(run):
+    def failing(loop, run):
         if run.step == 1:
             raise UserError("--reward r.py:f on row 3: ValueError")
-        return evaluate(run)
+        return evaluate(loop, run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "evaluate_policy", failing)
+        patch.setattr(Loop, "evaluate", failing)
         with pytest.raises(
             RunStopped, match=r"evaluation after step 1: --reward r.py.*; checkpoint-1 is complete: continue"
         ):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "train_step", lambda run: (step(run), run.interrupted.append(signal.SIGTERM))[0])
+        patch.setattr(grpo, "train_step", lambda run: (step(run), run.loop.interrupted.append(signal.SIGTERM))[0])
         with pytest.raises(RunStopped, match="stopped after step 2; checkpoint-2 is complete"):
             grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     assert "eval/reward" not in read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -265,7 +270,7 @@ def test_pictures_that_vanish_end_the_run_with_a_checkpoint(tiny_model, shapes, 
         RunStopped,
         match=r"step 1: .*it passed the check at the start.*; checkpoint-0 is complete: retry",
     ):
-        grpo.train(run)
+        run.loop.train(run, grpo.train_step)
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-0") is None
 
 
@@ -295,9 +300,9 @@ def test_a_save_that_fails_beside_training_is_tried_again_after_the_next_step(
 def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path, monkeypatch):
     """An older checkpoint of the same step is kept, also when the run does not know it."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path))
-    grpo.save_checkpoint(run, wait=True)
+    run.loop.save(run, wait=True)
     written = (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns
-    grpo.save_checkpoint(run, wait=True)
+    run.loop.save(run, wait=True)
     assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
     rename = pathlib.Path.rename
 
@@ -306,14 +311,14 @@ def test_a_step_that_is_there_is_not_written_again(tiny_model, shapes, tmp_path,
             raise KeyboardInterrupt
         return rename(path, target)
 
-    run.checkpoints.newest = None
+    run.loop.checkpoints.newest = None
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            grpo.save_checkpoint(run, wait=True)
+            run.loop.save(run, wait=True)
     assert RunFolder(str(tmp_path)).plan_resume("newest").checkpoint == tmp_path / "checkpoint-0"
-    grpo.save_checkpoint(run, wait=True)
-    assert run.checkpoints.save_failed, "an existing checkpoint is not replaced"
+    run.loop.save(run, wait=True)
+    assert run.loop.checkpoints.save_failed, "an existing checkpoint is not replaced"
     assert (tmp_path / "checkpoint-0" / "state.json").stat().st_mtime_ns == written
 
 
@@ -510,7 +515,7 @@ def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, c
     assert json.loads(text)["verifier_url"] == "http://***@host/v1?key=***&v=1"
     assert "--verifier_url=http://***@host/v1?key=***&v=1" in json.loads(text)["command"]
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", verifier_url=url))
-    grpo.save_checkpoint(run, wait=True)
+    run.loop.save(run, wait=True)
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url=url))
     grpo.set_up(config(tiny_model, shapes, tmp_path / "run", resume="newest", verifier_url="http://me:pa@ss@other"))
     stderr, state = capsys.readouterr().err, (tmp_path / "run" / "checkpoint-0" / "state.json").read_text()
@@ -571,7 +576,7 @@ def test_a_run_that_is_stopped_and_cannot_be_saved_has_failed(tiny_model, shapes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.dcp, "save", full)
-    monkeypatch.setattr(signals, "defer_signals", lambda: [signal.SIGTERM])
+    monkeypatch.setattr(signals, "defer_signals", lambda received: received.append(signal.SIGTERM))
     with pytest.raises(RunStopped, match="stopped after step 0; there is no checkpoint") as stopped:
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
     assert stopped.value.status == 1
@@ -579,15 +584,17 @@ def test_a_run_that_is_stopped_and_cannot_be_saved_has_failed(tiny_model, shapes
 
 
 def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):
-    evaluate = grpo.evaluate_policy
-    monkeypatch.setattr(grpo, "evaluate_policy", lambda run: (evaluate(run), run.interrupted.append(signal.SIGTERM))[0])
-    monkeypatch.setattr(grpo, "sample_round", lambda run: pytest.fail("it sampled"))
+    evaluate = Loop.evaluate
+    monkeypatch.setattr(
+        Loop, "evaluate", lambda loop, run: (evaluate(loop, run), loop.interrupted.append(signal.SIGTERM))[0]
+    )
+    monkeypatch.setattr(Collector, "sample_round", lambda *_: pytest.fail("it sampled"))
     with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes))
 
 
 def test_a_signal_that_torchrun_forwards_is_no_second_one():
-    code = "import os, signal, time; from common import signals; received = signals.defer_signals()\n"
+    code = "import os, signal, time; from common import signals; received = []; signals.defer_signals(received)\n"
     code += "for _ in range(2): os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
     code += "print(received == [signal.SIGTERM], flush=True)\n"
     code += "signals.SAME_REQUEST = 0.1; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
@@ -624,7 +631,7 @@ def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, mo
     closed = []
     monkeypatch.setattr(Trackers, "close", lambda _, failed: closed.append(failed))
     grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
-    monkeypatch.setattr(grpo, "train_step", lambda run: run.interrupted.append(signal.SIGTERM) or {})
+    monkeypatch.setattr(grpo, "train_step", lambda run: run.loop.interrupted.append(signal.SIGTERM) or {})
     with pytest.raises(RunStopped, match="stopped after step 1"):
         grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=2))
     assert closed == [False, True]
@@ -668,7 +675,7 @@ import os, signal, sys, time
 from common import distributed, signals
 signals.PEER_LOSS_GRACE = 0.5
 distributed._processes[:] = [("torchrun", os.getpid(), 0), ("torchrun", int(sys.argv[1]), 0), ("another", 1, 0)]
-received = signals.defer_signals()
+received = []; signals.defer_signals(received)
 os.kill(os.getpid(), signal.SIGTERM)
 for _ in range(40):
     time.sleep(0.1)
@@ -696,16 +703,16 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
     loss, bad = grpo.batch_loss, True
     monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")) if bad else loss(*a))
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, save_every=2))
-    grpo.train(run)
-    assert (run.skipped, run.norms) == (2, [])
+    run.loop.train(run, grpo.train_step)
+    assert (run.updater.skipped, run.updater.norms) == (2, [])
     flags = dict(max_steps=9, resume="newest")
     with pytest.raises(RunStopped, match=r"step 3: 3 skipped updates in a row .*; checkpoint-3 is complete: continue"):
         grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     bad = False
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=4, resume="newest", num_generations=4))
-    run.norms = [1e-6] * 20
-    grpo.train(run)
-    assert run.skipped == 0 and len(run.norms) == 21
+    run.updater.norms = [1e-6] * 20
+    run.loop.train(run, grpo.train_step)
+    assert run.updater.skipped == 0 and len(run.updater.norms) == 21
     assert [row["grad_norm_spike"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 0, 0, 1]
 
 
@@ -725,7 +732,7 @@ def test_a_run_stopped_by_skipped_updates_goes_on_although_an_evaluation_is_due(
 def test_a_run_goes_on_without_held_out_rows_although_an_evaluation_is_due(tiny_model, shapes, tmp_path, monkeypatch):
     step = grpo.train_step
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "train_step", lambda run: (step(run), run.interrupted.append(signal.SIGTERM))[0])
+        patch.setattr(grpo, "train_step", lambda run: (step(run), run.loop.interrupted.append(signal.SIGTERM))[0])
         with pytest.raises(RunStopped, match="stopped after step 1"):
             grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes, eval_every=1))
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, resume="newest"))
@@ -805,15 +812,15 @@ def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path)
     were no gradients. The vision tower has no gradients before the first image.
     """
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
-    state = run.optimizer.state_dict()["state"]
+    state = run.updater.optimizer.state_dict()["state"]
     assert len(state) == len(list(run.policy.parameters()))
     assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state.values())
     next(run.policy.parameters()).grad = None
     for parameter in list(run.policy.parameters())[:3]:
         parameter.grad = torch.ones_like(parameter)
-    grpo.save_checkpoint(run, wait=True)
-    assert all(entry["step"] == 0 for entry in run.optimizer.state_dict()["state"].values())
+    run.loop.save(run, wait=True)
+    assert all(entry["step"] == 0 for entry in run.updater.optimizer.state_dict()["state"].values())
     resumed = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
-    loaded = resumed.optimizer.state_dict()["state"]
+    loaded = resumed.updater.optimizer.state_dict()["state"]
     assert all(entry["step"] == 0 and not entry["exp_avg_sq"].any() for entry in loaded.values())
     assert len(loaded) == len(state)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from common import distributed
-from common.records import Rollout
-from training.metrics import Clock, GroupRewards, step_metrics
+from common.records import GroupRewards, Rollout
+from training.metrics import Clock, sampling_metrics, update_metrics
 
 
 def sums(**values: float) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         with clock(phase):
             pass
         clock.laps[phase][-1] = seconds
-    return step_metrics(rollouts, rewards, updates, clock)
+    return sampling_metrics(rollouts, rewards, clock) | update_metrics(updates, sum(clock.laps["train"]))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pathlib
 import shutil
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
-from training.partial_rollouts import DrawnPrompt, StoppingRule, from_saved_state, partial_metrics, saved_state
-from training.run import resolve_loss
+from training.partial_rollouts import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
+from training.prompt_stream import DrawnPrompt
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
 
@@ -88,11 +89,15 @@ def test_an_unfinished_completion_needs_room_for_a_token():
     """The longest unfinished completion counts. Without room, sampling would never end."""
     unfinished, shorter, finished = sampled({0: 9}, finished=False), sampled({0: 3}, finished=False), sampled({0: 10})
     in_flight = [DrawnPrompt(3, 1, (finished, unfinished, shorter))]
-    (restored,) = from_saved_state(saved_state(in_flight), max_length=10)
+    cfg, stream = Config(data="x", max_steps=1), SimpleNamespace(lengths={})
+    one, two = (PartialCollector(cfg, stream, None, None, None, []) for _ in range(2))
+    one.in_flight = in_flight
+    two.load_state_dict(one.state_dict())
+    (restored,) = two.in_flight
     assert (restored.position, restored.step, restored.is_whole) == (3, 1, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
     with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
-        from_saved_state(saved_state(in_flight), max_length=9)
+        check_lengths(one.state_dict()["in_flight"], max_length=9)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -151,12 +156,13 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
         replace(rollout, tokens_by_step={0: 16} | ({1: len(rollout.ids) - 16} if len(rollout.ids) > 16 else {}))
         for rollout in rollouts
     ]
+    rollouts = [with_num_stale(rollout, step=1) for rollout in rollouts]
     policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
     cfg = config(tiny_model, shapes, tmp_path, oversample=1.5)
-    resolve_loss(cfg)
+    grpo.resolve_loss(cfg)
     sample = Sample("How many?", "1", [], "a")
     scored = ScoredGroup(sample, prompts[0], rollouts, [Rewards(1.0, 1.0), Rewards(0.0, 0.0)], 0)
-    groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]), step=1)
+    groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]))
     assert [completion.num_stale for completion in groups[0].completions] == [16, 16]
     batch = pack(groups)
     logp, _ = policy(batch)
@@ -186,15 +192,15 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
 @pytest.fixture
 def trained(monkeypatch) -> list[list[str]]:
     """The rows that each step was trained on."""
-    make_minibatches, steps = grpo.make_minibatches, []
+    training_groups, steps = grpo.training_groups, []
 
-    def recorded(run, groups, advantages):
+    def recorded(cfg, groups, advantages):
         steps.append([group.sample.source for group in groups])
-        if run.cfg.oversample > 1:
+        if cfg.oversample > 1:
             assert all(sum(r.tokens_by_step.values()) == len(r.ids) for group in groups for r in group.rollouts)
-        return make_minibatches(run, groups, advantages)
+        return training_groups(cfg, groups, advantages)
 
-    monkeypatch.setattr(grpo, "make_minibatches", recorded)
+    monkeypatch.setattr(grpo, "training_groups", recorded)
     return steps
 
 
@@ -220,9 +226,8 @@ def saved_progress(run: pathlib.Path, step: int) -> dict:
     """Return what the checkpoint of `step` says about the run's progress, and which prompts it has in flight."""
     folder = run / f"checkpoint-{step}"
     state = json.loads((folder / "state.json").read_text())
-    names = ("step", "position", "lengths", "norms", "skipped", "eval_due", "best", "scheduler")
     in_flight = torch.load(folder / "in_flight.pt") if (folder / "in_flight.pt").is_file() else []
-    progress = {name: state[name] for name in names}
+    progress = {name: state[name] for name in ("step", "eval_due", "best", "collector", "updater")}
     return progress | {"in_flight": [(each["position"], each["step"]) for each in in_flight]}
 
 

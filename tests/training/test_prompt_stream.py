@@ -12,9 +12,9 @@ from common import distributed
 from common.errors import StepFailed, UserError
 from common.records import Rollout
 from data import encode_prompt, encode_prompts, load_processor, load_samples
+from rollout import prompt_seed
 from training import prompt_stream
-from training.partial_rollouts import DrawnPrompt
-from training.prompt_stream import PromptStream, _epoch_order, prompt_seed, row_at
+from training.prompt_stream import DrawnPrompt, PromptStream, _epoch_order, row_at
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""Sums over groups and over completions.
+
+Shapes: P prompts with G completions each, C tokens of several completions. A reward of NaN marks an unscored
+completion. `row_of_token` (C,) numbers the completion of each token 0, 1, …
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-6  # rewards that differ by less count as equal; also added to standard deviations before dividing
+
+
+def is_varied(rewards: Tensor) -> Tensor:
+    """Return whether the rewards of each row of `rewards` (P, G) differ, as (P,). NaN rewards do not count.
+
+    A row with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
+    """
+    highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
+    return highest - lowest > EPSILON * rewards.nan_to_num(nan=0.0).abs().amax(1).clamp(min=1)
+
+
+def deviation(rewards: Tensor) -> Tensor:
+    """Return the (P, 1) standard deviations, with n − 1, of the rows of `rewards` (P, G). NaN does not count."""
+    counts = (~rewards.isnan()).sum(1, keepdim=True)
+    centred = rewards - rewards.nanmean(1, keepdim=True)
+    return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+
+
+def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
+    """Return for each token the sum of `values` (C,) over its completion, as (C,)."""
+    return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
+
+
+def mean_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
+    """Return for each token the mean of `values` (C,) over its completion, as (C,)."""
+    return sum_by_row(values, row_of_token) / sum_by_row(torch.ones_like(values), row_of_token)

@@ -1,0 +1,211 @@
+"""Collect what a step trains on: draw prompts, sample completions, score them, and draw again for dynamic sampling.
+
+`Collector` owns the stream of prompts, the sampler, the rewards, and how far the stream has been read. With partial
+rollouts, a run has a `PartialCollector` instead (partial_rollouts.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import distributed, signals
+from common.errors import StepFailed
+from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup
+from config import Config
+from policy.continuation import Continuation
+from policy.model import Policy, cache_image_features
+from rewards import MAX_UNSCORED, Scorer
+from rollout import Engine, prompt_seed
+from training.metrics import Clock, sampling_metrics
+from training.prompt_stream import DrawnPrompt, PromptStream
+
+AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
+"""Returns the advantages (groups, G) of groups, given their rewards and the weight of each reward."""
+
+
+class Collector:
+    """Collects the groups of each step."""
+
+    def __init__(
+        self, cfg: Config, stream: PromptStream, engine: Engine, scorer: Scorer, clock: Clock, interrupted: list[int]
+    ):
+        """`interrupted`: the signals that ask this process to stop; see `signals.defer_signals`."""
+        self.cfg, self.stream, self.engine, self.scorer = cfg, stream, engine, scorer
+        self.clock, self.interrupted = clock, interrupted
+        self.total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
+        self.position = 0  # prompts drawn so far from the endless shuffled stream of training rows
+        self.features: dict[bytes, Tensor] = {}  # image features of a frozen vision tower, by digest
+        self.rollouts: list[Rollout] = []  # this process's completions of the current step
+        self.rewards: GroupRewards | None = None  # of all completions that the current step has sampled
+        self.num_rounds = 1  # of sampling in the current step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the stream has been read, for a checkpoint, or to undo a step."""
+        return {"position": self.position, "lengths": dict(self.stream.lengths)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.position, self.stream.lengths = state["position"], dict(state["lengths"])
+
+    def steps_left(self, step: int) -> int:
+        """Return the number of steps left after `step`. Without `max_steps`, every P prompts drawn count as one."""
+        return self.total_steps - (step if self.cfg.max_steps else self.position // self.cfg.prompts_per_step)
+
+    def collect(self, policy: Policy, advantages_of: AdvantagesOf, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
+        """Sample the groups to train on after `step` steps, with the weights of `policy`.
+
+        Returns this process's groups, and the rewards of all groups to train on. Their number is P, or less if dynamic
+        sampling finds fewer. It keeps only groups that have an advantage without the overlong penalty, and repeats
+        rounds until P are kept or the limit is reached. If it keeps none, the step uses the last round with rewards of
+        0. Groups stay in data order on any number of processes. Raises StepFailed when too many completions are
+        unscored, a row can no longer be read, or a user-defined reward fails.
+        """
+        self.clock.restart()
+        signals.raise_if_interrupted(self.interrupted)  # by a signal during an evaluation or a save
+        with self.clock("sync"):
+            self.engine.wake_up()
+            self.engine.sync_weights(policy)
+        limit = self.cfg.dynamic_sampling_rounds if self.cfg.dynamic_sampling else 1
+        rounds: list[GroupRewards] = []
+        kept: list[int] = []  # the groups to keep, by their index over all rounds
+        local: dict[int, ScoredGroup] = {}  # this process's groups, by the same index
+        for _ in range(limit if self.cfg.max_steps else min(limit, self.steps_left(step))):
+            groups, rewards = self.sample_round(policy, step)
+            signals.raise_if_interrupted(self.interrupted)
+            first = len(rounds) * self.cfg.prompts_per_step
+            rounds.append(rewards)
+            self._check_scored(concatenate(rounds))
+            local |= {first + group.index: group for group in groups}
+            usable = self._usable(rewards, advantages_of)
+            kept += [first + i for i in usable][: self.cfg.prompts_per_step - len(kept)]
+            if len(kept) == self.cfg.prompts_per_step:
+                break
+        with self.clock("sleep"):
+            self.engine.sleep()
+        self.rewards, self.num_rounds = concatenate(rounds), len(rounds)
+        chosen = kept or list(range(len(self.rewards.total)))[-self.cfg.prompts_per_step :]
+        chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]))
+        groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
+        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return groups, chosen_rewards
+
+    def _usable(self, rewards: GroupRewards, advantages_of: AdvantagesOf) -> list[int]:
+        """Return the indices of the groups that dynamic sampling keeps; without it, all."""
+        if not self.cfg.dynamic_sampling:
+            return list(range(len(rewards.total)))
+        without_penalty = replace(rewards, total=rewards.raw)
+        advantages = advantages_of(without_penalty, self.scorer.weights, self.cfg)
+        return advantages.any(dim=1).nonzero()[:, 0].tolist()
+
+    def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
+        """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
+        drawn, local_indices = self.draw(step)
+        self.position = max(self.position, drawn[-1].position + 1)
+        local_positions = [drawn[i].position for i in local_indices]
+        with self.clock("prompts"):
+            prompts = dict(zip(local_positions, self.stream.get(local_positions)))
+            cache_image_features(policy, list(prompts.values()), self.features)
+        with self.clock("rollout"):
+            chosen = self.sample(drawn, local_indices, list(prompts.values()), step)
+        local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
+        positions = [each.position for each in local.values()]
+        samples, rollouts = self.stream.rows(positions), [list(each.rollouts) for each in local.values()]
+        with self.clock("reward"):
+            rewards, error = self.scorer(samples, rollouts, self.cfg.max_completion_length)
+        distributed.raise_first_error(error, StepFailed)
+        groups = [
+            ScoredGroup(sample, prompts[each.position], completions, scores, index)
+            for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
+        ]
+        all_rewards = self._gather(groups, positions)
+        upcoming, next_indices = self.draw(step)
+        self.stream.prefetch([upcoming[i].position for i in next_indices])  # they are encoded while this step trains
+        return groups, all_rewards
+
+    def draw(self, step: int) -> tuple[list[DrawnPrompt], list[int]]:
+        """Return the prompts of the next round, and the indices of those that this process samples.
+
+        Nothing changes until they are sampled. After the last round of a run, there are none.
+        """
+        count = self.cfg.prompts_per_step if self.steps_left(step) > 0 else 0
+        return self.assign([DrawnPrompt(self.position + i, step) for i in range(count)])
+
+    def assign(self, drawn: list[DrawnPrompt]) -> tuple[list[DrawnPrompt], list[int]]:
+        """Return `drawn`, and the indices of those that this process samples."""
+        cfg = self.cfg
+        own = self.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
+        return drawn, own
+
+    def sample(
+        self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int
+    ) -> list[DrawnPrompt]:
+        """Sample the completions of `prompts`, which are those of `drawn` at `local_indices`.
+
+        Returns the P prompts to train on. Those of other processes may lack completions.
+        """
+        sampled = dict(zip(local_indices, self.generate(drawn, local_indices, prompts)))
+        return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
+
+    def generate(
+        self,
+        drawn: list[DrawnPrompt],
+        local_indices: list[int],
+        prompts: list[Prompt],
+        continuation: Continuation | None = None,
+    ) -> list[list[Rollout]]:
+        """Let the sampler generate; the seed of a prompt depends on its position alone."""
+        cfg = self.cfg
+        seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in local_indices]
+        sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
+        return self.engine.generate(prompts, seeds, sampling, continuation)
+
+    def _gather(self, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
+        """Gather the rewards of all processes' groups, in prompt order, and record the lengths of their completions."""
+        lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
+        local = [(g.index, position, sizes, g.rewards) for g, position, sizes in zip(groups, positions, lengths)]
+        everyone = [row for rows in distributed.all_gather(local) for row in rows]
+        everyone.sort(key=lambda row: row[0])  # by index within the round
+        for _, position, sizes, _ in everyone:
+            self.stream.record_length(position, sizes)
+        rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
+        return GroupRewards(
+            total=torch.tensor([[each.total for each in group] for group in rewards]),
+            raw=torch.tensor([[each.raw for each in group] for group in rewards]),
+            parts={
+                name: torch.tensor([[each.parts[name] for each in group] for group in rewards])
+                for name in self.scorer.all_weights
+            },
+        )
+
+    def _check_scored(self, rewards: GroupRewards) -> None:
+        """Raise StepFailed when too many of the step's completions are unscored."""
+        unscored = rewards.total.isnan().double().mean().item()
+        if unscored > MAX_UNSCORED:
+            reason = distributed.first_error(self.scorer.why_none or None) or "unknown reason"
+            limit = f"at most {MAX_UNSCORED:.0%} may have none"
+            raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of prompts that were drawn and not trained on."""
+        return 0
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of what was collected after `step` steps."""
+        return sampling_metrics(self.rollouts, self.rewards, self.clock)
+
+
+def change(rewards: GroupRewards, function: Callable[[Tensor], Tensor]) -> GroupRewards:
+    """Return `rewards` with `function` applied to each tensor."""
+    parts = {name: function(values) for name, values in rewards.parts.items()}
+    return GroupRewards(function(rewards.total), function(rewards.raw), parts)
+
+
+def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
+    """Join the rewards of several rounds of sampling."""
+    parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
+    return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)

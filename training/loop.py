@@ -1,0 +1,211 @@
+"""The training loop: steps, evaluations, checkpoints, reports, and how a run stops.
+
+`Loop` owns the checkpoints, the held-out rows and the best score. It takes each step with the function that it is
+given, and undoes a step that fails before its first update.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from common import console, distributed, signals
+from common.errors import Interrupted, RunStopped, StepFailed, UserError
+from common.files import release_locks
+from common.records import Sample
+from config import Config
+from evaluation.held_out import score_policy
+from policy.model import Policy
+from training import guards
+from training.checkpoint import Saver, random_states, restore_random_states
+from training.collect import Collector
+from training.run_log import RunLog
+from training.updates import Updater
+
+
+@dataclass
+class Run:
+    """What a training step needs, and who keeps the progress of the run."""
+
+    cfg: Config
+    policy: Policy
+    reference: Policy | None  # of the KL term
+    collector: Collector
+    updater: Updater
+    loop: Loop
+    log: RunLog
+    step: int = 0  # completed steps
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps left; see `Collector.steps_left`."""
+        return self.collector.steps_left(self.step)
+
+
+TrainStep = Callable[[Run], dict[str, float]]  # takes a step and returns its metrics
+
+
+class Loop:
+    """Trains a run to its last step."""
+
+    def __init__(self, checkpoints: Saver, eval_samples: list[Sample], interrupted: list[int]):
+        """`eval_samples`: the held-out rows, if any; for `interrupted`, see `Collector`."""
+        self.checkpoints, self.eval_samples, self.interrupted = checkpoints, eval_samples, interrupted
+        self.eval_due = bool(eval_samples)  # whether the policy has to be evaluated before the next step
+        self.best: dict[str, float] | None = None  # step and score of the best evaluation
+        self.last_problem = ""  # why the most recent of the skipped updates was skipped
+
+    def train(self, run: Run, train_step: TrainStep) -> None:
+        """Train to the last step and export the policy. Then, or if it fails, release the output folder.
+
+        After a signal, save a checkpoint and exit with status 130.
+        """
+        try:
+            with run.log:
+                self._train(run, train_step)
+        finally:
+            release_locks()
+
+    def _train(self, run: Run, train_step: TrainStep) -> None:
+        signals.defer_signals(self.interrupted)
+        if self.eval_due:  # before the first step, or left over from a run that was stopped
+            self._finish_step(run, {})
+        if run.steps_left <= 0:
+            console.log(f"nothing left to train after step {run.step}; to go on, raise --epochs or --max_steps")
+        while run.steps_left > 0:
+            metrics = self._step_or_undo(run, train_step)
+            freeze_garbage_collector()
+            run.step += 1
+            due = run.steps_left <= 0 or (run.cfg.eval_every and run.step % run.cfg.eval_every == 0)
+            self.eval_due = bool(due and self.eval_samples)
+            self._finish_step(run, metrics)
+        self.save(run, wait=True)  # before the export, so that the run is not lost if the export fails
+        if waiting := run.collector.num_waiting:
+            console.log(
+                f"prompts drawn and not trained on: {waiting}; the last checkpoint has them, and --resume with "
+                "a higher --max_steps continues them"
+            )
+        self.checkpoints.export_final(run.policy, run.cfg.model)
+        run.log.refresh()
+
+    def _step_or_undo(self, run: Run, train_step: TrainStep) -> dict[str, float]:
+        """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""
+        before, random = state_of(run), random_states()
+        try:
+            metrics = train_step(run)
+        except RunStopped:
+            self.checkpoints.join_write()  # let the thread finish writing its checkpoint
+            raise
+        except (StepFailed, Interrupted) as error:  # these are raised on every process
+            load_state(run, before)
+            restore_random_states(random)  # dropout has used random numbers
+            self.save(run, wait=True)
+            if isinstance(error, Interrupted):
+                self._end(run)
+            hint = self.checkpoints.resume_hint("retry the step")
+            raise RunStopped(f"step {run.step + 1}: {error}; {hint}", status=1) from None
+        for problem in run.updater.problems:
+            self.last_problem = problem
+            console.log(f"step {run.step + 1}: {problem}; this update is skipped")
+        return metrics | run.updater.end_step(run.collector.num_rounds)
+
+    def _finish_step(self, run: Run, metrics: dict[str, float]) -> None:
+        """Finish a step: evaluate if due, log the metrics, and if necessary save a checkpoint or stop the run.
+
+        A run that is asked to stop saves a checkpoint first; the evaluation runs after the run is resumed.
+        """
+        status = torch.tensor([len(self.interrupted), self.checkpoints.write_failed()])
+        interrupted, write_failed = distributed.all_max(status).tolist()
+        problem = self._too_many_skipped(run)
+        if not problem and self.eval_due and not interrupted:
+            try:
+                metrics |= self.evaluate(run)
+                self.eval_due = False
+            except UserError as error:
+                problem = f"evaluation after step {run.step}: {error}"
+        run.log.metrics(run.step, metrics)
+        run.log.print_step(run.step, max(run.steps_left, 0), metrics)
+        is_best = self._record_best(run, metrics)
+        stopping = bool(problem or interrupted)
+        if stopping or write_failed or self.checkpoints.save_failed or self._is_save_due(run, is_best):
+            self.save(run, wait=stopping)
+        if problem:
+            raise RunStopped(f"{problem}; {self.checkpoints.resume_hint()}", status=1)
+        if interrupted:
+            self._end(run)
+
+    def _too_many_skipped(self, run: Run) -> str | None:
+        """Return why the run has to stop if too many updates in a row were skipped; else None."""
+        updater = run.updater
+        if updater.skipped < run.cfg.max_skipped:
+            return None
+        reason = f"step {run.step}: {updater.skipped} skipped updates in a row ({self.last_problem})"
+        updater.skipped = 0  # a resumed run counts anew: it would otherwise stop at once if an evaluation is due
+        self.checkpoints.folder.keep_last = 0  # keep all checkpoints: the last good one may be older
+        return f"{reason}; {guards.NONFINITE_HINT}"
+
+    def _record_best(self, run: Run, metrics: dict[str, float]) -> bool:
+        """Record the best evaluation since training began; return whether it is this one."""
+        score = metrics.get("eval/reward", -math.inf)
+        is_best = bool(run.step) and score > (self.best["score"] if self.best else -math.inf)
+        if is_best:
+            self.best = {"step": run.step, "score": score}
+        return is_best
+
+    def _is_save_due(self, run: Run, is_best: bool) -> bool:
+        every = run.cfg.save_every
+        return bool(run.step and every and run.step % every == 0) or (is_best and run.cfg.keep_best)
+
+    def save(self, run: Run, wait: bool = False) -> None:
+        """Save a checkpoint in the background; with `wait`, wait until it is on disk."""
+        config = asdict(run.cfg) | run.collector.stream.fingerprint
+        self.checkpoints.save(run.policy, run.updater.optimizer, state_of(run) | {"config": config}, wait)
+
+    def _end(self, run: Run) -> None:
+        """Raise RunStopped to end a run that was asked to stop and has saved a checkpoint."""
+        run.log.refresh()
+        status = 1 if self.checkpoints.save_failed else 130
+        raise RunStopped(f"stopped after step {run.step}; {self.checkpoints.resume_hint()}", status)
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Return the scores of the current policy on the held-out rows."""
+        collector = run.collector
+        return score_policy(
+            run.policy,
+            collector.engine,
+            collector.stream.processor,
+            self.eval_samples,
+            collector.scorer,
+            run.cfg.max_completion_length,
+        )
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """Return all that a step changes besides tensors of the policy and the optimizer, and random states."""
+    loop = run.loop
+    progress = {"step": run.step, "best": loop.best, "eval_due": loop.eval_due}
+    return progress | {"collector": run.collector.state_dict(), "updater": run.updater.state_dict()}
+
+
+def load_state(run: Run, state: dict[str, Any]) -> None:
+    """Restore what `state_of` returned."""
+    run.step, run.loop.best, run.loop.eval_due = state["step"], state["best"], state["eval_due"]
+    run.collector.load_state_dict(state["collector"])
+    run.updater.load_state_dict(state["updater"])
+
+
+@functools.cache  # once
+def freeze_garbage_collector() -> None:
+    """Exclude everything that is alive after the first step from further garbage collections.
+
+    Most of it was made by torch.compile and lives as long as the run. Otherwise, vLLM would search it for garbage
+    whenever it goes to sleep. A second run in the same process could not free the memory of the first one's models.
+    """
+    gc.collect()
+    gc.freeze()

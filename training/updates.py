@@ -1,0 +1,172 @@
+"""Update the policy: cut micro-batches, accumulate gradients, judge them, and step the optimizer.
+
+`Updater` owns the optimizer, its schedule, the size of the micro-batches, and what it remembers of earlier updates. The
+gradient of a micro-batch is computed by the function that `step` is given.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from common import distributed, signals
+from common.errors import StepFailed
+from common.records import Group
+from config import Config
+from packing import PackedBatch
+from policy.batches import completion_logprobs, micro_batches, order_for_packing, vision_cost_per_token
+from policy.lora import has_dropout, reference_weights
+from policy.memory import with_oom_retry
+from policy.model import Policy
+from policy.sharding import reduce_gradients, take_gradients, unsharded
+from training import guards
+from training.balance import rebalance
+from training.metrics import Clock, update_metrics
+
+Backward = Callable[[PackedBatch], tuple[dict[str, Tensor], Tensor]]
+"""Adds the gradient of a micro-batch; returns its sums over tokens, and the log-probabilities (C,) of its tokens."""
+
+
+class Updater:
+    """Updates the policy on the groups of a step."""
+
+    def __init__(  # noqa: PLR0913 - what an update needs
+        self,
+        cfg: Config,
+        policy: Policy,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+        micro_batch_tokens: int,
+        clock: Clock,
+        interrupted: list[int],
+        before_change: Callable[[], None],
+    ):
+        """`before_change` is called before the trained weights change; for `interrupted`, see `Collector`."""
+        self.cfg, self.policy, self.optimizer, self.scheduler = cfg, policy, optimizer, scheduler
+        self.micro_batch_tokens = micro_batch_tokens  # maximum tokens of a micro-batch
+        self.clock, self.interrupted, self.before_change = clock, interrupted, before_change
+        self.vision_cost, self.has_dropout = vision_cost_per_token(policy), has_dropout(policy.model)
+        self.updates: list[dict[str, Tensor]] = []  # sums over tokens of each update of the current step
+        self.skipped = 0  # consecutive updates skipped so far
+        self.problems: list[str] = []  # why updates of the current step were skipped
+        self.norms: list[float] = []  # gradient norms of the last 50 effective updates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the weights and the moments of the optimizer."""
+        return {"scheduler": self.scheduler.state_dict(), "skipped": self.skipped, "norms": list(self.norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. The learning rate remains that of the flags."""
+        self.skipped, self.norms = state["skipped"], list(state["norms"])
+        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
+        for group, rate, factor in zip(self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas):
+            group["lr"] = rate * factor(self.scheduler.last_epoch)
+
+    def balance(self, groups: list[Group]) -> list[Group]:
+        """Move completions between processes, so that all have equal work; return those of this process in the order
+        of its micro-batches."""
+        return order_for_packing(rebalance(groups, self.vision_cost), self.micro_batch_tokens, self.vision_cost)
+
+    def with_logprobs(self, policy: Policy, minibatches: list[list[Group]], name: str) -> list[list[Group]]:
+        """Return `minibatches` with the log-probabilities of each completion under `policy` in its field `name`.
+
+        They are those of the reference ("ref_logp"), or of the trainer before the first update of the step
+        ("trainer_logp"). They are computed without dropout.
+        """
+        groups = [group for minibatch in minibatches for group in minibatch]
+        is_reference = name == "ref_logp"
+        with self.clock("reference" if is_reference else "old_logp"), ExitStack() as stack:
+            if is_reference:
+                stack.enter_context(reference_weights(policy.model))
+            self.micro_batch_tokens, logps = with_oom_retry(
+                policy,
+                self.micro_batch_tokens,
+                lambda budget: completion_logprobs(policy, groups, self.cfg.temperature, budget),
+            )
+        remaining = iter(logps)
+        return [
+            [
+                replace(group, completions=[replace(each, **{name: next(remaining)}) for each in group.completions])
+                for group in minibatch
+            ]
+            for minibatch in minibatches
+        ]
+
+    def step(self, groups: list[Group], backward: Backward) -> None:
+        """Take one optimizer step on `groups`. It is skipped if the loss or the gradient is not finite, or zero.
+
+        Raises StepFailed if the log-probabilities of sampler and trainer differ too much, and Interrupted after a
+        signal, both only before the first update of a step.
+        """
+        with self.clock("train"):
+            self.micro_batch_tokens, (sums, logps) = with_oom_retry(
+                self.policy, self.micro_batch_tokens, lambda budget: self._accumulate(groups, budget, backward)
+            )
+            stats = distributed.reduce_stats(sums)
+        if self.updates and self.cfg.old_logp == "sampler":  # they would compare the updated policy with the sampler
+            stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
+        grad_norm = distributed.full_tensor(norm)
+        flags = self._judge(stats, grad_norm, groups, logps)
+        with self.clock("optimizer"):
+            if not (flags["skipped"] or flags["empty"]):  # without a gradient, AdamW's momentum would move the weights
+                self.before_change()
+                self.optimizer.step()
+            self.scheduler.step()  # the schedule counts skipped and empty updates too
+            self.optimizer.zero_grad()
+        self.updates.append(stats | {"grad_norm": grad_norm} | {k: torch.tensor(float(v)) for k, v in flags.items()})
+
+    def _accumulate(
+        self, groups: list[Group], budget: int, backward: Backward
+    ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        """Accumulate the gradient of `groups` in micro-batches of `budget` tokens.
+
+        Returns each micro-batch's sums over tokens, and the (L,) log-probabilities of each completion, in order.
+        """
+        sums, logps, several = [], [], distributed.world_size() > 1
+        with unsharded(self.policy):
+            for batch, is_last in micro_batches(self.policy, groups, budget):
+                if not self.updates:
+                    signals.raise_if_interrupted(self.interrupted)
+                reduce_gradients(self.policy, now=several and is_last)
+                batch_sums, logp = backward(batch)
+                logps += logp.split(batch.lengths)
+                sums.append(batch_sums | {"flop": torch.full((), batch.flop, device=logp.device)})
+            if not several:
+                take_gradients(self.policy)
+        return sums, logps
+
+    def _judge(
+        self, stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], logps: list[Tensor]
+    ) -> dict[str, bool]:
+        """Decide whether the gradient is used, and remember it; see `step`."""
+        problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
+        is_empty = not grad_norm
+        if problem:
+            self.skipped, self.problems = self.skipped + 1, [*self.problems, problem]
+        elif mismatch := guards.check_logp_difference(stats, self.cfg.max_logp_difference, not self.updates):
+            raise StepFailed(mismatch)
+        elif not is_empty:
+            self.skipped, self.norms = 0, [*self.norms[-49:], grad_norm.item()]
+        is_spike = not (problem or is_empty) and guards.is_spike(self.norms)
+        return {"skipped": bool(problem), "empty": bool(is_empty), "spike": is_spike}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step's updates."""
+        return update_metrics(self.updates, sum(self.clock.laps["train"]))
+
+    def end_step(self, num_rounds: int) -> dict[str, float]:
+        """End a step; return the learning rate of the next update as a metric.
+
+        Without `max_steps`, the schedule counts rounds of sampling: it steps over further ones, which had no update.
+        """
+        self.updates, self.problems = [], []
+        if not self.cfg.max_steps:
+            for _ in range((num_rounds - 1) * self.cfg.updates_per_step):
+                self.scheduler.step()
+        return {"lr": self.scheduler.get_last_lr()[0]}
