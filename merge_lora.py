@@ -23,7 +23,7 @@ from common.errors import RunStopped, UserError
 from common.files import partial_path
 from common.records import Sample
 from data import encode_prompt, load_processor
-from policy.base_files import download, stored_dtypes
+from policy.base_files import base_folder, stored_dtypes
 from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
 from policy.model import load_config, load_model, untie
 from training.export import write_model
@@ -59,7 +59,7 @@ def merge_lora(
     target = pathlib.Path(output_path)
     if target.exists():
         raise UserError(f"--output_path {output_path!r} already exists: remove it or choose another folder")
-    base = _folder(base_model, cache_dir)
+    base = base_folder(base_model, cache_dir)
     if (pathlib.Path(base) / "adapter_config.json").is_file():
         raise UserError(f"--base_model {base_model!r} is an adapter: give it as --lora_model, and its base here")
     load_config(base)  # raises if the base cannot be used
@@ -141,19 +141,6 @@ def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, fold
     if change <= rounding:
         print("the adapter changes the logits no more than rounding does, so they do not show whether it was merged")
     return largest
-
-
-def _folder(name: str, cache_dir: str | None) -> str:
-    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub."""
-    if pathlib.Path(name).is_dir():
-        return name
-    try:
-        return download(name, cache_dir)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0][:160]
-        raise UserError(
-            f"--base_model {name!r} is neither a folder nor a model on the hub that can be reached ({reason})"
-        ) from None
 
 
 @torch.inference_mode()

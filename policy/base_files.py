@@ -71,13 +71,24 @@ def settings_folder(source: str, run: str, keep: bool = False) -> Path:
     return snapshot
 
 
-def download(name: str, cache_dir: str | None = None) -> str:
-    """Return the folder of the model `name` in the hub's cache, with its weights. Raises OSError or ValueError."""
+def base_folder(name: str, cache_dir: str | None = None) -> str:
+    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub.
+
+    Raises UserError if there is no such model, or if the hub cannot be reached.
+    """
+    if Path(name).is_dir():
+        return name
     others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats
-    folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", *others])
-    if not any(Path(folder).glob("*.safetensors")):
-        folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=others)
-    return folder
+    try:
+        folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=["*.bin", *others])
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(name, cache_dir=cache_dir, ignore_patterns=others)
+        return folder
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise UserError(
+            f"--base_model {name!r} is neither a folder nor a model on the hub that can be reached ({reason})"
+        ) from None
 
 
 @contextlib.contextmanager
