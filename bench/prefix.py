@@ -48,8 +48,6 @@ class Config:
     """Number of measured rounds, in each of which both ways take turns, after one round to compile."""
     micro_batch_tokens: int = 0
     """Maximum number of tokens per micro-batch; 0: as in training."""
-    profile: bool = False
-    """Also print tables of the GPU kernels of both ways, in one more round."""
     folder: str = "runs/bench"
     """Folder for the model and the data."""
 
@@ -146,8 +144,6 @@ def measure(cfg: Config, policy: Policy, side: int, budget: int, device: torch.d
             taken, logps[name] = passes(policy, batches, device)
             seconds[name].append(taken)
             peaks[name] = peak_gib(device)
-    for name, batches in ways.items() if cfg.profile else ():
-        speed.profiled(passes, f"{side}x{side} {name}")(policy, batches, device)
     difference = (logps["shared"] - logps["whole"]).abs().mean().item()
     best = {name: min(times[1:]) for name, times in seconds.items()}
     tokens = {name: sum(batch.input_ids.shape[1] for batch in batches) for name, batches in ways.items()}

@@ -2,13 +2,12 @@
 
     python bench/scale.py --gpus 1 2 4                                  # W1 with the 3B shape: 32 prompts per GPU
     python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then TRL with FSDP on the same GPUs; or verl
-    python bench/scale.py --links --gpus 4                              # the bandwidth between the GPUs
     python bench/scale.py --plan                                        # the estimate for 7B, 32B and 72B
 
 Measured results are written to docs/results/. The estimate is the table in docs/cluster.md. It is calculated, not
 measured, for N GPUs, Ψ parameters, S GPUs that share one copy of the weights, and T GPUs that share one vLLM engine
-(`--tensor_parallel`). The bandwidth into each GPU is `NVLINK` inside a machine (measured with `--links` on four GPUs,
-assumed for eight) and `NETWORK` between machines (the vendor's figure).
+(`--tensor_parallel`). The bandwidth into each GPU is `NVLINK` inside a machine (measured on four GPUs, assumed for
+eight) and `NETWORK` between machines (the vendor's figure).
 
     training, bytes per GPU     16 Ψ / S (float32 weights, gradients, two moments) + 2 Ψ / S (reference) + activations
     sampling, bytes per GPU     14 Ψ / S (as in training, but without gradients) + 2 Ψ / T + `VLLM_ROOM`
@@ -41,13 +40,11 @@ from typing import Literal
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 import speed
-import torch
-import torch.distributed as dist
 
-from common import cli, console, distributed, errors
+from common import cli, errors
 from policy.memory import MARGIN
 
-NVLINK = 341e9  # bytes/s into each of four H200s, in an all-gather of 1 GiB shards (--links, 2026-11-21)
+NVLINK = 341e9  # bytes/s into each of four H200s, in an all-gather of 1 GiB shards (2026-11-21)
 NETWORK = 50e9  # bytes/s of a 400 Gbit/s network adapter per GPU
 SPEED = 400e12  # FLOP/s of the forward and backward passes: an MFU of 0.40 on an H200; 0.40 to 0.55 was measured
 GPU_BYTES = 141e9  # memory of an H200
@@ -82,15 +79,11 @@ class Config:
     """Folder for the JSON file with the results."""
     plan: bool = False
     """Only print the estimate for larger clusters."""
-    links: bool = False
-    """Only measure the bandwidth of collectives between the GPUs."""
 
     def __post_init__(self) -> None:
         if not self.gpus or min(*self.gpus, self.prompts, self.steps) < 1:
             raise ValueError("gpus, prompts and steps must be at least 1")
-        if self.links and torch.cuda.device_count() < self.gpus[-1]:
-            raise ValueError(f"links: there are {torch.cuda.device_count()} GPUs here, fewer than {self.gpus[-1]}")
-        if self.plan or self.links:
+        if self.plan:
             return
         for gpus in self.gpus:  # checks the flags before any process starts
             speed.Config(self.shape, (self.workload,), self.steps, self.prompts * gpus, flags=self.flags)
@@ -158,29 +151,6 @@ def show(results: dict[int, dict], workload: str) -> None:
     print(f"{'step, relative':24}" + "".join(f"{ratio:12.3f}" for ratio in ratios))
 
 
-def links() -> None:
-    """Measure and print the bandwidth into each GPU in collectives of 1 GiB per GPU. Call this on every process."""
-    device = distributed.start()
-    size, gpus = 2**28, distributed.world_size()  # float32 elements per GPU
-    shard, full = torch.zeros(size, device=device), torch.zeros(size * gpus, device=device)
-    collectives = {
-        "all-gather": lambda: dist.all_gather_into_tensor(full, shard),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(shard, full),
-    }
-    for name, collective in collectives.items():
-        for _ in range(3):  # warm-up
-            collective()
-        distributed.barrier()
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(10):
-            collective()
-        torch.cuda.synchronize()
-        bandwidth = 4 * size * (gpus - 1) * 10 / (time.perf_counter() - started)
-        if console.is_main():
-            print(f"{name}: {bandwidth / 1e9:.0f} GB/s into each of {gpus} GPUs", flush=True)
-
-
 def sampler(size: float, shards: int) -> tuple[int, float] | None:
     """Return the smallest `--tensor_parallel` with which vLLM fits alongside the idle trainer, and its `--vllm_memory`.
 
@@ -218,11 +188,6 @@ def plan() -> None:
 def main(cfg: Config) -> None:
     if cfg.plan:
         return plan()
-    if cfg.links and "RANK" in os.environ:
-        return links()
-    if cfg.links:
-        list(launch(cfg.gpus[-1], "scale.py", "--links", "--gpus", cfg.gpus[-1]))
-        return
     report = {"config": dataclasses.asdict(cfg) | {"folder": None, "results": None}, "gpus": {}}
     pathlib.Path(cfg.results).mkdir(parents=True, exist_ok=True)
     path = pathlib.Path(cfg.results) / f"scale-{cfg.shape}-{time.strftime('%Y%m%d-%H%M%S')}.json"

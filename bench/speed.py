@@ -15,20 +15,18 @@ The limit of a phase is the time for its compute at `MATMUL` FLOP/s or the time 
 bytes/s, whichever is longer. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
 
+import contextlib
 import datetime
-import functools
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,14 +48,12 @@ from data import load_split
 from demo import tiny
 from policy.families import attention_layers, language_model, routed_experts
 from policy.model import Policy
-from training import collect, updates
 from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
 from training.run import Run
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
-T = TypeVar("T")
 Shape = Literal["3b", "7b", "32b", "4b", "moe", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
@@ -104,8 +100,6 @@ class Config:
     """Further flags for grpo.py, as NAME=VALUE."""
     checkpoint: bool = False
     """After the last workload, also save a checkpoint, and measure a training step while it is written."""
-    profile: bool = False
-    """After the measured steps of each workload, take one more and print tables of its GPU kernels, phase by phase."""
 
     def __post_init__(self) -> None:
         check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
@@ -128,7 +122,7 @@ class Config:
             max_completion_length=max(work["tokens"] for work in workloads),
             max_prompt_length=2048 if any(work["side"] > 504 for work in workloads) else 512,
             beta=max(work["beta"] for work in workloads),
-            max_steps=len(workloads) * (self.steps + 2) + 1,  # with a warm-up, and those of --profile and --checkpoint
+            max_steps=len(workloads) * (self.steps + 1) + 1,  # with a warm-up, and that of --checkpoint
             report_every=1000,
         )
 
@@ -151,24 +145,22 @@ def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
 def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     """Return the configuration of a model of size `shape`, with the special tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.build_model(tokenizer, seed=0).config.to_dict()
-    if shape in ("4b", "moe"):
-        return newer_shape(d, small)
-    half_head = d["hidden"] // d["heads"] // 2
-    temporal = half_head // 4
-    height = (half_head - temporal) // 2
-    mrope_section = [temporal, height, half_head - temporal - height]
     text = dict(
         hidden_size=d["hidden"],
         num_hidden_layers=d["layers"],
         num_attention_heads=d["heads"],
         num_key_value_heads=d["kv"],
-        intermediate_size=d["ffn"],
         vocab_size=d["vocab"],
-        initializer_range=0.02,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section},
-        tie_word_embeddings=d["tied"],
-        layer_types=["full_attention"] * d["layers"],
+        tie_word_embeddings=d["tied"],  # vLLM reads it here, transformers one level up
     )
+    if shape in ("4b", "moe"):
+        return newer_shape(d, small, text)
+    half_head = d["hidden"] // d["heads"] // 2
+    temporal = half_head // 4
+    height = (half_head - temporal) // 2
+    mrope_section = [temporal, height, half_head - temporal - height]
+    text |= dict(intermediate_size=d["ffn"], initializer_range=0.02, layer_types=["full_attention"] * d["layers"])
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section}
     vision = dict(out_hidden_size=d["hidden"], initializer_range=0.02)
     if shape != "tiny":
         full_attention = [7, 15, 23, 31]  # the other blocks attend within windows
@@ -179,22 +171,13 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
-def newer_shape(d: dict[str, int], small: dict) -> PreTrainedConfig:
+def newer_shape(d: dict[str, int], small: dict, text: dict) -> PreTrainedConfig:
     """Return the configuration of a Qwen3.5 or Qwen3-VL-MoE model of the size `d`, with the tokens of model `small`.
 
-    Its vision tower has two layers only.
+    `text` begins its decoder's. Its vision tower has two layers only.
     """
-    text = dict(
-        hidden_size=d["hidden"],
-        num_hidden_layers=d["layers"],
-        num_attention_heads=d["heads"],
-        num_key_value_heads=d["kv"],
-        vocab_size=d["vocab"],
-        max_position_embeddings=4096,
-        bos_token_id=small["text_config"]["bos_token_id"],
-        eos_token_id=small["text_config"]["eos_token_id"],
-        tie_word_embeddings=d["tied"],  # vLLM reads it here, transformers one level up
-    )
+    text |= {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
+    text |= dict(max_position_embeddings=4096)
     rotation = {"rope_type": "default", "mrope_interleaved": True}
     vision = dict(depth=2, patch_size=14, out_hidden_size=d["hidden"])
     if "experts" in d:
@@ -287,14 +270,11 @@ def limits(
 
 def parse_flags(flags: tuple[str, ...]) -> dict[str, Any]:
     """Return settings of grpo.py, given as NAME=VALUE; a value is JSON or, if it is not, a text."""
-
-    def parsed(value: str) -> Any:
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-
-    return {name: parsed(value) for name, value in (flag.split("=", 1) for flag in flags)}
+    settings: dict[str, Any] = dict(flag.split("=", 1) for flag in flags)
+    for name, value in settings.items():
+        with contextlib.suppress(ValueError):
+            settings[name] = json.loads(value)
+    return settings
 
 
 def training_config(cfg: Any, data: str, **settings: Any) -> grpo.Config:
@@ -349,9 +329,7 @@ def measure(cfg: Config) -> dict[str, dict]:
         samples = load_split(run.cfg, data[work["side"]], "count", collector.stream.processor)
         run.cfg.beta, run.cfg.max_completion_length = work["beta"], work["tokens"]
         collector.stream, collector.position = PromptStream(samples, collector.stream.processor, run.cfg.seed), 0
-        rows = [step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
-        if cfg.profile:
-            profile(run, name)
+        rows = [take_step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
         others = ("memory_gib", "memory_flushes", "mfu", "idle/rollout")
         keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in others]
         means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
@@ -377,13 +355,11 @@ def measure_checkpoint(run: Run) -> dict[str, float]:
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is in use
     before, started = resident_gib("VmRSS"), time.perf_counter()
     run.loop.save(run)
-    waited = time.perf_counter() - started
-    row = take_step(run)
-    print_times("step beside the checkpoint", row)
+    waited, folder = time.perf_counter() - started, pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
+    row = take_step(run, "step beside the checkpoint")
     if error := run.loop.checkpoints.wait():
         raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
     written = time.perf_counter() - started
-    folder = pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
     return {
         "save/waited": waited + row["time/optimizer"],
@@ -400,74 +376,15 @@ def resident_gib(name: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
-def take_step(run: Run) -> dict[str, float]:
-    """Take a training step, and begin the next one; return its metrics."""
+def take_step(run: Run, label: str) -> dict[str, float]:
+    """Take a training step, and begin the next one; print its times and return its metrics."""
     row = grpo.train_step(run)
     run.updater.end_step(run.collector.num_rounds)
     freeze_garbage_collector()
-    return row
-
-
-def step(run: Run, label: str) -> dict[str, float]:
-    """Take one training step and return its metrics."""
-    row = take_step(run)
     run.step += 1
     run.collector.features.clear()  # so that every step computes the features of its images
     print_times(label, row)
     return row
-
-
-def profile(run: Run, label: str) -> None:
-    """Take one training step, and print tables of the GPU kernels of each of its phases."""
-    phases = {
-        "prompts": (collect, "cache_image_features"),
-        "rollout": (collect.Collector, "sample"),
-        "log-probabilities": (updates.Updater, "with_logprobs"),
-        "update": (updates.Updater, "step"),
-    }
-    functions = {place: getattr(*place) for place in phases.values()}
-    for phase, (owner, name) in phases.items():
-        setattr(owner, name, profiled(functions[owner, name], f"{label} {phase}"))
-    try:
-        step(run, f"{label}, profiled")
-    finally:
-        for (owner, name), function in functions.items():
-            setattr(owner, name, function)
-
-
-def profiled(function: Callable[..., T], label: str) -> Callable[..., T]:
-    """Return `function`, changed to print a table of the GPU kernels that it runs."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        # With the profiler's record of the host, too, the launches would become slower than the kernels.
-        activity = "CUDA" if torch.cuda.is_available() else "CPU"
-        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, activity)]) as profiler:
-            started = time.perf_counter()
-            result = function(*args, **kwargs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-        table = profiler.key_averages()
-        kernels = sum(event.self_device_time_total for event in table) / 1e6
-        ranges = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        long_gaps = [gap for gap in gaps([(r.start, r.end) for r in ranges]) if gap > 100]  # in microseconds
-        waiting = sum(long_gaps) / 1e6
-        print(f"{label}: {seconds:.3f} s, of which kernels {kernels:.3f} s, waits above 0.1 ms {waiting:.3f} s")
-        print(table.table(sort_by=f"self_{activity.lower()}_time_total", row_limit=40, max_name_column_width=100))
-        return result
-
-    return call
-
-
-def gaps(spans: list[tuple[float, float]]) -> list[float]:
-    """Return the lengths of the times between the first and the last of these spans that no span covers."""
-    found, covered = [], -math.inf
-    for start, end in sorted(spans):
-        if start > covered > -math.inf:
-            found.append(start - covered)
-        covered = max(covered, end)
-    return found
 
 
 def print_times(label: str, row: dict[str, float]) -> None:

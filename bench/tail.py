@@ -154,7 +154,7 @@ def compile_first(run: Run, data: str) -> None:
     engine = run.collector.engine
     max_tokens, engine.max_tokens = engine.max_tokens, lambda sampling, *_: min(sampling.max_tokens, 256)
     restart(run, data, oversample=1.0, steps=1)
-    speed.take_step(run)
+    speed.take_step(run, "compiling")
     engine.max_tokens = max_tokens
 
 
@@ -164,14 +164,15 @@ def restart(run: Run, data: str, oversample: float, steps: int) -> None:
     cfg.oversample, cfg.max_steps = oversample, 10 * steps
     stream = PromptStream(load_split(cfg, data, "count", old.stream.processor), old.stream.processor, cfg.seed)
     run.step, run.collector = 0, make_collector(cfg, stream, old.engine, old.scorer, old.clock, old.interrupted)
-    prompts, own = run.collector.draw(0)
-    stream.prefetch([prompts[i].position for i in own])
+    run.collector.prefetch(0)
     wait(stream.prefetched.values())
 
 
 def sample_only(run: Run) -> None:
     """Sample what a step would train on. After a few such steps, completions of several steps are in flight."""
     run.collector.collect(run.policy, grpo.advantages_of, run.step)
+    run.step += 1
+    run.collector.features.clear()
     wait(run.collector.stream.prefetched.values())  # an update would take longer than encoding the next prompts
     speed.print_times("sampling only", {f"time/{name}": sum(laps) for name, laps in run.collector.clock.laps.items()})
 
@@ -185,12 +186,10 @@ def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occu
     full = min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations // distributed.world_size())
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
-        row = speed.take_step(run) if step >= warm_up else sample_only(run)
-        run.step += 1
-        run.collector.features.clear()  # so that every step computes the features of its images
         if step < warm_up:
+            sample_only(run)
             continue
-        speed.print_times(f"oversample {oversample:g} step {step}", row)
+        row = speed.take_step(run, f"oversample {oversample:g} step {step}")
         row["tokens"] = row["tokens_per_second"] * row["step_time"]
         row["thin_share"] = occupancy.thin_share(started, full)
         rows.append(row)

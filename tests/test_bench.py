@@ -51,9 +51,6 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
             config()
     with pytest.raises(ValueError, match="4b needs a GPU"):
         prefix.Config()
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ValueError, match="links: there are 0 GPUs here, fewer than 4"):
-        scale.Config(links=True)
     scale.Config(shape="tiny")
     scale.Config(plan=True)
 
@@ -69,15 +66,6 @@ def test_flags_of_a_bench_are_checked_first(bench):
     ):
         with pytest.raises(ValueError, match=reason):
             bench.Config(shape="tiny", flags=(flag,))
-
-
-def test_links_are_measured_on_as_many_gpus_as_asked(monkeypatch):
-    """The processes that measure parse their own arguments, which must pass the same check."""
-    started = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr(scale, "launch", lambda gpus, script, *arguments: started.append((gpus, arguments)) or [])
-    scale.main(scale.Config(links=True, gpus=(2,)))
-    assert started == [(2, ("--links", "--gpus", 2))]
 
 
 def test_the_flags_are_checked_with_the_prompts_of_all_gpus():

@@ -348,7 +348,9 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate and weight decay are those of the new command.
     """
-    _load_tensors(folder, policy, optimizer)
+    parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
+    _read_tensors(folder, {"policy": parameters, "optimizer": {"state": moments["state"]}})  # without learning rates
+    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))
@@ -378,13 +380,6 @@ def is_same_setting(old: Any, new: Any) -> bool:
         return old == new
     is_same_path = os.path.exists(new) and os.path.realpath(old) == os.path.realpath(new)
     return is_same_path or old == hide_credentials(new)
-
-
-def _load_tensors(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
-    """Load parameters and moments. The optimizer keeps its own learning rate and weight decay."""
-    parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
-    _read_tensors(folder, {"policy": parameters, "optimizer": {"state": moments["state"]}})
-    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
 
 
 def _read_tensors(folder: Path, tensors: dict[str, Any]) -> None:

@@ -103,7 +103,8 @@ class Collector:
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
-        drawn, local_indices = self.draw(step)
+        drawn = self.draw(step)
+        local_indices = self.assign(drawn)
         self.position = max(self.position, drawn[-1].position + 1)
         local_positions = [drawn[i].position for i in local_indices]
         with self.clock("prompts"):
@@ -122,23 +123,23 @@ class Collector:
             for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
         ]
         all_rewards = self._gather(groups, positions)
-        upcoming, next_indices = self.draw(step)
-        self.stream.prefetch([upcoming[i].position for i in next_indices])  # they are encoded while this step trains
+        self.prefetch(step)
         return groups, all_rewards
 
-    def draw(self, step: int) -> tuple[list[DrawnPrompt], list[int]]:
-        """Return the prompts of the next round, and the indices of those that this process samples.
-
-        Nothing changes until they are sampled. After the last round of a run, there are none.
-        """
+    def draw(self, step: int) -> list[DrawnPrompt]:
+        """Return the prompts of the next round; none after the last. Nothing changes until they are sampled."""
         count = self.cfg.prompts_per_step if self.steps_left(step) > 0 else 0
-        return self.assign([DrawnPrompt(self.position + i, step) for i in range(count)])
+        return [DrawnPrompt(self.position + i, step) for i in range(count)]
 
-    def assign(self, drawn: list[DrawnPrompt]) -> tuple[list[DrawnPrompt], list[int]]:
-        """Return `drawn`, and the indices of those that this process samples."""
+    def prefetch(self, step: int) -> None:
+        """Start encoding this process's prompts of the next round, while this step trains."""
+        drawn = self.draw(step)
+        self.stream.prefetch([drawn[i].position for i in self.assign(drawn)])
+
+    def assign(self, drawn: list[DrawnPrompt]) -> list[int]:
+        """Return the indices of the prompts in `drawn` that this process samples."""
         cfg = self.cfg
-        own = self.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
-        return drawn, own
+        return self.stream.assign_prompts(drawn, cfg.num_generations, cfg.max_completion_length, cfg.tensor_parallel)
 
     def sample(
         self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int
@@ -147,20 +148,15 @@ class Collector:
 
         Returns the P prompts to train on. Those of other processes may lack completions.
         """
-        sampled = dict(zip(local_indices, self.generate(drawn, local_indices, prompts)))
+        sampled = dict(zip(local_indices, self.generate([drawn[i] for i in local_indices], prompts)))
         return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
 
     def generate(
-        self,
-        drawn: list[DrawnPrompt],
-        local_indices: list[int],
-        prompts: list[Prompt],
-        continuation: Continuation | None = None,
+        self, drawn: list[DrawnPrompt], prompts: list[Prompt], continuation: Continuation | None = None
     ) -> list[list[Rollout]]:
-        """Let the sampler generate; the seed of a prompt depends on its position alone."""
-        cfg = self.cfg
-        seeds = [prompt_seed(cfg.seed, drawn[i].position) for i in local_indices]
-        sampling = Sampling(cfg.num_generations, cfg.max_completion_length, cfg.temperature)
+        """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
+        seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
+        sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         return self.engine.generate(prompts, seeds, sampling, continuation)
 
     def _gather(self, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:

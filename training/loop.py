@@ -133,7 +133,9 @@ class Loop:
         run.log.print_step(run.step, max(run.steps_left, 0), metrics)
         is_best = self._record_best(run, metrics)
         stopping = bool(problem or interrupted)
-        if stopping or write_failed or self.checkpoints.save_failed or self._is_save_due(run, is_best):
+        every = run.cfg.save_every
+        is_due = bool(run.step and every and run.step % every == 0) or (is_best and run.cfg.keep_best)
+        if stopping or write_failed or self.checkpoints.save_failed or is_due:
             self.save(run, wait=stopping)
         if problem:
             raise RunStopped(f"{problem}; {self.checkpoints.resume_hint()}", status=1)
@@ -157,10 +159,6 @@ class Loop:
         if is_best:
             self.best = {"step": run.step, "score": score}
         return is_best
-
-    def _is_save_due(self, run: Run, is_best: bool) -> bool:
-        every = run.cfg.save_every
-        return bool(run.step and every and run.step % every == 0) or (is_best and run.cfg.keep_best)
 
     def save(self, run: Run, wait: bool = False) -> None:
         """Save a checkpoint in the background; with `wait`, wait until it is on disk."""

@@ -21,7 +21,7 @@ checkpoint.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +45,11 @@ class PartialCollector(Collector):
         self.in_flight: list[DrawnPrompt] = []  # drawn prompts of all processes not trained on yet, oldest first
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"in_flight": [asdict(each) for each in self.in_flight]}
+        in_flight = [
+            {"position": each.position, "step": each.step, "rollouts": [vars(rollout) for rollout in each.rollouts]}
+            for each in self.in_flight  # not `asdict`, which would copy every tensor before every step
+        ]
+        return super().state_dict() | {"in_flight": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -59,8 +63,8 @@ class PartialCollector(Collector):
         finished = self.position - len(self.in_flight)
         return self.total_steps - (step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
-    def draw(self, step: int) -> tuple[list[DrawnPrompt], list[int]]:
-        """Return the prompts of the next round, oldest first, and the indices of those that this process samples.
+    def draw(self, step: int) -> list[DrawnPrompt]:
+        """Return the prompts of the next round, oldest first.
 
         The round starts with the prompts in flight. New ones are drawn until there are `oversample` times P, but no
         more than the remaining steps train on.
@@ -69,7 +73,7 @@ class PartialCollector(Collector):
         if not (self.cfg.max_steps and self.cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
             target = min(target, self.steps_left(step) * self.cfg.prompts_per_step)
         new = range(self.position, self.position + max(target - len(self.in_flight), 0))
-        return self.assign([*self.in_flight, *(DrawnPrompt(position, step) for position in new)])
+        return [*self.in_flight, *(DrawnPrompt(position, step) for position in new)]
 
     def sample(
         self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int
@@ -78,7 +82,7 @@ class PartialCollector(Collector):
         if not self.in_flight and len(drawn) <= self.cfg.prompts_per_step:  # all are trained on in this step
             return super().sample(drawn, local_indices, prompts, step)
         rule = StoppingRule(step, self.cfg.prompts_per_step, self.cfg.num_generations, self.cfg.max_staleness)
-        generate = functools.partial(self.generate, drawn, local_indices, prompts)
+        generate = functools.partial(self.generate, [drawn[i] for i in local_indices], prompts)
         chosen, self.in_flight = sample_until_enough(generate, drawn, local_indices, rule)
         return [replace(each, rollouts=tuple(with_num_stale(r, step) for r in each.rollouts)) for each in chosen]
 

@@ -6,7 +6,7 @@ Start reading at `start`. grpo.py trains what it returns.
 import json
 import os
 import pathlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import Sample
 from config import Config
-from data import load_processor, load_split, max_images
+from data import Processor, load_processor, load_split, max_images
 from policy.base_files import settings_folder
 from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, plan_sampler
 from policy.model import Policy, check_trained, compute_dtype, load_policy
@@ -36,26 +36,6 @@ from training.updates import Updater
 PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
-@dataclass
-class Inputs:
-    """What a run reads: rows, prompts and rewards."""
-
-    stream: PromptStream
-    eval_samples: list[Sample]
-    scorer: Scorer
-    limits: RequestLimits
-
-
-@dataclass
-class Models:
-    """The models of a run and the size of its micro-batches."""
-
-    policy: Policy
-    reference: Policy | None
-    engine: Engine
-    micro_batch_tokens: int
-
-
 def start(cfg: Config) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
@@ -70,14 +50,29 @@ def start(cfg: Config) -> Run:
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
-    inputs = check_inputs(cfg)
-    state = check_state(cfg, inputs.stream, resume) if resume.checkpoint else {}
-    models = load_models(cfg, inputs, device)
+    stream, eval_samples, scorer, limits = check_inputs(cfg)
+    state = check_state(cfg, stream, resume) if resume.checkpoint else {}
+    policy, reference, engine, micro_batch_tokens = load_models(cfg, stream.processor, limits, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
-    return restore(cfg, inputs, models, folder, resume, state)
+    clock, interrupted = Clock(), []  # shared by the owners
+    has_in_flight = bool(state and state["collector"].get("in_flight"))
+    collector = make_collector(cfg, stream, engine, scorer, clock, interrupted, has_in_flight=has_in_flight)
+    optimizer, scheduler = make_optimizer(policy, cfg, collector.total_steps * cfg.updates_per_step)
+    torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
+    if resume.checkpoint:
+        load_checkpoint(resume.checkpoint, policy, optimizer)
+    resumed_step = state["step"] if resume.continues_output else None
+    log = prepare_output(cfg, folder, resumed_step, collector.total_steps)
+    checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
+    before_change = checkpoints.wait_until_read
+    updater = Updater(cfg, policy, optimizer, scheduler, micro_batch_tokens, clock, interrupted, before_change)
+    run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)
+    if state:
+        restore(run, state)
+    return run
 
 
 def check_start_survives(cfg: Config) -> None:
@@ -90,8 +85,8 @@ def check_start_survives(cfg: Config) -> None:
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
 
 
-def check_inputs(cfg: Config) -> Inputs:
-    """Read and check every row and reward."""
+def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
+    """Read and check every row and reward; return the training rows, the held-out rows, the rewards and the limits."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
@@ -103,7 +98,7 @@ def check_inputs(cfg: Config) -> Inputs:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
     longest = cfg.max_prompt_length + cfg.max_completion_length
-    return Inputs(stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples])))
+    return stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples]))
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
@@ -136,8 +131,13 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
-def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
-    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep."""
+def load_models(
+    cfg: Config, processor: Processor, limits: RequestLimits, device: torch.device
+) -> tuple[Policy, Policy | None, Engine, int]:
+    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep.
+
+    Returns policy, reference, sampler, and the maximum number of tokens of a micro-batch.
+    """
     dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
@@ -148,55 +148,26 @@ def load_models(cfg: Config, inputs: Inputs, device: torch.device) -> Models:
     if sampler_flags.engine == "vllm":
         console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
     check_gpu_memory(policy, cfg, device, sampler_fraction, sharding)
-    engine = make_engine(sampler_flags, cfg.model, inputs.stream.processor, device, dtype, inputs.limits, policy)
+    engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
-    micro_batch_tokens = choose_micro_batch_size(
-        policy, reference, cfg, inputs.limits.tokens, device, cfg.gpu_memory, sharding
-    )
-    return Models(policy, reference, engine, micro_batch_tokens)
+    tokens = choose_micro_batch_size(policy, reference, cfg, limits.tokens, device, cfg.gpu_memory, sharding)
+    return policy, reference, engine, tokens
 
 
-def restore(
-    cfg: Config, inputs: Inputs, models: Models, folder: RunFolder, resume: ResumePlan, state: dict[str, Any]
-) -> Run:
-    """Make the optimizer, load the checkpoint to resume from, if any, then prepare the output folder and its log files.
-
-    `state`: see `check_state`; empty for a new run. A new run deletes what an earlier run has left in the output folder
-    (`RunFolder.prepare`).
-    """
-    clock, interrupted = Clock(), []  # shared by the owners
-    has_in_flight = bool(state and state["collector"].get("in_flight"))
-    collector = make_collector(
-        cfg, inputs.stream, models.engine, inputs.scorer, clock, interrupted, has_in_flight=has_in_flight
-    )
-    optimizer, scheduler = make_optimizer(models.policy, cfg, collector.total_steps * cfg.updates_per_step)
-    torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
-    if resume.checkpoint:
-        load_checkpoint(resume.checkpoint, models.policy, optimizer)
-    resumed_step = state["step"] if resume.continues_output else None
+def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, total_steps: int) -> RunLog:
+    """Delete what an earlier run has left in the output folder (`RunFolder.prepare`), and begin or continue its log."""
     folder.prepare(resumed_step)
     with distributed.shared_errors():
         if console.is_main():
             settings_folder(cfg.model, cfg.output, keep=True)
-    log = RunLog(cfg.output, asdict(cfg) | {"total_steps": collector.total_steps}, cfg.report_every, resumed_step)
-    checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
-    updater = Updater(
-        cfg,
-        models.policy,
-        optimizer,
-        scheduler,
-        models.micro_batch_tokens,
-        clock,
-        interrupted,
-        checkpoints.wait_until_read,
-    )
-    loop = Loop(checkpoints, inputs.eval_samples, interrupted)
-    run = Run(cfg, models.policy, models.reference, collector, updater, loop, log)
-    if state:
-        load_state(run, state)
-        if not is_same_setting(state["config"].get("eval_data"), cfg.eval_data):  # the best score is of other rows
-            loop.best, loop.eval_due = None, True
-    loop.eval_due = loop.eval_due and bool(inputs.eval_samples)  # the resumed command may have no --eval_data
-    return run
+    return RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step)
+
+
+def restore(run: Run, state: dict[str, Any]) -> None:
+    """Continue `run` from the `state` of a checkpoint; see `check_state`."""
+    load_state(run, state)
+    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # the best score is of other rows
+        run.loop.best, run.loop.eval_due = None, True
+    run.loop.eval_due &= bool(run.loop.eval_samples)  # the resumed command may have no --eval_data
