@@ -341,8 +341,8 @@ def test_a_gold_answer_is_refused_only_by_a_reward_that_counts(folder, tiny_mode
     flags |= {"data": jsonl(folder, good(), good(1, answer=gold)), "output": str(folder / "run")}
     with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*data\.jsonl row 2: the answer '.*' c"):
         check_inputs(Config(**flags))
-    assert len(check_inputs(Config(**flags, skip_bad_rows=True)).stream.samples) == 1
-    assert len(check_inputs(Config(**flags, reward=("vqa=0", "format"))).stream.samples) == 2
+    assert len(check_inputs(Config(**flags, skip_bad_rows=True))[0].samples) == 1
+    assert len(check_inputs(Config(**flags, reward=("vqa=0", "format")))[0].samples) == 2
 
 
 @pytest.mark.parametrize(("reward", "refused"), [((), True), (("vqa=0", "format"), False)])

@@ -174,7 +174,7 @@ def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
     with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
-        checkpoint._load_tensors(saved / "checkpoint-4", run.policy, run.updater.optimizer)
+        checkpoint.load_checkpoint(saved / "checkpoint-4", run.policy, run.updater.optimizer)
 
 
 # --- faults during a run ----------------------------------------------------------------------------------------------
