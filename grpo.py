@@ -156,8 +156,8 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
 
     The loss type's `average` decides. "sequences": 1 / (sequences · L_i), the mean over sequences of the mean over
     tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). `totals` (2,)
-    counts the sequences and tokens of all processes (by default, those of `lengths`), so the gradient is a plain sum
-    over micro-batches and processes, however they are cut. Length 0 marks an unscored completion; it is not counted.
+    counts the sequences and tokens of an update on all processes (by default, those of `lengths`), so its gradient is a
+    plain sum over micro-batches and processes, however they are cut. Length 0 marks an unscored, uncounted completion.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
@@ -170,16 +170,17 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     """Return the loss of one micro-batch, and sums over its tokens for the metrics. `logp` (C,) is that of π_θ.
 
     With token weight w, the loss is Σ w · (β · KL − importance · objective). The objective is that of `LOSSES`, a
-    function of the ratio r = π_θ / π_old and the advantage. π_old is the sampler (`--old_logp sampler`), or the trainer
-    before the step; with one update per step, that is π_θ itself, and r is exactly 1. KL is the k3 estimate;
-    `--unbiased_kl` multiplies it by each token's r, for an unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
+    function of the ratio r = π_θ / π_old and the advantage. π_old is the policy before the step's
+    first update or, with `--old_logp sampler`, the sampler. With one update per step, the former is π_θ itself, and r
+    is exactly 1. KL is the k3 estimate; `--unbiased_kl` multiplies it by each token's r, for an unbiased gradient
+    (DeepSeek-V3.2, arXiv:2512.02556).
     """
     values, loss_type, rows = batch.values, LOSSES[cfg.loss_type], batch.row_of_token
     counted = values.weights > 0  # blank micro-batches hold placeholder values, which must stay finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
-    else:  # with one update, the ratio is 1 also with dropout
+    else:  # with one update, r is 1, also if dropout makes π_θ differ from `trainer_logp`
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
@@ -226,7 +227,7 @@ def train_step(run: Run) -> dict[str, float]:
     if cfg.beta:
         minibatches = updater.with_logprobs(run.reference, minibatches, "ref_logp")
     if (cfg.updates_per_step > 1 and cfg.old_logp == "policy") or updater.has_dropout:
-        minibatches = updater.with_logprobs(run.policy, minibatches, "trainer_logp")  # before the first update
+        minibatches = updater.with_logprobs(run.policy, minibatches, "trainer_logp")  # π_old
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:
             updater.step(minibatch, lambda batch: backward(run, batch))  # line 11
@@ -236,9 +237,9 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    These are scored and have a non-zero advantage or a KL term. The weights count every scored completion of all
-    processes, so leaving out the others does not change the gradient. A truncated completion is trained on like any
-    other. With `mask_truncated`, it counts, but its tokens have weight 0 (DAPO, arXiv:2503.14476, section 3.4).
+    These are scored and have a non-zero advantage or a KL term. The rest is left out, but counts in the divisors of the
+    weights, so the gradient stays the same. A truncated completion is trained on like any other. With `mask_truncated`,
+    its tokens are neither trained on nor counted; it counts as a sequence (DAPO, arXiv:2503.14476, section 3.4).
     """
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
     lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs]).long()

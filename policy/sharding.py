@@ -169,10 +169,10 @@ def unsharded(policy: Policy) -> Iterator[None]:
 
 
 def reduce_gradients(policy: Policy, now: bool) -> None:
-    """Set whether the next backward pass sums gradients over the processes (`now`), or leaves that to a later pass.
+    """Set whether the next backward pass averages gradients over the processes (`now`), or leaves that to a later pass.
 
     If every process holds all weights, gradients are accumulated in float32 until then. If the weights are sharded,
-    only the sum over copies of the weights is left to the later pass: each process has memory for the gradients of its
+    only the mean over copies of the weights is left to the later pass: each process has memory for the gradients of its
     shards alone.
     """
     if not isinstance(policy, FSDPModule):
@@ -184,7 +184,7 @@ def reduce_gradients(policy: Policy, now: bool) -> None:
 
 
 def take_gradients(policy: Policy) -> None:
-    """Turn what FSDP has accumulated into the gradients of `policy`, in a single process, which has nothing to sum.
+    """Turn what FSDP has accumulated into the gradients of `policy`, in a single process, which has nothing to average.
 
     FSDP would copy each gradient twice, to memory that it cannot share with activations: 12 GB for a 3B model
     (docs/log.md).

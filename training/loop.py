@@ -185,7 +185,7 @@ class Loop:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    """Return all that a step changes besides tensors of the policy and the optimizer, and random states."""
+    """Return all that a step changes but the policy's and the optimizer's tensors and the random states."""
     loop = run.loop
     progress = {"step": run.step, "best": loop.best, "eval_due": loop.eval_due}
     return progress | {"collector": run.collector.state_dict(), "updater": run.updater.state_dict()}

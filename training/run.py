@@ -32,8 +32,8 @@ from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 from training.updates import Updater
 
-# flags that make up a prompt
-PROMPT_SETTINGS = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
+# flags on which the text and the images of a prompt depend
+PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
 def start(cfg: Config) -> Run:
@@ -42,7 +42,8 @@ def start(cfg: Config) -> Run:
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
     sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
-    after all checks have passed.
+    after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
+    `load_checkpoint`, and everything else (position in the data, schedule, best score, …) from `restore`.
     """
     device = distributed.start(cfg.hang_timeout)
     check_engine_available(cfg, device)
@@ -126,7 +127,7 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
     if cfg.tensor_parallel > 1:
         raise UserError(f"{need} --tensor_parallel 1, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
-    for name in PROMPT_SETTINGS:
+    for name in PROMPT_FORMAT:
         if name in saved and not is_same_setting(saved[name], new[name]):
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 

@@ -108,7 +108,7 @@ class Updater:
                 self.policy, self.micro_batch_tokens, lambda budget: self._accumulate(groups, budget, backward)
             )
             stats = distributed.reduce_stats(sums)
-        if self.updates and self.cfg.old_logp == "sampler":  # they would compare the updated policy with the sampler
+        if self.updates and self.cfg.old_logp == "sampler":  # in later updates, the policy is no longer the sampler's
             stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
         grad_norm = distributed.full_tensor(norm)
