@@ -71,6 +71,8 @@ def test_gdpo_normalises_each_reward_in_its_group():
     # rewards that cancel leave a rounding error, which must not be divided by its own deviation
     opposite = {"a": torch.tensor([[0.1, 0.2, 0.4]]), "b": torch.tensor([[0.4, 0.3, 0.1]])}
     assert not gdpo_advantages(opposite, {"a": 1.0, "b": 1.0}).any()
+    tiny = gdpo_advantages({"a": torch.tensor([[1.0, 0.0]])}, {"a": 1e-6})  # ε is larger than the deviation of the sum
+    torch.testing.assert_close(tiny, torch.tensor([[1e-6 * unit, -1e-6 * unit]]) / (1e-6 + 1e-6))
     equal = {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}
     assert torch.equal(gdpo_advantages(equal, {"a": 1.0, "b": 2.0}), torch.zeros(2, 3))
 
@@ -315,13 +317,14 @@ def test_importance_of_tokens_and_of_sequences():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_masked_completions_are_not_trained_on(loss_type):
-    """They count among the sequences, but their tokens do not count among the tokens."""
-    rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated=n == 6) for n in (2, 6, 4)]
-    groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, [Rewards(1.0, 1.0)] * 3, index=0)]
+    """They count among the sequences, but their tokens do not count among the tokens. Unscored ones count for nothing."""
+    rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated=n == 6) for n in (1, 6, 4, 3)]
+    rewards = [*[Rewards(1.0, 1.0)] * 3, Rewards()]  # the last one is unscored
+    groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, rewards, index=0)]
     cfg = Config(data="x", loss_type=loss_type, mask_truncated=True, max_completion_length=6, beta=0.1)
-    (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0]]))
+    (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
     weights = {len(completion.ids): completion.weight for completion in group.completions}
-    want = {"grpo": {2: 1 / 6, 4: 1 / 12}, "dapo": {2: 1 / 6, 4: 1 / 6}, "dr_grpo": {2: 1 / 18, 4: 1 / 18}}[loss_type]
+    want = {"grpo": {1: 1 / 3, 4: 1 / 12}, "dapo": {1: 1 / 5, 4: 1 / 5}, "dr_grpo": {1: 1 / 18, 4: 1 / 18}}[loss_type]
     assert weights == pytest.approx(want)
 
 
