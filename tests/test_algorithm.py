@@ -317,7 +317,7 @@ def test_importance_of_tokens_and_of_sequences():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_masked_completions_are_not_trained_on(loss_type):
-    """They count among the sequences, but their tokens do not count among the tokens. Unscored ones count for nothing."""
+    """They count among the sequences, but not their tokens among the tokens. Unscored completions do not count."""
     rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated=n == 6) for n in (1, 6, 4, 3)]
     rewards = [*[Rewards(1.0, 1.0)] * 3, Rewards()]  # the last one is unscored
     groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, rewards, index=0)]
