@@ -593,6 +593,14 @@ def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypa
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes))
 
 
+def test_a_signal_after_a_steps_first_update_lets_the_step_end(tiny_model, shapes, tmp_path, monkeypatch):
+    """The weights have moved, so that the step can no longer be undone."""
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, num_iterations=2))
+    monkeypatch.setattr(run.updater, "before_change", lambda: run.loop.interrupted.append(signal.SIGTERM))
+    with pytest.raises(RunStopped, match="stopped after step 1; checkpoint-1 is complete"):
+        run.loop.train(run, grpo.train_step)
+
+
 def test_a_signal_that_torchrun_forwards_is_no_second_one():
     code = "import os, signal, time; from common import signals; received = []; signals.defer_signals(received)\n"
     code += "for _ in range(2): os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
@@ -699,12 +707,13 @@ def test_who_is_left_alone_ends_and_who_is_not_saves():
 
 def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, shapes, tmp_path, monkeypatch):
     """Skipped updates are counted across a checkpoint: two come before the checkpoint and the third after it. The
-    gradient norms of skipped updates are not kept."""
-    loss, bad = grpo.batch_loss, True
+    gradient norms of skipped updates are not kept, and such an update is no spike although the last norm was one."""
+    loss, bad, norms = grpo.batch_loss, True, [1e-6] * 20 + [1.0]
     monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")) if bad else loss(*a))
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, save_every=2))
+    run.updater.norms = norms
     run.loop.train(run, grpo.train_step)
-    assert (run.updater.skipped, run.updater.norms) == (2, [])
+    assert (run.updater.skipped, run.updater.norms) == (2, norms)
     flags = dict(max_steps=9, resume="newest")
     with pytest.raises(RunStopped, match=r"step 3: 3 skipped updates in a row .*; checkpoint-3 is complete: continue"):
         grpo.main(config(tiny_model, shapes, tmp_path, **flags))
