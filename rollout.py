@@ -329,7 +329,6 @@ class VLLMEngine:
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[Rollout]]:
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
-        requests = [self._request(prompt) for prompt in prompts]
         params = [self._params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
@@ -337,11 +336,11 @@ class VLLMEngine:
         sent_as_images = [prompt for prompt in prompts if self._sends_images(prompt)]
         if sent_as_images and not self.pixels_checked:
             with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
-                outputs = self.llm.generate(requests, params, use_tqdm=bar)
+                outputs = self._run(prompts, params, bar)
             check_pixels(sent_as_images, tower_inputs)
             self.pixels_checked = True
         else:
-            outputs = self.llm.generate(requests, params, use_tqdm=bar)
+            outputs = self._run(prompts, params, bar)
         for prompt, output in zip(prompts, outputs):
             check_expansion(prompt, output.prompt_token_ids)
         completions = [completion for output in outputs for completion in output.outputs]
@@ -356,6 +355,24 @@ class VLLMEngine:
         ]
         rollouts_of = {i: rollouts[sampling.n * place : sampling.n * (place + 1)] for place, i in enumerate(order)}
         return [rollouts_of[i] for i in range(len(prompts))]
+
+    def _run(self, prompts: Sequence[Prompt], params: list[Any], bar: Any) -> list[Any]:
+        """Return vLLM's outputs. Raises UserError if it refuses a prompt; the others are then given up, too."""
+        try:
+            return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
+        except ValueError:
+            for prompt in prompts:  # vLLM does not say which
+                self._render(prompt)
+            raise
+
+    def _render(self, prompt: Prompt) -> dict[str, Any]:
+        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them, or expands them otherwise."""
+        try:
+            (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
+        except ValueError as error:
+            raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
+        check_expansion(prompt, rendered["prompt_token_ids"])
+        return rendered
 
     def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
         """Return the maximum length of a continued completion. bench/tail.py replaces this, to have its own lengths."""
@@ -394,8 +411,7 @@ class VLLMEngine:
 
         def requests() -> Iterator[tuple[dict, Any]]:
             for i, group in itertools.groupby(places, lambda place: place[0]):
-                (prompt,) = self.llm.renderer.render_cmpl([self._request(prompts[i])])
-                check_expansion(prompts[i], prompt["prompt_token_ids"])
+                prompt = self._render(prompts[i])
                 for _, j in group:
                     tokens = rollouts[i][j].ids.tolist()
                     seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(sampling, seeds[i], j)

@@ -1,19 +1,8 @@
-"""Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device, vLLM and memory limits.
-
-    RECORD_VERSIONS=tests/vectors/gpu_versions.json python -m pytest tests/test_gpu.py
-
-also writes the versions of everything that these tests loaded, which `requirements-gpu.txt` must pin.
-"""
+"""Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device and memory limits."""
 
 import copy
-import datetime
 import importlib
 import importlib.util
-import json
-import math
-import os
-import pathlib
-import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -37,9 +26,12 @@ from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
 from policy.model import Policy, vision_parameters
 from rollout import choose_engine
-from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, record, save_tiny, write_rows
+from tests.helpers.models import (
+    build,
+    make_group,
+    skip_without_linear_attention,
+)
 from tests.helpers.scripts import ROOT
-from tests.helpers.versions import loaded_packages
 from training.metrics import memory_flushes
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
@@ -174,26 +166,6 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_micro_batch_with_a_trained_towe
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_logprobs_of_sampled_tokens_are_those_of_softmax():
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from policy.vllm_logprobs import sampled_logprobs
-
-    logits = torch.randn(37, 5000, device="cuda") * 3
-    logits[:, 4000:] = -math.inf  # what top-p leaves out
-    for rows in (37, 5, 1):
-        tokens = torch.randint(4000, (rows,), device="cuda")
-        got = sampled_logprobs(logits[:rows], 0, tokens).logprobs
-        torch.testing.assert_close(got, logits[:rows].log_softmax(-1).gather(-1, tokens[:, None]), atol=1e-5, rtol=0)
-
-
-def skip_without_linear_attention() -> None:
-    """Skip a test that needs Gated DeltaNet layers, where a training run would refuse them."""
-    try:
-        delta_net.check_kernels(build("qwen3_5").config, torch.device("cuda"))
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize(("head_dim", "with_state"), [(32, True), (128, True), (128, False)])
 def test_linear_attention_kernels_agree_with_the_torch_path(head_dim, with_state):
     """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""
@@ -258,218 +230,6 @@ def test_a_run_on_the_device(tiny_model, shapes, tmp_path):
         assert missing <= {"mfu", "sampling/logp_difference_text"}
         assert row["sampling/logp_difference_mean"] < 0.02
         assert row["memory_gib"] > 0
-
-
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model, shapes, tmp_path_factory) -> dict:
-    """Run tests/helpers/vllm_worker.py and return its results."""
-    out = tmp_path_factory.mktemp("vllm") / "results.json"
-    process = run("tests/helpers/vllm_worker.py", tiny_model, shapes, str(out))
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(out.read_text())
-
-
-@no_vllm
-def test_sampler_and_trainer_agree_round_after_round(engine):
-    """Compare the log-probabilities and, with --check_sync, each weight that is pushed after sleep level 2.
-
-    The first round uses vLLM's own vision tower, and the later rounds use the trainer's image features.
-    """
-    assert [r["features"] for r in engine["rounds"]] == [False, True, True]
-    for r in engine["rounds"]:
-        for kind in ("image", "text"):
-            assert r["difference"][kind] < 0.02, r
-            assert r["greedy_difference"][kind] < 0.02, r
-
-
-@no_vllm
-def test_sleep_gives_memory_back_and_seeds_repeat(engine):
-    for r in engine["rounds"]:
-        assert r["freed_gib"] > 5
-        assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
-        assert r["distinct"] > 20, "completions must not share random numbers"
-    large = {tag: sum(size > 2 for size in blocks) for tag, blocks in engine["mib_of_blocks"].items()}
-    assert large["kv_cache"] == 1, "vLLM takes the memory of its KV cache block by block"
-    assert large["weights"] <= 1, "the tiny model's weights may all lie in blocks for small tensors"
-
-
-@no_vllm
-def test_completions_end_as_the_trainer_expects(engine):
-    for r in engine["rounds"]:
-        assert all(r["texts"])
-        for length, truncated, ends in zip(r["lengths"], r["truncated"], r["ends"]):
-            assert truncated == (not ends)
-            assert length == 24 or not truncated
-
-
-@no_vllm
-def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
-    assert engine["pixels_checked"]
-    assert "did not get the trainer's pixels" in engine["wrong_pixels"]
-    assert "main.csv row" in engine["wrong_ids"]
-    assert "tokens that differ from the trainer's" in engine["wrong_ids"]
-
-
-@no_vllm
-def test_the_short_path_through_the_scheduler_changes_no_completion(tiny_model, tmp_path):
-    """Requests stop, reach their maximum length, wait, and are preempted.
-
-    The worker also runs with vLLM's CPU build, this test does not.
-    """
-    results = []
-    for flag in ([], ["--eager"], ["--own"]):
-        process = run("tests/helpers/scheduler_worker.py", tiny_model, f"{tmp_path}/out.json", *flag)
-        assert process.returncode == 0, process.stderr[-3000:]
-        results.append(json.loads((tmp_path / "out.json").read_text()))
-    vllms, eager, ours = results
-    for name, round_ in eager.items():
-        for i, (one, other) in enumerate(zip(round_["completions"], vllms[name]["completions"], strict=True)):
-            (tokens, logprobs, *ending), (expected, expected_logprobs, *expected_ending) = one, other
-            assert (tokens, ending) == (expected, expected_ending), f"{name}: completion {i}"
-            # vLLM compiles its kernels in the first process and loads them in the next, which may round differently.
-            assert logprobs == pytest.approx(expected_logprobs, abs=0.05), f"{name}: completion {i}"
-        assert round_["calls"]["schedule"] == vllms[name]["calls"]["schedule"]
-    assert eager["crowded"]["calls"]["_preempt_request"] > 0
-    assert {reason for *_, reason, _ in eager["crowded"]["completions"]} == {"stop", "length"}
-
-    # Other requests share an iteration, so a GPU may round differently. Few iterations leave the short path.
-    for name, share in (("crowded", 0.9), ("roomy", 0.95)):
-        calls = ours[name]["calls"]
-        assert calls["_schedule_decode"] > share * calls["schedule"]
-        assert calls["schedule"] < 1.2 * vllms[name]["calls"]["schedule"]
-        assert all(len(tokens) == len(logprobs) for tokens, logprobs, *_ in ours[name]["completions"])
-    assert ours["crowded"]["calls"]["_preempt_request"] < vllms["crowded"]["calls"]["_preempt_request"]
-    lengths = [len(tokens) for tokens, *_ in ours["roomy"]["completions"]]
-    assert lengths == [10 * (1 + i) for i in range(8)]
-
-
-@no_vllm
-def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
-    """A randomly initialised model learns to write vowels.
-
-    The rollouts come from vLLM, the weights are synced every step, and the vision tower is trained.
-    """
-    reward = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
-    (tmp_path / "r.py").write_text(reward)
-    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
-    flags += [f"--reward={tmp_path}/r.py:vowels", "--reward=count=0", "--max_steps=30", "--prompts_per_step=12"]
-    flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
-    process = run("grpo.py", *flags, "--no_compile", "--check_sync")
-    assert process.returncode == 0, process.stderr[-3000:]
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    rewards = [row["reward"] for row in rows]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
-    assert 0 < max(differences(rows)) < 0.03
-
-
-@no_vllm
-@pytest.mark.parametrize("four_bit", [False, True])
-def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
-    """After every sync, vLLM has the merged weights of base and adapter. A 4-bit base is dequantised for this."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--lora_rank=8"]
-    flags += [
-        "--max_steps=4",
-        "--prompts_per_step=4",
-        "--num_generations=4",
-        "--max_completion_length=16",
-        "--beta=0.01",
-    ]
-    flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
-    process = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
-    assert process.returncode == 0, process.stderr[-3000:]
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
-    assert rows[-1]["kl"] > 0
-    assert 0 < max(differences(rows)) < 0.03
-    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
-
-
-@no_vllm
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5_base, shapes, tmp_path, lora_rank):
-    flags = [
-        f"--model={transformers_5_base}",
-        f"--data={shapes}",
-        f"--output={tmp_path}/run",
-        f"--lora_rank={lora_rank}",
-    ]
-    flags += ["--max_steps=1", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
-    process = run("grpo.py", *flags, "--engine=hf", "--no_compile")
-    assert process.returncode == 0, process.stderr[-3000:]
-    model = f"{tmp_path}/run/final"
-    if lora_rank:
-        model = f"{tmp_path}/merged"
-        adapter = f"--lora_model={tmp_path}/run/final"
-        process = run("merge_lora.py", f"--base_model={transformers_5_base}", adapter, f"--output_path={model}")
-        assert process.returncode == 0, process.stderr[-3000:]
-    flags = [f"--model={model}", f"--data={shapes}", "--limit=4", f"--output={tmp_path}/eval", "--vllm_memory=0.1"]
-    process = run("evaluate.py", *flags, "--max_tokens=16", "--engine=vllm")
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert (tmp_path / "eval" / "scores.json").is_file()
-
-
-@no_vllm
-@pytest.mark.skipif("RECORD_VERSIONS" not in os.environ, reason="RECORD_VERSIONS names no file to write")
-def test_record_the_versions_that_were_loaded(engine):
-    for name in ("peft", "bitsandbytes"):  # loaded in the processes that trained adapters
-        importlib.import_module(name)
-    record = {
-        "machine": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "packages": dict(sorted((engine["packages"] | loaded_packages()).items())),
-    }
-    pathlib.Path(os.environ["RECORD_VERSIONS"]).write_text(json.dumps(record, indent=1) + "\n")
-
-
-# --- families ---------------------------------------------------------------------------------------------------------
-
-
-def differences(rows: list[dict]) -> list[float]:
-    """Return the mean difference of sampler and trainer in each step; a step without trained tokens has none."""
-    return [row["sampling/logp_difference_mean"] or 0.0 for row in rows]
-
-
-@no_vllm
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_through_vllm(family, tmp_path):
-    """Three steps, with every weight compared after each sync. One engine after the other: together, they would take
-    each other's memory."""
-    if family == "qwen3_5":
-        skip_without_linear_attention()
-    folder, data = save_tiny(family, tmp_path / "model"), write_rows(tmp_path, with_images=family in WITH_IMAGES)
-    flags = [f"--model={folder}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
-    flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
-    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
-    process = run("grpo.py", *flags, "--max_prompt_length=512")
-    mismatch = differences(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    message = next((line for line in process.stderr.splitlines() if "error:" in line), process.stderr[-1500:])
-    record(family, "vllm", f"{max(mismatch):.4f}" if process.returncode == 0 else f"no: {message}")
-    assert process.returncode == 0, f"{message}\n{process.stderr[-6000:]}"
-    assert max(mismatch) < 0.005
-
-
-@no_vllm
-@pytest.mark.parametrize("with_images", [False, True])
-def test_partial_rollouts_through_vllm(with_images, brief_model, tmp_path):
-    """Every row is trained on once an epoch, and the tokens of this step agree with the trainer."""
-    data = write_rows(tmp_path, with_images=with_images)
-    flags = [f"--model={brief_model}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
-    flags += ["--epochs=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=200"]
-    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--oversample=1.5", "--no_compile", "--report_every=1"]
-    process = run("grpo.py", *flags, "--max_prompt_length=512")
-    assert process.returncode == 0, process.stderr[-6000:]
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert len(rows) == 6
-    assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.02
-    assert any(row["partial/groups_unfinished"] for row in rows)
-    assert any(row["partial/tokens_of_age_1"] for row in rows)
-    assert rows[-1]["partial/groups_unfinished"] == rows[-1]["partial/groups_waiting"] == 0
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

@@ -9,20 +9,23 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import transformers
 from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers.models.idefics3 import Idefics3VisionConfig
 
+from common.errors import UserError
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sample, ScoredGroup
 from data import Processor, encode_prompt, prompt_positions
 from demo import tiny
+from policy import delta_net
 from policy.families import Vision, find_family
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
 TEXT = dict(
-    hidden_size=64,
+    hidden_size=128,  # heads of 32, the smallest that vLLM samples with on a CPU
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -35,7 +38,7 @@ TEXT = dict(
 TOKENS = dict(
     image_token_id=IMAGE, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, video_token_id=VIDEO
 )
-GRID = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64)  # a vision tower
+GRID = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=128)  # a vision tower
 
 
 def mrope(section: list[int], **more: object) -> dict:
@@ -43,15 +46,15 @@ def mrope(section: list[int], **more: object) -> dict:
 
 
 def qwen2_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=64, mlp_ratio=2)
+    vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=128, mlp_ratio=2)
     return transformers.Qwen2VLConfig(
-        text_config=text | {"rope_parameters": mrope([2, 3, 3])}, vision_config=vision, **tokens
+        text_config=text | {"rope_parameters": mrope([4, 6, 6])}, vision_config=vision, **tokens
     )
 
 
 def qwen2_5_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": mrope([2, 3, 3])},
+        text_config=text | {"rope_parameters": mrope([4, 6, 6])},
         vision_config=GRID | {"fullatt_block_indexes": [1]},
         **tokens,
     )
@@ -59,27 +62,27 @@ def qwen2_5_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedCon
 
 def qwen3_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
+    text = text | {"head_dim": 32, "rope_parameters": mrope([8, 4, 4], mrope_interleaved=True)}
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
 
 
 def qwen3_vl_moe(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
+    text = text | {"head_dim": 32, "rope_parameters": mrope([8, 4, 4], mrope_interleaved=True)}
     text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
 
 
 def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = text | {
-        "head_dim": 16,
+        "head_dim": 32,
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "rope_parameters": mrope([1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
+        "rope_parameters": mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
     }
     vision = GRID | {"patch_size": 14, "num_position_embeddings": 64}
     return transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
@@ -87,7 +90,7 @@ def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig
 
 def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = transformers.AriaTextConfig(
-        **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=16
+        **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=32
     )
     vision = Idefics3VisionConfig(
         hidden_size=32,
@@ -108,7 +111,7 @@ def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
 def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=[56, 56])
     return transformers.InternVLConfig(
-        text_config=text | {"model_type": "qwen3", "head_dim": 16},
+        text_config=text | {"model_type": "qwen3", "head_dim": 32},
         vision_config=vision,
         image_token_id=tokens["image_token_id"],
         image_seq_length=4,
@@ -117,7 +120,7 @@ def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfi
 
 
 def glm4v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    text = text | {"rope_parameters": mrope([2, 1, 1], partial_rotary_factor=0.5), "pad_token_id": 0}
+    text = text | {"rope_parameters": mrope([4, 2, 2], partial_rotary_factor=0.5), "pad_token_id": 0}
     text["attention_bias"] = True  # transformers has the biases in any case, vLLM only if told
     names = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
     tokens = {name: tokens[names.get(name, name)] for name in ("image_token_id", "video_token_id", *names)}
@@ -131,7 +134,7 @@ def qwen2_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig
 
 
 def qwen3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    return transformers.Qwen3Config(**text, head_dim=16)
+    return transformers.Qwen3Config(**text, head_dim=32)
 
 
 def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
@@ -266,6 +269,14 @@ def _tokenizer(row: Tiny, vision: Vision | None) -> transformers.PreTrainedToken
         chat_template=base.chat_template.replace(image, row.chat_image.replace("\n", "\\n") or image),
         extra_special_tokens=row.roles or {},
     )
+
+
+def skip_without_linear_attention() -> None:
+    """Skip a test that needs Gated DeltaNet layers, where a training run would refuse them."""
+    try:
+        delta_net.check_kernels(build("qwen3_5").config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def groups_of(lengths_of_groups: list[list[int]]) -> list[Group]:

@@ -2,14 +2,15 @@
 
     python tests/helpers/vllm_worker.py MODEL DATA OUT.json
 
-tests/test_gpu.py runs this script in a separate process, because a process can have only one vLLM engine with
-sleep mode.
+tests/test_vllm.py runs this script in a separate process, because a process can have only one vLLM engine with
+sleep mode. Without a GPU, tests/helpers/vllm_cpu.py runs it.
 """
 
 import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -41,6 +42,25 @@ def differences(policy, prompts, groups) -> dict[str, float]:
     return {kind: torch.cat(tensors).mean().item() for kind, tensors in kinds.items()}
 
 
+def mib_of_blocks() -> dict[str, list[float]]:
+    """Return the sizes of the blocks of GPU memory that vLLM gives back when it goes to sleep."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    blocks: dict[str, list[float]] = {"weights": [], "kv_cache": []}
+    for block in CuMemAllocator.get_instance().pointer_to_data.values():
+        blocks[block.tag].append(block.handle[1] / 2**20)
+    return blocks
+
+
+def refusal(generate: Callable[[], object]) -> str:
+    """Return the message with which a call of `generate` is refused."""
+    try:
+        generate()
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
 def main(model: str, data: str, out: str) -> None:
     device = distributed.start()
     processor = load_processor(model, "count")
@@ -49,25 +69,22 @@ def main(model: str, data: str, out: str) -> None:
     samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
     flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
-    policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, torch.bfloat16)
-    engine = make_engine(flags, model, processor, device, torch.bfloat16, RequestLimits(1024, 2), policy)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, dtype)
+    engine = make_engine(flags, model, processor, device, dtype, RequestLimits(1024, 2), policy)
     engine.sleep()
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    blocks: dict[str, list[float]] = {"weights": [], "kv_cache": []}
-    for block in CuMemAllocator.get_instance().pointer_to_data.values():
-        blocks[block.tag].append(block.handle[1] / 2**20)
-    results: dict = {"rounds": [], "mib_of_blocks": blocks}
+    results: dict = {"rounds": [], "mib_of_blocks": mib_of_blocks() if on_gpu else None}
     decode = processor.tokenizer.decode
     for number in range(3):
         with torch.no_grad():  # stands in for an update, so that each round has a different policy
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1 * number)
-        asleep = torch.cuda.mem_get_info()[0]
+        asleep = torch.cuda.mem_get_info()[0] if on_gpu else 0
         engine.wake_up()
         engine.sync_weights(policy)
-        awake = torch.cuda.mem_get_info()[0]
+        awake = torch.cuda.mem_get_info()[0] if on_gpu else 0
         if number == 1:
             cache_image_features(policy, prompts, {})
         seeds = list(range(10 * number, 10 * number + len(prompts)))
@@ -95,19 +112,18 @@ def main(model: str, data: str, out: str) -> None:
             }
         )
     results["pixels_checked"] = engine.pixels_checked
-    try:
-        check_pixels(prompts[:1], [prompts[0].vision["pixel_values"] + 0.1])
-        results["wrong_pixels"] = "accepted"
-    except UserError as error:
-        results["wrong_pixels"] = str(error)
+    pixels = [prompts[0].vision["pixel_values"] + 0.1]
+    results["wrong_pixels"] = refusal(lambda: check_pixels(prompts[:1], pixels))
     engine.wake_up()
     engine.sync_weights(policy)
-    try:
-        other = dataclasses.replace(prompts[0], ids=prompts[0].ids[:-1])
-        engine.generate([other], [0], Sampling(1, 4))
-        results["wrong_ids"] = "accepted"
-    except UserError as error:
-        results["wrong_ids"] = str(error)
+    other = dataclasses.replace(prompts[0], ids=prompts[0].ids[:-1])
+    results["wrong_ids"] = refusal(lambda: engine.generate([other], [0], Sampling(1, 4)))
+    long = dataclasses.replace(prompts[4], engine_ids=prompts[4].engine_ids * 200)
+    results["too_long"] = refusal(lambda: engine.generate([prompts[5], long], [0, 1], Sampling(1, 4)))
+    few, many = (engine.generate(p, list(range(len(p))), Sampling(2, 24)) for p in (prompts[:2], prompts))
+    results["alone"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, many) for a, b in zip(one, two)]
+    moved = engine.generate(prompts[:2], [100, 101], Sampling(2, 24))
+    results["other_seeds"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, moved) for a, b in zip(one, two)]
     results["packages"] = loaded_packages()
     pathlib.Path(out).write_text(json.dumps(results, indent=1))
 

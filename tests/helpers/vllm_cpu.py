@@ -1,0 +1,61 @@
+"""Run a script of this project with vLLM's CPU build as its sampler.
+
+    python tests/helpers/vllm_cpu.py grpo.py --engine vllm ...
+
+vLLM runs as on a GPU, apart from this: going to sleep, which a CPU has not, overwrites the weights and buffers, so that
+whatever a sync leaves out spoils the next completions. Matrix products are plain ones, because vLLM's packed weights
+cannot be loaded again. Nothing is compiled.
+"""
+
+import math
+import os
+import pathlib
+import runpy
+import sys
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else, every process would bind its threads to the first cores
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import torch
+import vllm
+from vllm import _custom_ops
+
+import rollout
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Overwrite what vLLM's `model` would lose on a GPU when it goes to sleep."""
+    for module in model.modules():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None:
+                tensor.data.fill_(math.nan if tensor.is_floating_point() else 0)
+
+
+class SleepingLLM(vllm.LLM):
+    """vLLM without the options that need a GPU, and with a sleep that loses the weights."""
+
+    def __init__(self, model: str, *, enable_sleep_mode: bool = False, worker_cls: str = "auto", **options: Any):
+        super().__init__(model, enforce_eager=True, **options)
+
+    def sleep(self, level: int = 1) -> None:
+        assert level == 2
+        self.apply_model(forget)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+
+def main(script: str, *args: str) -> None:
+    _custom_ops._supports_onednn = False
+    torch.cpu._is_amx_tile_supported = lambda: False
+    rollout.check_engine_available = lambda *_: None
+    vllm.LLM = SleepingLLM
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
