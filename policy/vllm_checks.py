@@ -11,6 +11,7 @@ from common.errors import RunStopped, UserError
 from common.records import Prompt
 
 TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the image mean, and rounding to bfloat16
+OUTLIERS = 0.01  # share of pixels that may differ by more: at sharp edges, torchvision resizes otherwise than Pillow
 
 
 def check_expansion(prompt: Prompt, ids: list[int]) -> None:
@@ -102,7 +103,7 @@ def split_pixels(pixels: Tensor, grid: Any = None) -> list[Tensor]:
 
 
 def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[Tensor]) -> None:
-    """Check that vLLM's vision tower received the trainer's pixels, up to bfloat16 rounding.
+    """Check that vLLM's vision tower received the trainer's pixels, up to rounding and a few pixels at sharp edges.
 
     `tower_inputs` holds the pixels of each image or tile that the tower received. Their order is not compared, because
     vLLM batches images in its own order and encodes a repeated image only once. Raises UserError, naming the first
@@ -113,7 +114,8 @@ def check_pixels(prompts: Sequence[Prompt], tower_inputs: list[Tensor]) -> None:
         received.setdefault(pixels.shape, []).append(pixels)
     for prompt in prompts:
         for image in split_pixels(prompt.vision["pixel_values"], prompt.vision.get("image_grid_thw")):
-            if not any((image - other).abs().max() < TOLERANCE for other in received.get(image.shape, [])):
+            others = received.get(image.shape, [])
+            if not any(((image - other).abs() > TOLERANCE).float().mean() < OUTLIERS for other in others):
                 raise UserError(
                     f"{prompt.source}: vLLM's vision tower did not get the trainer's pixels: its image processor "
                     "differs (rescaling, mean or resizing); use --engine hf, which uses the trainer's"

@@ -356,7 +356,7 @@ def requirements(file: str) -> dict[str, SpecifierSet]:
 
 
 def test_requirements_are_pinned():
-    for name in ("requirements.txt", "requirements-gpu.txt", "requirements-elsewhere.txt", "requirements-newest.txt"):
+    for name in [path.name for path in ROOT.glob("requirements*.txt")]:
         for line in (ROOT / name).read_text().splitlines():
             pinned = re.fullmatch(r"[\w-]+(==[\w.]+|>=[\w.]+,<=[\w.]+)", line)
             assert line.startswith(("#", "-r ")) or pinned, line
@@ -378,7 +378,7 @@ def test_imported_packages_are_required():
 
 
 def test_the_gpu_requirements_are_the_versions_that_ran():
-    """tests/test_gpu.py recorded them. A version that vLLM's own requirements exclude is named in a comment."""
+    """The tests on a GPU recorded them. A version that vLLM's own requirements exclude is named in a comment."""
     recorded = json.loads((ROOT / "tests" / "vectors" / "gpu_versions.json").read_text())["packages"]
     pins, text = requirements("requirements-gpu.txt"), (ROOT / "requirements-gpu.txt").read_text()
     assert {"torch", "vllm", "triton"} <= pins.keys() & recorded.keys()

@@ -148,7 +148,8 @@ class Collector:
 
         Returns the P prompts to train on. Those of other processes may lack completions.
         """
-        sampled = dict(zip(local_indices, self.generate([drawn[i] for i in local_indices], prompts)))
+        with distributed.shared_errors(StepFailed):  # of a prompt that the sampler refuses
+            sampled = dict(zip(local_indices, self.generate([drawn[i] for i in local_indices], prompts)))
         return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
 
     def generate(

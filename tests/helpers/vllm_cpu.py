@@ -4,7 +4,8 @@
 
 vLLM runs as on a GPU, apart from this: going to sleep, which a CPU has not, overwrites the weights and buffers, so that
 whatever a sync leaves out spoils the next completions. Matrix products are plain ones, because vLLM's packed weights
-cannot be loaded again. Nothing is compiled.
+cannot be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing is
+compiled.
 """
 
 import math
@@ -22,6 +23,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 import torch
 import vllm
 from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
 import rollout
 
@@ -38,7 +40,7 @@ class SleepingLLM(vllm.LLM):
     """vLLM without the options that need a GPU, and with a sleep that loses the weights."""
 
     def __init__(self, model: str, *, enable_sleep_mode: bool = False, worker_cls: str = "auto", **options: Any):
-        super().__init__(model, enforce_eager=True, **options)
+        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15} | options)
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2
@@ -51,6 +53,7 @@ class SleepingLLM(vllm.LLM):
 def main(script: str, *args: str) -> None:
     _custom_ops._supports_onednn = False
     torch.cpu._is_amx_tile_supported = lambda: False
+    CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
     rollout.check_engine_available = lambda *_: None
     vllm.LLM = SleepingLLM
     sys.argv = [script, *args]

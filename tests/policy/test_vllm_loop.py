@@ -1,6 +1,6 @@
 """Run requests in vLLM until there is enough, without vLLM: its engine is played by `Engine`.
 
-tests/test_gpu.py and the CPU build of vLLM run the real one. Guards against: requests that are lost, begun twice or all
+tests/test_vllm.py runs the real one. Guards against: requests that are lost, begun twice or all
 prepared before the GPU has anything to do, and tokens of interrupted requests that are forgotten.
 """
 

@@ -1,6 +1,6 @@
 """The short path through vLLM's scheduler, without vLLM: what it needs of vLLM is played by the classes below.
 
-tests/test_gpu.py compares it with vLLM's own scheduler. Guards against: tokens that are lost or repeated when a batch
+tests/test_vllm.py compares it with vLLM's own scheduler. Guards against: tokens that are lost or repeated when a batch
 is dissolved, blocks of the KV cache that are missing or too many, and requests that end too early or too late.
 """
 

@@ -593,6 +593,16 @@ def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypa
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes))
 
 
+def test_a_prompt_that_the_sampler_refuses_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise UserError("row 5: vLLM refuses the prompt: it is too long")
+
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2))
+    step = grpo.train_step
+    with pytest.raises(RunStopped, match=r"step 2: row 5: vLLM refuses .* too long; checkpoint-1 is complete"):
+        run.loop.train(run, lambda run: (step(run), monkeypatch.setattr(run.collector.engine, "generate", refuse))[0])
+
+
 def test_a_signal_after_a_steps_first_update_lets_the_step_end(tiny_model, shapes, tmp_path, monkeypatch):
     """The weights have moved, so that the step can no longer be undone."""
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, num_iterations=2))
