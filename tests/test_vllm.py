@@ -38,7 +38,6 @@ def reason_to_skip() -> str:
 
 
 pytestmark = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "-")
-one_worker = pytest.mark.xdist_group("engine")  # so that the fixture `engine` is made once
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="this machine has no NVIDIA GPU")
 TOLERANCE = 0.02 if ON_GPU else 1e-4  # of log-probabilities, in nats: bfloat16 and float32
 
@@ -72,7 +71,6 @@ def engine(tiny_model, shapes, tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
-@one_worker
 def test_sampler_and_trainer_agree_round_after_round(engine):
     """Compare the log-probabilities and, with --check_sync, each weight that is pushed after sleep level 2.
 
@@ -85,7 +83,6 @@ def test_sampler_and_trainer_agree_round_after_round(engine):
             assert r["greedy_difference"][kind] < TOLERANCE, r
 
 
-@one_worker
 def test_completions_depend_on_their_seeds_alone(engine):
     for r in engine["rounds"]:
         assert r["repeated_fraction"] == 1.0, "the same weights, seeds and batch must give the same tokens"
@@ -95,7 +92,6 @@ def test_completions_depend_on_their_seeds_alone(engine):
         assert all(engine["alone"])
 
 
-@one_worker
 @gpu_only
 def test_sleep_gives_memory_back(engine):
     assert all(r["freed_gib"] > 5 for r in engine["rounds"])
@@ -104,7 +100,6 @@ def test_sleep_gives_memory_back(engine):
     assert large["weights"] <= 1, "the tiny model's weights may all lie in blocks for small tensors"
 
 
-@one_worker
 def test_completions_end_as_the_trainer_expects(engine):
     for r in engine["rounds"]:
         assert all(r["texts"])
@@ -113,7 +108,6 @@ def test_completions_end_as_the_trainer_expects(engine):
             assert length == 24 or not truncated
 
 
-@one_worker
 def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
     assert engine["pixels_checked"]
     assert "did not get the trainer's pixels" in engine["wrong_pixels"]
@@ -121,7 +115,6 @@ def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
     assert "tokens that differ from the trainer's" in engine["wrong_ids"]
 
 
-@one_worker
 def test_a_request_that_vllm_refuses_is_named_and_the_others_go_on(engine):
     """The engine samples what comes after it."""
     assert engine["too_long"].startswith("text 0: vLLM refuses the prompt: This model's maximum context length is 1024")
@@ -218,7 +211,6 @@ def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5
     assert (tmp_path / "eval" / "scores.json").is_file()
 
 
-@one_worker
 @gpu_only
 @pytest.mark.skipif("RECORD_VERSIONS" not in os.environ, reason="RECORD_VERSIONS names no file to write")
 def test_record_the_versions_that_were_loaded(engine):
