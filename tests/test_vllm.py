@@ -229,8 +229,10 @@ def test_record_the_versions_that_were_loaded(engine):
 
 
 def differences(rows: list[dict]) -> list[float]:
-    """Return the mean difference of sampler and trainer in each step; a step without trained tokens has none."""
-    return [row["sampling/logp_difference_mean"] or 0.0 for row in rows]
+    """Return the mean difference of sampler and trainer in each step that has one; at least one step must."""
+    measured = [row["sampling/logp_difference_mean"] for row in rows]
+    assert set(measured) != {None}
+    return [difference for difference in measured if difference is not None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,15 +247,15 @@ def test_family_through_vllm(family, tmp_path):
     flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
     flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--check_sync", "--no_compile", "--max_prompt_length=512"]
     process = run("grpo.py", *flags, *(["--dtype=bfloat16"] if in_bfloat16 else []))
-    mismatch = differences(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    has_run = process.returncode == 0
+    worst = max(differences(read_jsonl(tmp_path / "run" / "metrics.jsonl"))) if has_run else math.nan
     message = next((line for line in process.stderr.splitlines() if "error:" in line), process.stderr[-1500:])
     if ON_GPU:
-        record(family, "vllm", f"{max(mismatch):.4f}" if process.returncode == 0 else f"no: {message}")
+        record(family, "vllm", f"{worst:.4f}" if has_run else f"no: {message}")
     elif "vLLM did not start" in message:
         pytest.skip(f"vLLM's CPU build cannot run it: {message}")
-    assert process.returncode == 0, f"{message}\n{process.stderr[-6000:]}"
-    assert len(mismatch) == 3
-    assert max(mismatch) < (0.005 if in_bfloat16 else TOLERANCE)
+    assert has_run, f"{message}\n{process.stderr[-6000:]}"
+    assert worst < (0.005 if in_bfloat16 else TOLERANCE)
 
 
 @pytest.mark.parametrize("with_images", [False, True])
@@ -267,7 +269,7 @@ def test_partial_rollouts_through_vllm(with_images, brief_model, tmp_path):
     assert process.returncode == 0, process.stderr[-6000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 6
-    assert max(row["sampling/logp_difference_mean"] for row in rows) < TOLERANCE
+    assert max(differences(rows)) < TOLERANCE
     assert any(row["partial/groups_unfinished"] for row in rows)
     assert any(row["partial/tokens_of_age_1"] for row in rows)
     assert rows[-1]["partial/groups_unfinished"] == rows[-1]["partial/groups_waiting"] == 0
