@@ -1,6 +1,7 @@
 """Checks that vLLM works with the tokens, pixels and weights that the trainer sent; see `rollout.VLLMEngine`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ def check_weights(sent: Iterable[tuple[str, Tensor]], model: torch.nn.Module, un
     """
     vllm_weights = dict(unfused_weights(model))
     mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper = mapper and dataclasses.replace(mapper, orig_to_new_stacked={})  # without the names of fused weights
     for name, weight in sent:
-        vllm_name = mapper.get_unstacked_mapper()._map_name(name) if mapper else name
+        vllm_name = mapper._map_name(name) if mapper else name
         synced = vllm_weights.pop(vllm_name, None)
         if synced is None and unused and f".{unused}." in name:
             continue

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample import sampler
 
 from policy.forward import float32_logits
 
-_vllm_logprobs = sampler.compute_topk_logprobs
+_vllm_logprobs = getattr(sampler, "compute_topk_logprobs", None)  # releases after 0.25 have none
 
 
 def keep_logits_in_float32(model: torch.nn.Module) -> None:
@@ -31,8 +31,9 @@ def keep_logits_in_float32(model: torch.nn.Module) -> None:
 
 
 def use_fast_logprobs() -> None:
-    """Let vLLM's sampler call `sampled_logprobs`."""
-    sampler.compute_topk_logprobs = sampled_logprobs
+    """Let vLLM's sampler call `sampled_logprobs`, if this release can."""
+    if _vllm_logprobs:
+        sampler.compute_topk_logprobs = sampled_logprobs
 
 
 def sampled_logprobs(
