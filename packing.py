@@ -250,6 +250,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
     segments: Segments | None = None,
+    sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_: object,
@@ -257,8 +258,9 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """The attention function that transformers calls for the language model and the vision tower.
 
     `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E), and the result is (1, T, H, E). The language model
-    passes `segments`. Vision towers pass their windows as `cu_seq_lens_q` and attend in both directions. Raises
-    ValueError if neither `segments` nor `cu_seq_lens_q` is given.
+    passes `segments`, and its layers that see only the last tokens their `sliding_window`. Vision towers pass their
+    windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError if neither `segments` nor
+    `cu_seq_lens_q` is given.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
@@ -268,7 +270,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
     k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
     cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
-    return attend(q, k, v, cu_lens, max_lens, scaling, causal=True)[None], None
+    return attend(q, k, v, cu_lens, max_lens, scaling, causal=True, window=sliding_window)[None], None
 
 
 def attend(
@@ -279,21 +281,23 @@ def attend(
     max_lens: tuple[int, int],
     scale: float | None,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
     `cu_lens` are the cumulative lengths of the segments' queries and keys, `max_lens` the largest number of each in a
-    segment. On a GPU in half precision, this calls torch's `varlen_attn` or, for causal attention with heads of 128 on
-    a Hopper GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
+    segment. With `causal`, a query attends to its own key and all earlier ones, or to the last `window` of these. On a
+    GPU in half precision, this calls torch's `varlen_attn` or, for causal attention without a window and with heads of
+    128 on a Hopper GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
-        return _attend_sdpa(q, k, v, cu_lens, scale, causal)
-    if causal and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
+        return _attend_sdpa(q, k, v, cu_lens, scale, causal, window)
+    if causal and not window and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return flash_attention.attend(q, k, v, *cu_lens, *max_lens, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"scale": scale, "window_size": (-1, 0) if causal else (-1, -1)}
+    options = {"scale": scale, "window_size": (window - 1 if window else -1, 0 if causal else -1)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, *cu_lens, *max_lens, **options)
@@ -305,7 +309,13 @@ def _has_kernel(q: Tensor) -> bool:
 
 @torch.compiler.disable  # it would be compiled anew for other lengths
 def _attend_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_lens: tuple[Tensor, Tensor], scale: float | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_lens: tuple[Tensor, Tensor],
+    scale: float | None,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     q_lens, k_lens = (each.diff().tolist() for each in cu_lens)
     out = []
@@ -313,7 +323,8 @@ def _attend_sdpa(
         mask = None
         if causal:  # aligned bottom-right, so that the last query attends to every key
             ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)
-            mask = ones.tril(len(k_seg) - len(q_seg))
+            last = len(k_seg) - len(q_seg)  # the first query's own key
+            mask = ones.tril(last).triu(last + 1 - (window or len(k_seg)))
         q_seg, k_seg, v_seg = (x.transpose(0, 1)[None] for x in (q_seg, k_seg, v_seg))
         o = F.scaled_dot_product_attention(q_seg, k_seg, v_seg, mask, scale=scale, enable_gqa=True)
         out.append(o[0].transpose(0, 1))

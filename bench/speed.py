@@ -46,7 +46,7 @@ import grpo
 from common import cli, console, distributed, errors, files
 from data import load_split
 from demo import tiny
-from policy.families import attention_layers, language_model, routed_experts
+from policy.families import attention_windows, head_dim, language_model, routed_experts
 from policy.model import Policy
 from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
@@ -248,7 +248,7 @@ def limits(
     layers = held - experts  # weights that a token is multiplied by
     if experts:
         layers += experts * t.num_experts_per_tok // t.num_experts
-    num_layers, head = attention_layers(t)
+    num_layers, head = len(attention_windows(t)), head_dim(t)  # its models have no windows
     lm_head = t.hidden_size * t.vocab_size
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens

@@ -1,6 +1,7 @@
 """Micro-batches: fill them, build the same number on every process, count their FLOPs, record log-probabilities."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, split_group, split_groups
 from policy.experts import experts_per_token
-from policy.families import attention_layers, blank_image, language_model, patches_per_token, routed_experts
+from policy.families import attention_windows, blank_image, head_dim, language_model, patches_per_token, routed_experts
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import unsharded
@@ -112,6 +113,16 @@ def vision_cost_per_token(policy: Policy) -> float:
     return ratio * patches_per_token(policy.model)
 
 
+def _pairs(queries: int, keys: int, window: float) -> float:
+    """Return how many keys the queries of a segment attend to in total; the last query is that of the last key."""
+
+    def seen(length: float) -> float:  # by as many queries as keys
+        return length * length / 2
+
+    out_of_sight = seen(max(0.0, keys - window)) - seen(max(0.0, keys - queries - window))
+    return seen(keys) - seen(keys - queries) - out_of_sight
+
+
 def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     """Return a function that counts the operations of the language model's forward and backward pass on a batch.
 
@@ -130,11 +141,11 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     of_experts = [parameter.shape for parameter in routed_experts(policy.model).values()]
     weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
     weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
-    num_layers, head_dim = attention_layers(config)
-    if num_linear := config.num_hidden_layers - num_layers:
+    windows = Counter(attention_windows(config))  # number of layers by window
+    if num_linear := config.num_hidden_layers - windows.total():
         state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
         weights += 3 * num_linear * state
-    width = num_layers * config.num_attention_heads * head_dim
+    width = config.num_attention_heads * head_dim(config)
     lm_head = config.hidden_size * config.vocab_size
     counts = {False: 0, True: 0}
     for parameter in model.parameters():
@@ -142,7 +153,8 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     trained = counts[True] / sum(counts.values())
 
     def count(batch: PackedBatch) -> float:
-        pairs = sum(q * (k - q) + q * q / 2 for q, k in zip(batch.segments.q_lens, batch.segments.k_lens))
+        lengths = list(zip(batch.segments.q_lens, batch.segments.k_lens))
+        pairs = sum(layers * _pairs(q, k, window) for window, layers in windows.items() for q, k in lengths)
         dense = 2.0 * (weights * batch.input_ids.shape[1] + lm_head * len(batch.targets))
         return (2 + trained) * dense + 3 * 4.0 * width * pairs
 

@@ -112,11 +112,16 @@ def language_model(model: nn.Module) -> nn.Module:
     return next((getattr(model.model, name) for name in names if hasattr(model.model, name)), model.model)
 
 
-def attention_layers(config: Config) -> tuple[int, int]:
-    """Return the number of layers with full attention, and the dimension of their heads; `config` is the decoder's."""
+def attention_windows(config: Config) -> list[float]:
+    """Return to how many keys a query attends at most in each layer with attention; `config` is the decoder's."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return kinds.count("full_attention"), head_dim
+    windows = {"full_attention": math.inf, "sliding_attention": getattr(config, "sliding_window", None)}
+    return [windows[kind] for kind in kinds if kind in windows]
+
+
+def head_dim(config: Config) -> int:
+    """Return the dimension of the heads of attention; `config` is the decoder's."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def vision_parts(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
@@ -320,4 +325,5 @@ FAMILIES = (
     Family("Qwen2.5", ("qwen2",)),
     Family("Qwen3", ("qwen3",)),
     Family("Llama", ("llama",)),
+    Family("Gemma 3 (text)", ("gemma3_text",)),
 )

@@ -15,7 +15,14 @@ from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import Config, PolicyFlags
 from policy.experts import experts_per_token
-from policy.families import attention_layers, language_model, patches_per_token, routed_experts, vision_blocks
+from policy.families import (
+    attention_windows,
+    head_dim,
+    language_model,
+    patches_per_token,
+    routed_experts,
+    vision_blocks,
+)
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, num_weights, trains_vision, vision_parameters
@@ -70,13 +77,12 @@ def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
     and values. States of linear attention are not counted.
     """
     text = language_model(policy.model).config
-    num_layers, head_dim = attention_layers(text)
     heads = max(1, text.num_key_value_heads / cfg.tensor_parallel)
-    token = 2 * num_layers * heads * head_dim * compute_dtype(cfg.dtype, device).itemsize
+    token = 2 * heads * head_dim(text) * compute_dtype(cfg.dtype, device).itemsize  # in one layer
     drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
     sequences = min(cfg.vllm_sequences, math.ceil(drawn / distributed.world_size()))
     length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
-    return sequences * length * token
+    return sequences * token * sum(min(length, window) for window in attention_windows(text))
 
 
 def least_sampler_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:

@@ -162,8 +162,9 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
             f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
         )
     text = config.get_text_config()
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        raise UserError(f"{name!r} has layers with a sliding window, which packed batches do not support")
+    for setting in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(text, setting, None):
+            raise UserError(f"{name!r} has {setting} in its config.json, which is not supported")
     if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
         raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported")
     return config

@@ -141,6 +141,14 @@ def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     return transformers.LlamaConfig(**text)
 
 
+def gemma3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    """Its first layer sees only the last 8 tokens: less than most prompts and completions of the tests."""
+    layers = ["sliding_attention", "full_attention"]
+    return transformers.Gemma3TextConfig(
+        **text, head_dim=32, query_pre_attn_scalar=32, sliding_window=8, layer_types=layers, pad_token_id=0
+    )
+
+
 @dataclass(frozen=True)
 class Tiny:
     """What makes a tiny model of a family complete."""
@@ -196,6 +204,7 @@ FAMILIES = {
     "qwen2_5": Tiny(qwen2_5),
     "qwen3": Tiny(qwen3),
     "llama": Tiny(llama),
+    "gemma3": Tiny(gemma3),
 }
 WITH_IMAGES = [name for name, family in FAMILIES.items() if family.chat_image]
 
