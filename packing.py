@@ -242,6 +242,9 @@ def _cumulative(lengths: list[int]) -> Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
+EVERYTHING, CAUSAL = (-1, -1), (-1, 0)  # windows of attention; -1: all
+
+
 def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,
@@ -265,12 +268,13 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     if cu_seq_lens_q is not None:
         cu_lens, max_lens = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-        return attend(q, k, v, cu_lens, max_lens, scaling, causal=False)[None], None
+        return attend(q, k, v, cu_lens, max_lens, scaling, EVERYTHING)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
     k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
     cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
-    return attend(q, k, v, cu_lens, max_lens, scaling, causal=True, window=sliding_window)[None], None
+    window = (sliding_window - 1, 0) if sliding_window else CAUSAL
+    return attend(q, k, v, cu_lens, max_lens, scaling, window)[None], None
 
 
 def attend(
@@ -280,24 +284,23 @@ def attend(
     cu_lens: tuple[Tensor, Tensor],
     max_lens: tuple[int, int],
     scale: float | None,
-    causal: bool,
-    window: int | None = None,
+    window: tuple[int, int],
 ) -> Tensor:
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
     `cu_lens` are the cumulative lengths of the segments' queries and keys, `max_lens` the largest number of each in a
-    segment. With `causal`, a query attends to its own key and all earlier ones, or to the last `window` of these. On a
-    GPU in half precision, this calls torch's `varlen_attn` or, for causal attention without a window and with heads of
-    128 on a Hopper GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
+    segment. `window` is the number of keys before and after its own that a query attends to: `EVERYTHING`, `CAUSAL`, or
+    (w, 0). On a GPU in half precision, this calls torch's `varlen_attn` or, for `CAUSAL` and heads of 128 on a Hopper
+    GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
-        return _attend_sdpa(q, k, v, cu_lens, scale, causal, window)
-    if causal and not window and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
+        return _attend_sdpa(q, k, v, cu_lens, scale, window)
+    if window == CAUSAL and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return flash_attention.attend(q, k, v, *cu_lens, *max_lens, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"scale": scale, "window_size": (window - 1 if window else -1, 0 if causal else -1)}
+    options = {"scale": scale, "window_size": window}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, *cu_lens, *max_lens, **options)
@@ -309,22 +312,16 @@ def _has_kernel(q: Tensor) -> bool:
 
 @torch.compiler.disable  # it would be compiled anew for other lengths
 def _attend_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_lens: tuple[Tensor, Tensor],
-    scale: float | None,
-    causal: bool,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_lens: tuple[Tensor, Tensor], scale: float | None, window: tuple[int, int]
 ) -> Tensor:
     q_lens, k_lens = (each.diff().tolist() for each in cu_lens)
     out = []
     for q_seg, k_seg, v_seg in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens)):
         mask = None
-        if causal:  # aligned bottom-right, so that the last query attends to every key
+        if window != EVERYTHING:  # aligned bottom-right, so that the last query attends to the last key
             ones = torch.ones(len(q_seg), len(k_seg), dtype=torch.bool, device=q.device)
-            last = len(k_seg) - len(q_seg)  # the first query's own key
-            mask = ones.tril(last).triu(last + 1 - (window or len(k_seg)))
+            own = len(k_seg) - len(q_seg)  # the first query's own key
+            mask = ones.tril(own) if window == CAUSAL else ones.tril(own).triu(own - window[0])
         q_seg, k_seg, v_seg = (x.transpose(0, 1)[None] for x in (q_seg, k_seg, v_seg))
         o = F.scaled_dot_product_attention(q_seg, k_seg, v_seg, mask, scale=scale, enable_gqa=True)
         out.append(o[0].transpose(0, 1))

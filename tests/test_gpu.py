@@ -79,7 +79,7 @@ def test_flash_attention_4_agrees_with_float32():
     wide = [torch.randn(shape, generator=g).cuda().requires_grad_() for shape in shapes]
     narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
     ends, longest = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
-    want, got = (packing.attend(*qkv, ends, longest, None, causal=True) for qkv in (wide, narrow))
+    want, got = (packing.attend(*qkv, ends, longest, None, packing.CAUSAL) for qkv in (wide, narrow))
     upstream = torch.randn(want.shape, generator=g).cuda()
     want_gradients = torch.autograd.grad(want, wide, upstream)
     got_gradients = torch.autograd.grad(got, narrow, upstream.bfloat16())

@@ -15,7 +15,7 @@ import torch.nn.attention.varlen
 import packing
 from common import flash_attention
 from common.gather import Gather, gather
-from packing import pack, pack_groups
+from packing import CAUSAL, EVERYTHING, pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, image_features, token_logprobs
@@ -297,8 +297,11 @@ def test_a_compiled_vision_tower_has_the_same_gradients_and_takes_pictures_of_an
     assert min(counts) == max(counts) > 0
 
 
-@pytest.mark.parametrize(("head_dim", "causal", "want"), [(128, True, "4"), (64, True, "torch"), (128, False, "torch")])
-def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, causal, want):
+@pytest.mark.parametrize(
+    ("head_dim", "window", "want"),
+    [(128, CAUSAL, "4"), (64, CAUSAL, "torch"), (128, EVERYTHING, "torch"), (128, (7, 0), "torch")],
+)
+def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, window, want):
     called = []
 
     def attend(q, k, v, *lengths_and_scale):
@@ -307,7 +310,7 @@ def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypa
 
     def varlen_attn(q, k, v, *lengths, scale, window_size, **_):
         called.append(("torch", *lengths, scale))
-        assert window_size == ((-1, 0) if causal else (-1, -1))
+        assert window_size == window
         return q
 
     monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
@@ -316,12 +319,29 @@ def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypa
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     segments = pack(groups_of([[5, 3]])).segments
     q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
-    packing.attend(q, k, k, (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k), 0.5, causal)
+    packing.attend(q, k, k, (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k), 0.5, window)
     ((name, cu_q, cu_k, *numbers),) = called
     assert name == want
     assert numbers == [10, 15, 0.5]
     assert cu_q.tolist() == [0, 10, 15, 18]
     assert cu_k.tolist() == [0, 10, 25, 38]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 11, 30])
+def test_a_completion_sees_the_last_tokens_of_its_prompt_and_of_itself(window):
+    """Prompts of 10 tokens and completions of 1 to 13, so that windows begin in either or hold both."""
+    segments = pack(groups_of([[5, 13], [1]])).segments
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(rows, heads, 8, generator=g) for rows, heads in ((39, 4), (69, 2), (69, 2)))
+    cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
+    got = packing.attend(q, k, v, cu_lens, max_lens, None, (window - 1, 0))
+    for start, first_key, queries, keys in zip(segments.cu_q, segments.cu_k, segments.q_lens, segments.k_lens):
+        for i in range(queries):
+            end = first_key + keys - queries + i + 1
+            seen = slice(max(first_key, end - window), end)
+            scores = torch.einsum("he,khe->hk", q[start + i], k[seen].repeat_interleave(2, 1)) / 8**0.5
+            want = torch.einsum("hk,khe->he", scores.softmax(-1), v[seen].repeat_interleave(2, 1))
+            torch.testing.assert_close(got[start + i], want)
 
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():

@@ -141,6 +141,11 @@ def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     return transformers.LlamaConfig(**text)
 
 
+def qwen2_5_window(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
+    """Its second layer sees only the last 8 tokens."""
+    return transformers.Qwen2Config(**text, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+
+
 def gemma3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     """Its first layer sees only the last 8 tokens: less than most prompts and completions of the tests."""
     layers = ["sliding_attention", "full_attention"]
@@ -205,6 +210,7 @@ FAMILIES = {
     "qwen3": Tiny(qwen3),
     "llama": Tiny(llama),
     "gemma3": Tiny(gemma3),
+    "qwen2_5_window": Tiny(qwen2_5_window),
 }
 WITH_IMAGES = [name for name, family in FAMILIES.items() if family.chat_image]
 

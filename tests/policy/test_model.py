@@ -194,7 +194,7 @@ def test_the_weights_that_are_trained_are_kept_in_float32(tiny_model):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0), "a sliding window"),
+        (transformers.Gemma3TextConfig(final_logit_softcapping=30.0), "final_logit_softcapping"),
         (transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "depend on the length"),
     ],
 )
