@@ -189,6 +189,9 @@ def start_vllm(
         with undo_global_changes(model):
             import vllm
 
+            if "mm_device_do_normalize" in vllm.EngineArgs.__dataclass_fields__:  # releases after 0.25
+                options["mm_device_do_normalize"] = False  # else, `check_pixels` would see other pixels
+
             logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
             from policy.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
             from policy.vllm_scheduler import DecodeScheduler
@@ -360,16 +363,16 @@ class VLLMEngine:
         """Return vLLM's outputs. Raises UserError if it refuses a prompt; the others are then given up, too."""
         try:
             return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
-        except ValueError:
-            for prompt in prompts:  # vLLM does not say which
-                self._render(prompt)
+        except Exception:
+            for prompt in prompts:
+                self._render(prompt)  # names the one at fault
             raise
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
         """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them, or expands them otherwise."""
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
-        except ValueError as error:
+        except Exception as error:
             raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
         check_expansion(prompt, rendered["prompt_token_ids"])
         return rendered

@@ -137,10 +137,10 @@ class DecodeScheduler(AsyncScheduler):
         self.unsent = [output for output in self.unsent if output.request_id in self.requests]
         return finished
 
-    def _preempt_request(self, request: Request, timestamp: float) -> None:
+    def _preempt_request(self, request: Request, timestamp: float, **options: Any) -> None:
         """Take the memory of a running request, and let the request wait."""
         self.preemptions += 1
-        super()._preempt_request(request, timestamp)
+        super()._preempt_request(request, timestamp, **options)
 
     def take_unsent(self) -> list[EngineCoreOutput]:
         """Return all tokens that have arrived and that vLLM's frontend has not been told of."""
@@ -172,12 +172,13 @@ class DecodeScheduler(AsyncScheduler):
         The first one needs blocks for its tokens, and one more for each running request: if it took the last blocks,
         vLLM would soon have to interrupt a request and to compute it anew.
         """
-        waiting = len(self.waiting) + len(self.skipped_waiting)
+        skipped = getattr(self, "skipped_waiting", ())  # a queue of its own in releases up to 0.30
+        waiting = len(self.waiting) + len(skipped)
         free_places = self.max_num_running_reqs - len(self.running)
         together = max(1, int(ADMITTED_TOGETHER * self.max_num_running_reqs))
         if not waiting or free_places < min(waiting, together):
             return False
-        request = self._select_waiting_queue_for_scheduling().peek_request()
+        request = (skipped or self.waiting).peek_request()
         groups = self.kv_cache_config.kv_cache_groups
         blocks = sum(math.ceil(request.num_tokens / group.kv_cache_spec.block_size) for group in groups)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()

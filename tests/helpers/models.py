@@ -201,7 +201,12 @@ FAMILIES = {
     "glm4v": Tiny(
         glm4v,
         "<|begin_of_image|><|image|><|end_of_image|>",
-        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        {
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            "video_start_token": "<|begin_of_video|>",
+            "video_end_token": "<|end_of_video|>",
+        },
         dict(size={"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}),
         {"processor_class": "Glm46VProcessor"},
         "Glm46VVideoProcessor",

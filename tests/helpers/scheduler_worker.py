@@ -24,7 +24,8 @@ from policy.vllm_scheduler import DecodeScheduler
 
 class EagerScheduler(DecodeScheduler):
     def _admits_more(self) -> bool:
-        return bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
+        running, waiting = self.get_request_counts()
+        return waiting > 0 and running < self.max_num_running_reqs
 
 
 def main(model: str, out: str, flag: str = "") -> None:

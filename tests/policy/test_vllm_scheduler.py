@@ -57,12 +57,17 @@ class Request:
         return "stop" if self.tokens[-1] == STOP else "length"
 
 
+class Queue(list):
+    def peek_request(self) -> Request:
+        return self[0]
+
+
 class AsyncScheduler:
     """vLLM's own scheduler. Its `schedule` is never meant to be called in the short path."""
 
     def __init__(self, requests: list[Request], free_blocks: int = 100):
         self.requests = {request.request_id: request for request in requests}
-        self.running, self.waiting, self.skipped_waiting = list(requests), [], []
+        self.running, self.waiting, self.skipped_waiting = list(requests), Queue(), Queue()
         self.max_model_len, self.max_num_running_reqs, self.max_num_scheduled_tokens = 64, 4, 64
         groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
@@ -83,9 +88,6 @@ class AsyncScheduler:
     def _allocate(self, request: Request, tokens: int) -> SimpleNamespace:
         self.allocated[request.request_id].append(request.num_computed_tokens)
         return SimpleNamespace(get_block_ids=lambda allow_none: ([1],))
-
-    def _select_waiting_queue_for_scheduling(self) -> SimpleNamespace:
-        return SimpleNamespace(peek_request=lambda: self.waiting[0])
 
     def _free_request(self, request: Request) -> None:
         del self.requests[request.request_id]
@@ -198,7 +200,7 @@ def test_waiting_requests_start_several_at_a_time_and_not_in_the_last_blocks(sch
     scheduler = scheduler_class([Request("a", 3, 12), Request("b", 5, 12)], free_blocks=4)
     scheduler.max_num_running_reqs = 64
     assert scheduler.schedule() != "vLLM's own"
-    scheduler.waiting = [Request("c", 7, 12)]
+    scheduler.waiting = Queue([Request("c", 7, 12)])
     scheduler.free_blocks = 3  # two for its tokens and one for each running request
     assert scheduler.schedule() != "vLLM's own"
     scheduler.free_blocks = 4
@@ -206,7 +208,7 @@ def test_waiting_requests_start_several_at_a_time_and_not_in_the_last_blocks(sch
     scheduler.free_blocks = 1000
     for running, waiting, own in ((63, 3, False), (62, 3, True), (63, 1, True), (64, 1, False)):
         scheduler.running = [Request(str(i), 3, 12) for i in range(running)]
-        scheduler.waiting = [Request("d", 7, 12)] * waiting
+        scheduler.waiting = Queue([Request("d", 7, 12)] * waiting)
         assert scheduler._admits_more() == own, (running, waiting)
 
 
