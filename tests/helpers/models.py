@@ -141,17 +141,11 @@ def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     return transformers.LlamaConfig(**text)
 
 
-def qwen2_5_window(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    """Its second layer sees only the last 8 tokens."""
-    return transformers.Qwen2Config(**text, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-
-
 def gemma3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     """Its first layer sees only the last 8 tokens: less than most prompts and completions of the tests."""
     layers = ["sliding_attention", "full_attention"]
-    return transformers.Gemma3TextConfig(
-        **text, head_dim=32, query_pre_attn_scalar=32, sliding_window=8, layer_types=layers, pad_token_id=0
-    )
+    text = {"sliding_window": 8, "layer_types": layers} | text
+    return transformers.Gemma3TextConfig(**text, head_dim=32, query_pre_attn_scalar=32, pad_token_id=0)
 
 
 @dataclass(frozen=True)
@@ -215,7 +209,6 @@ FAMILIES = {
     "qwen3": Tiny(qwen3),
     "llama": Tiny(llama),
     "gemma3": Tiny(gemma3),
-    "qwen2_5_window": Tiny(qwen2_5_window),
 }
 WITH_IMAGES = [name for name, family in FAMILIES.items() if family.chat_image]
 
@@ -226,10 +219,10 @@ def make_model(config: transformers.PreTrainedConfig) -> transformers.PreTrained
     return auto.from_config(config)
 
 
-def build(family: str, seed: int = 0) -> torch.nn.Module:
-    """Return a tiny float32 model of `family` with random values for every parameter."""
+def build(family: str, seed: int = 0, **settings: object) -> torch.nn.Module:
+    """Return a tiny float32 model of `family`, with these `settings` in its config and random values as parameters."""
     torch.manual_seed(seed)
-    model = make_model(FAMILIES[family].config(TEXT, TOKENS)).float()
+    model = make_model(FAMILIES[family].config(TEXT | settings, TOKENS)).float()
     randomise(model)
     return model
 
