@@ -75,6 +75,19 @@ def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
     return model
 
 
+def write_as_published(config: pathlib.Path) -> None:
+    """Rewrite the config.json that transformers 5 has saved with the names of the published one, which 4 reads, too."""
+    settings = json.loads(config.read_text())
+    rotary = settings.pop("rope_parameters")
+    settings["rope_theta"] = rotary["full_attention"]["rope_theta"]
+    settings["rope_local_base_freq"] = rotary["sliding_attention"]["rope_theta"]
+    settings["torch_dtype"] = settings.pop("dtype")
+    settings["rms_norm_eps"] = float(f"{settings['rms_norm_eps']:.6g}")  # the file has it in float32
+    for name in ("_model_name_or_path", "transformers_version", "unk_token_id"):
+        settings.pop(name, None)
+    config.write_text(json.dumps(settings, indent=2) + "\n")
+
+
 def make_tokenizer(
     tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> transformers.PreTrainedTokenizerFast:
@@ -125,6 +138,7 @@ def main(cfg: Config) -> None:
     file = unfinished / "model.gguf"
     join_parts(parts, file)
     read_model(file).save_pretrained(unfinished)
+    write_as_published(unfinished / "config.json")
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
