@@ -241,6 +241,7 @@ def known_flags() -> set[str]:
         "rdzv_conf",
         "slow",
         "elsewhere",
+        "vllm",
         "dist",
     }  # torchrun, pytest
     known |= {"nodes", "signal", "requeue", "dependency", "time", "mem", "tag"}  # Slurm, Docker
@@ -321,12 +322,17 @@ def test_the_licence_and_the_citation_name_the_same_holder():
 
 
 def test_the_workflow_runs_the_check_that_everyone_runs():
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"].values()
-    checkout, python, check = job["steps"]
-    assert re.fullmatch(r"actions/checkout@v\d+", checkout["uses"])
-    assert re.fullmatch(r"actions/setup-python@v\d+", python["uses"])
-    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
-    assert check == {"run": ".ci/run"} and "./run.sh test" in (ROOT / ".ci" / "run").read_text()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    commands = []
+    for job in jobs.values():
+        checkout, python, check = job["steps"]
+        assert re.fullmatch(r"actions/checkout@v\d+", checkout["uses"])
+        assert re.fullmatch(r"actions/setup-python@v\d+", python["uses"])
+        assert (ROOT / python["with"]["cache-dependency-path"]).is_file()
+        commands.append(check["run"])
+    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    assert commands == [".ci/run", "./run.sh test --vllm"]
+    assert "./run.sh test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_image_pins_its_versions_and_is_the_one_that_kubernetes_runs():

@@ -25,7 +25,7 @@ from policy.families import Vision, find_family
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
 TEXT = dict(
-    hidden_size=128,  # heads of 32, the smallest that vLLM samples with on a CPU
+    hidden_size=64,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -38,7 +38,7 @@ TEXT = dict(
 TOKENS = dict(
     image_token_id=IMAGE, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, video_token_id=VIDEO
 )
-GRID = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=128)  # a vision tower
+GRID = dict(depth=2, hidden_size=64, num_heads=4, intermediate_size=96, out_hidden_size=64)  # a vision tower
 
 
 def mrope(section: list[int], **more: object) -> dict:
@@ -46,15 +46,15 @@ def mrope(section: list[int], **more: object) -> dict:
 
 
 def qwen2_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=128, mlp_ratio=2)
+    vision = dict(depth=2, embed_dim=64, num_heads=4, hidden_size=64, mlp_ratio=2)
     return transformers.Qwen2VLConfig(
-        text_config=text | {"rope_parameters": mrope([4, 6, 6])}, vision_config=vision, **tokens
+        text_config=text | {"rope_parameters": mrope([2, 3, 3])}, vision_config=vision, **tokens
     )
 
 
 def qwen2_5_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": mrope([4, 6, 6])},
+        text_config=text | {"rope_parameters": mrope([2, 3, 3])},
         vision_config=GRID | {"fullatt_block_indexes": [1]},
         **tokens,
     )
@@ -62,27 +62,27 @@ def qwen2_5_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedCon
 
 def qwen3_vl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-    text = text | {"head_dim": 32, "rope_parameters": mrope([8, 4, 4], mrope_interleaved=True)}
+    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
 
 
 def qwen3_vl_moe(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = GRID | {"depth": 3, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-    text = text | {"head_dim": 32, "rope_parameters": mrope([8, 4, 4], mrope_interleaved=True)}
+    text = text | {"head_dim": 16, "rope_parameters": mrope([4, 2, 2], mrope_interleaved=True)}
     text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
 
 
 def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = text | {
-        "head_dim": 32,
+        "head_dim": 16,
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "rope_parameters": mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+        "rope_parameters": mrope([1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25),
     }
     vision = GRID | {"patch_size": 14, "num_position_embeddings": 64}
     return transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
@@ -90,7 +90,7 @@ def qwen3_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig
 
 def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     text = transformers.AriaTextConfig(
-        **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=32
+        **text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, pad_token_id=0, head_dim=16
     )
     vision = Idefics3VisionConfig(
         hidden_size=32,
@@ -111,7 +111,7 @@ def aria(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
 def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     vision = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=[56, 56])
     return transformers.InternVLConfig(
-        text_config=text | {"model_type": "qwen3", "head_dim": 32},
+        text_config=text | {"model_type": "qwen3", "head_dim": 16},
         vision_config=vision,
         image_token_id=tokens["image_token_id"],
         image_seq_length=4,
@@ -120,7 +120,7 @@ def internvl(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfi
 
 
 def glm4v(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    text = text | {"rope_parameters": mrope([4, 2, 2], partial_rotary_factor=0.5), "pad_token_id": 0}
+    text = text | {"rope_parameters": mrope([2, 1, 1], partial_rotary_factor=0.5), "pad_token_id": 0}
     text["attention_bias"] = True  # transformers has the biases in any case, vLLM only if told
     names = {"image_start_token_id": "vision_start_token_id", "image_end_token_id": "vision_end_token_id"}
     tokens = {name: tokens[names.get(name, name)] for name in ("image_token_id", "video_token_id", *names)}
@@ -134,7 +134,7 @@ def qwen2_5(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig
 
 
 def qwen3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
-    return transformers.Qwen3Config(**text, head_dim=32)
+    return transformers.Qwen3Config(**text, head_dim=16)
 
 
 def llama(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
@@ -233,7 +233,22 @@ def randomise(model: torch.nn.Module) -> None:
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and parameter.mean() == 1), std=0.1)
 
 
-def save_tiny(family: str, folder: pathlib.Path) -> str:
+def widen_heads(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """Double the heads of the decoder with this `config`, from 16 to 32 dimensions, and its hidden size."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    text.hidden_size *= 2
+    if getattr(text, "head_dim", None):
+        text.head_dim *= 2
+    if section := (getattr(text, "rope_parameters", None) or {}).get("mrope_section"):
+        text.rope_parameters["mrope_section"] = [2 * size for size in section]
+    if hasattr(vision, "out_hidden_size"):
+        vision.out_hidden_size = text.hidden_size
+    elif hasattr(vision, "embed_dim"):  # Qwen2-VL, whose towers have another name for it
+        vision.hidden_size = text.hidden_size
+    return config
+
+
+def save_tiny(family: str, folder: pathlib.Path, wide_heads: bool = False) -> str:
     """Save a tiny model of `family` with tokenizer, chat template and image processor. Return the folder."""
     row = FAMILIES[family]
     vision = find_family(row.config(TEXT, TOKENS)).vision
@@ -243,7 +258,8 @@ def save_tiny(family: str, folder: pathlib.Path) -> str:
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     torch.manual_seed(0)
     text = TEXT | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    model = make_model(row.config(text, tokens))
+    config = row.config(text, tokens)
+    model = make_model(widen_heads(config) if wide_heads else config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
