@@ -145,7 +145,7 @@ def gemma3(text: dict, tokens: dict[str, int]) -> transformers.PreTrainedConfig:
     """Its first layer sees only the last 8 tokens: less than most prompts and completions of the tests."""
     layers = ["sliding_attention", "full_attention"]
     text = {"sliding_window": 8, "layer_types": layers} | text
-    return transformers.Gemma3TextConfig(**text, head_dim=32, query_pre_attn_scalar=32, pad_token_id=0)
+    return transformers.Gemma3TextConfig(**text, head_dim=16, query_pre_attn_scalar=16, pad_token_id=0)
 
 
 @dataclass(frozen=True)
