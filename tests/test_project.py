@@ -19,7 +19,7 @@ import data
 import evaluate
 import grpo
 import merge_lora
-from demo import smoke, tiny
+from demo import real, smoke, tiny
 from service import app
 from tests.helpers.scripts import ROOT
 from tests.helpers.versions import normalise
@@ -52,6 +52,7 @@ CONFIGS = {
     "training.report": report.Config,
     "demo.tiny": tiny.Config,
     "demo.smoke": smoke.Config,
+    "demo.real": real.Config,
     "service": app.Config,
 }
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
@@ -232,7 +233,18 @@ def known_flags() -> set[str]:
     for path in (ROOT / "bench").glob("*.py"):
         fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
         known |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}
-    known |= {"help", "nproc_per_node", "max_restarts", "standalone", "requirement", "quiet", "check", "smoke", "port"}
+    known |= {
+        "help",
+        "nproc_per_node",
+        "max_restarts",
+        "standalone",
+        "requirement",
+        "quiet",
+        "check",
+        "smoke",
+        "port",
+        "dest",
+    }
     known |= {
         "nnodes",
         "rdzv_backend",
@@ -243,7 +255,8 @@ def known_flags() -> set[str]:
         "elsewhere",
         "vllm",
         "dist",
-    }  # torchrun, pytest
+        "dest",
+    }  # torchrun, pytest, pip
     known |= {"nodes", "signal", "requeue", "dependency", "time", "mem", "tag"}  # Slurm, Docker
     return known | {"tasks", "log_samples", "batch_size", "model_args"}  # lmms-eval
 
@@ -371,7 +384,7 @@ def test_requirements_are_pinned():
 def test_imported_packages_are_required():
     """Every package that the code imports is named, and not only installed because another package needs it."""
     named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
-    optional = {"trl", "verl", "wandb", "tensorboard"}  # used only where they are installed
+    optional = {"trl", "verl", "wandb", "tensorboard", "gguf"}  # used only where they are installed or fetched
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
     packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "fla": "flash-linear-attention"}
     packages |= {"flash_attn": "flash-attn-4"}

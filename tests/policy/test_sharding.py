@@ -1,4 +1,4 @@
-"""An update's gradient is the same to within 1e-6 on 1, 2 and 4 processes, and with one micro-batch or many.
+"""An update's gradient is the same to within 1e-5 on 1, 2 and 4 processes, and with one micro-batch or many.
 
 Guards against: normalisation per process or per micro-batch, gradients that are averaged instead of summed,
 processes that disagree on the number of collectives (a hang), and a vision tower that only some processes run.
@@ -24,6 +24,7 @@ from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, ru
 from training.run_log import check_output_folder
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
+BOUND = 1e-5  # sums in float32 differ by up to 1.3e-6 on most processors, and by 2.6e-6 on those with AMX
 WORKER = str(ROOT / "tests" / "helpers" / "gradient_worker.py")
 
 
@@ -92,7 +93,7 @@ ON_MACHINES = [
 @pytest.mark.parametrize("processes", [2, FOUR])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
-    assert difference(results[1][variant], results[processes][variant]) < 1e-6
+    assert difference(results[1][variant], results[processes][variant]) < BOUND
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def on_machines(tiny_model, tmp_path_factory) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ON_MACHINES)
 def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines, variant):
-    assert difference(results[1][variant], on_machines[variant]) < 1e-6
+    assert difference(results[1][variant], on_machines[variant]) < BOUND
 
 
 @pytest.mark.parametrize("processes", [2, FOUR])
@@ -119,13 +120,10 @@ def test_completions_move_to_processes_with_less_work(results, processes):
             assert results[processes][variant]["stats/share"] < {2: 0.75, 4: 0.5}[processes]
 
 
-# Splitting groups makes 15 micro-batches, whose sums in float32 differ by up to 1.3e-6 on some processors.
-@pytest.mark.parametrize(
-    ("variant", "tolerance"), [("many micro-batches", 1e-6), ("groups split across micro-batches", 2e-6)]
-)
+@pytest.mark.parametrize("variant", ["many micro-batches", "groups split across micro-batches"])
 @pytest.mark.parametrize("processes", [1, 2, FOUR])
-def test_gradient_does_not_depend_on_micro_batches(results, variant, tolerance, processes):
-    assert difference(results[1]["one micro-batch"], results[processes][variant]) < tolerance
+def test_gradient_does_not_depend_on_micro_batches(results, variant, processes):
+    assert difference(results[1]["one micro-batch"], results[processes][variant]) < BOUND
 
 
 def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl, tmp_path):
@@ -137,7 +135,7 @@ def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl
         assert process.returncode == 0, process.stderr[-3000:]
         gradients[processes] = torch.load(tmp_path / "g.pt")[variant]
     assert any("deepstack" in name for name in gradients[1])
-    assert difference(gradients[1], gradients[2]) < 1e-6
+    assert difference(gradients[1], gradients[2]) < BOUND
 
 
 def test_the_variants_differ_in_their_micro_batches(results):
