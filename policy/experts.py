@@ -24,15 +24,16 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     if not routers(model) or hasattr(model, "experts_are_prepared"):  # a second time would wrap the wrappers
         return
     model.experts_are_prepared = True
-    from transformers.models.aria.modeling_aria import AriaGroupedExpertsGemm
+    from transformers.models.aria import modeling_aria
 
+    one_by_one = getattr(modeling_aria, "AriaGroupedExpertsGemm", ())  # newer releases of transformers have none
     for name, router in routers(model).items():
         choose = _logits if isinstance(router, nn.Linear) else _choose_experts
         router.forward = functools.partial(choose, router)
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         experts.forward = torch.compiler.disable(functools.partial(_in_input_dtype, experts.forward))
         for module in experts.modules():
-            if isinstance(module, AriaGroupedExpertsGemm):  # transformers multiplies by one expert after the other
+            if isinstance(module, one_by_one):  # transformers multiplies by one expert after the other
                 module.forward = functools.partial(_grouped_product, module)
 
 

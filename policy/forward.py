@@ -137,7 +137,8 @@ def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor
         inputs["vision_feature_layer"] = model.config.vision_feature_layer
     out = model.model.get_image_features(**inputs)
     features = torch.cat([image.flatten(0, -2) for image in out.pooler_output])
-    return torch.cat([features, *(getattr(out, "deepstack_features", None) or [])], dim=-1)
+    deepstack = getattr(out, "deepstack_features", None) or []  # newer releases of transformers split them, too
+    return torch.cat([features, *(torch.cat(x) if isinstance(x, tuple) else x for x in deepstack)], dim=-1)
 
 
 # --- log-probabilities ---------------------------------------------------------------------------------------------
