@@ -3,9 +3,9 @@
     python tests/helpers/vllm_cpu.py grpo.py --engine vllm ...
 
 vLLM runs as on a GPU, apart from this: a CPU has no sleep mode, so going to sleep overwrites the weights and buffers;
-whatever a sync leaves out then spoils the next completions. Matrix products are plain ones, because vLLM's packed weights
-cannot be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing is
-compiled.
+whatever a sync leaves out then spoils the next completions. Matrix products are plain ones, because vLLM's packed
+weights cannot be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing
+is compiled.
 """
 
 import contextlib
