@@ -47,7 +47,7 @@ class SleepingLLM(vllm.LLM):
         self.apply_model(forget)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        pass
+        """Do nothing: no memory was freed."""
 
 
 def main(script: str, *args: str) -> None:
