@@ -78,7 +78,7 @@ def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
 
 
 def write_as_published(config: pathlib.Path) -> None:
-    """Rewrite the config.json that transformers 5 has saved with the names of the published one, which 4 reads, too."""
+    """Rewrite the config.json that transformers 5 has saved with the names of the published one, which 4 also reads."""
     settings = json.loads(config.read_text())
     rotary = settings.pop("rope_parameters")
     settings["rope_theta"] = rotary["full_attention"]["rope_theta"]
@@ -113,7 +113,12 @@ def make_tokenizer(
     for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
         add([AddedToken(t, special=kind == CONTROL, normalized=False) for t, own in zip(tokens, kinds) if own == kind])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
@@ -141,6 +146,8 @@ def write_model(parts: pathlib.Path, folder: pathlib.Path) -> None:
     template = pathlib.Path(__file__).parent.parent / "recipes" / "plain.jinja"
     tokenizer.chat_template = template.read_text()
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     file.unlink()
 
 
