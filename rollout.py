@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import math
 import os
 import sys
 import traceback
@@ -39,10 +40,11 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.continuation import Continuation
+from policy.families import attention_windows
 from policy.hf_engine import HFEngine, PolicyEngine
+from policy.memory import describe_others
 from policy.model import Policy, load_config, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
-from policy.vllm_buffers import take_buffers
 from policy.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
 from policy.vllm_loop import request_seed, run_until
 
@@ -57,6 +59,8 @@ class RequestLimits:
 
 class Engine(Protocol):
     """The interface that training and evaluation expect of a sampler."""
+
+    stays_awake: bool  # whether its memory is not needed while the trainer works, so that `sleep` does nothing
 
     def generate(
         self,
@@ -77,7 +81,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free GPU memory for the trainer."""
+        """Free GPU memory for the trainer, unless `stays_awake`."""
         ...
 
     def wake_up(self) -> None:
@@ -176,6 +180,9 @@ def start_vllm(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     options: dict[str, Any] = {}
+    shortest = min(attention_windows(load_config(model).get_text_config()), default=math.inf)
+    if limits.tokens <= shortest < math.inf:  # no layer's window is ever full, so one kind of KV cache does for all
+        options["disable_hybrid_kv_cache_manager"] = True
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
@@ -213,16 +220,18 @@ def start_vllm(
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                 **options,
-                **prepare_worker(weight_bytes),
+                **prepare_worker(weight_bytes, has_limit=bool(flags.gpu_memory)),
             )
             llm.apply_model(keep_logits_in_float32)
             return llm
     except Exception as error:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         place = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
         reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
         raise UserError(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
             "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
+            f"{describe_others(device)}"
         ) from error
 
 
@@ -238,6 +247,8 @@ class VLLMEngine:
     prompt to the same tokens as the trainer.
     """
 
+    stays_awake = False
+
     def __init__(
         self,
         flags: EngineFlags,
@@ -250,7 +261,6 @@ class VLLMEngine:
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision
         self.llm = start_vllm(flags, model, processor, dtype, limits, weight_bytes)
-        self.buffers: list[tuple[Tensor, Tensor]] = []
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
         self.sampling_params = SamplingParams
@@ -263,18 +273,15 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Discard the weights and the KV cache without saving them, because the next sync sends new weights."""
-        if not self.buffers:  # only now, because evaluate.py never lets it sleep
-            (self.buffers,) = self.llm.apply_model(take_buffers)
-        self.llm.sleep(level=2)
-        self.asleep = True
+        if not self.stays_awake:
+            self.llm.sleep(level=2)
+            self.asleep = True
 
     def wake_up(self) -> None:
         """Allocate memory for the weights only; `sync_weights` allocates the KV cache afterwards."""
         if self.asleep:
             torch.cuda.empty_cache()  # return the trainer's cached blocks to the device
             self.llm.wake_up(tags=["weights"])
-            for buffer, copy in self.buffers:
-                buffer.copy_(copy)
 
     def sync_weights(self, policy: Policy) -> None:
         """Load the policy's weights into vLLM, and discard the caches that were computed with the old weights."""

@@ -32,6 +32,8 @@ Tokenizer = transformers.PreTrainedTokenizerBase
 class HFEngine:
     """Batched sampling with transformers and a KV cache."""
 
+    stays_awake = False
+
     def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer):
         prepare_experts(model)
         self.model, self.device = model, model.device
@@ -46,7 +48,8 @@ class HFEngine:
                 parameters[name].copy_(weight)
 
     def sleep(self) -> None:
-        self.model.to("cpu")
+        if not self.stays_awake:
+            self.model.to("cpu")
 
     def wake_up(self) -> None:
         self.model.to(self.device)

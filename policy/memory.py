@@ -102,6 +102,12 @@ def used_by_others(device: torch.device) -> int:
     return max(0, size - free - torch.cuda.memory_reserved(device) - int(CUDA_GIB * 2**30))
 
 
+def describe_others(device: torch.device) -> str:
+    """Return how much of the GPU other programs use, for the end of a message; "" if it is next to nothing."""
+    others = used_by_others(device) / 2**30 if device.type == "cuda" else 0
+    return f"; other programs use {others:.1f} GiB of this GPU" if others > 1 else ""
+
+
 def choose_sharding(
     policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
 ) -> str:
@@ -140,8 +146,8 @@ def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: st
     if device.type != "cuda":
         return True, fraction
     needed, total = least_sampler_bytes(policy, cfg, device), usable_bytes(device, cfg.gpu_memory)
-    resting, _ = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    left = total - resting - (0 if cfg.gpu_memory else used_by_others(device))
+    resting, gradients = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
+    left = total - resting - (gradients if cfg.gpu_memory else used_by_others(device))
     has_room = distributed.world_size() > 1 or needed <= left
     fraction = max(fraction, min(0.9, needed / total))
     if not cfg.vllm_memory and not cfg.gpu_memory:
@@ -160,29 +166,50 @@ def check_gpu_memory(
     """Limit this process to `cfg.gpu_memory` of its GPU, if set; raise UserError if the training state does not fit.
 
     During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and optimizer
-    state must fit alongside it; the sampler then takes `sampler_fraction` of the memory.
+    state must fit alongside it; the sampler then takes `sampler_fraction` of the memory. It keeps that memory during an
+    update if `cfg.gpu_memory` is set (`fits_beside_sampler`). The memory that other programs use is not there.
     """
     if device.type != "cuda":
         return
     if cfg.gpu_memory:
         fraction = distributed.memory_fraction(max(cfg.gpu_memory - CUDA_GIB, 0.1))  # it holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
-    total = usable_bytes(device, cfg.gpu_memory)
+    limit = usable_bytes(device, cfg.gpu_memory)
+    total = min(limit, usable_bytes(device, 0.0) - used_by_others(device))
     resting, gradients = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    training, sampling = resting + gradients, resting + sampler_fraction * total
+    sampling = resting + sampler_fraction * limit
+    training = resting + gradients + (sampler_fraction * limit if cfg.gpu_memory else 0)
     if (needed := max(training, sampling)) > total:
         what, hints = "weights, gradients and AdamW", memory_saving_flags(cfg, sharding)
-        if sampling > training:
+        if sampling > resting + gradients:
             what = "weights, AdamW and --vllm_memory"
-            if sampler_fraction * total > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
+            if sampler_fraction * limit > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
                 hints.insert(0, f"a --vllm_memory below {sampler_fraction:.2f}")
             elif distributed.world_size() > cfg.tensor_parallel and cfg.oversample == 1:
                 hints.insert(0, "a larger --tensor_parallel")
         raise UserError(
             f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB on "
-            f"each of {distributed.world_size()} processes, and {total / 2**30:.1f} GiB are usable. What helps: "
-            f"{', '.join(hints)}, more GPUs"
+            f"each of {distributed.world_size()} processes, and {total / 2**30:.1f} GiB are usable"
+            f"{describe_others(device)}. What helps: {', '.join(hints)}, more GPUs"
         )
+
+
+def fits_beside_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: str) -> bool:
+    """Return whether the sampler can stay awake while the trainer works: it has started, `policy` is in host memory.
+
+    The largest micro-batch must then fit without activation checkpointing. With `cfg.gpu_memory`, there is no choice:
+    PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. All processes make the same choice.
+    """
+    if device.type != "cuda" or cfg.gpu_memory:
+        return device.type == "cuda"
+    free, total = torch.cuda.mem_get_info(device)
+    state = sum(process_bytes(policy, cfg, bool(cfg.beta), device, sharding))
+    gathered = compute_dtype(cfg.dtype, device).itemsize * num_weights(policy)
+    logits = 28 * LOGIT_ROWS * language_model(policy.model).config.vocab_size
+    tokens = cfg.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
+    activations = tokens * bytes_per_token(policy, 0, cfg.compile, compute_dtype(cfg.dtype, device))
+    too_large = state + gathered + logits + activations > free - MARGIN * total
+    return not distributed.all_max(torch.tensor(int(too_large)))
 
 
 def memory_saving_flags(cfg: Config, sharding: str) -> list[str]:
@@ -267,9 +294,9 @@ def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dty
 class MemoryBudget:
     """What a process's GPU memory is spent on when micro-batches are sized, in bytes."""
 
-    total: float  # memory of the GPU, or the limit `--gpu_memory`
+    total: float  # memory that the run may use: the GPU's, or at most `--gpu_memory` of what others leave free
     margin: float  # the part of it that the allocator cannot use
-    in_use: float  # weights, the reference, and what the sleeping sampler keeps
+    in_use: float  # weights, the reference, and what the sampler keeps; without a limit, also what others use
     optimizer: float  # moments and gradients, which are not allocated yet
     logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and two gradients of a trained lm_head
     gathered: float
@@ -291,6 +318,7 @@ def measure_memory(
     """Return the memory budget of this process. `limit`: GiB that the run may use on the GPU (0: no limit)."""
     torch.cuda.empty_cache()
     free, gpu_size = torch.cuda.mem_get_info(device)
+    in_use = torch.cuda.memory_reserved(device) + int(CUDA_GIB * 2**30) if limit else gpu_size - free
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
     decoder = language_model(policy.model)
     size = compute_dtype(flags.dtype, device).itemsize
@@ -301,11 +329,11 @@ def measure_memory(
         gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     head = policy.model.lm_head.weight
     logits = (12 if flags.compile else 28) * LOGIT_ROWS * decoder.embed_tokens.weight.shape[0]
-    total = min(limit * 2**30 or gpu_size, gpu_size)
+    total = min(limit * 2**30 or gpu_size, in_use + free)
     return MemoryBudget(
         total=total,
         margin=MARGIN * total,
-        in_use=gpu_size - free,
+        in_use=in_use,
         optimizer=(FLOAT32_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
         logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # see `_TokenLogprobs`
         gathered=gathered,
@@ -347,8 +375,9 @@ def choose_micro_batch_size(
     if tokens < longest and not requested:
         missing = (longest - tokens) * token_bytes[num_checkpointed] / 2**30
         raise UserError(
-            f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens. What helps: "
-            f"shorter ones (--max_prompt_length, --max_completion_length), {OOM_ACTIVATION_HINT}"
+            f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens"
+            f"{describe_others(device)}. What helps: shorter ones (--max_prompt_length, --max_completion_length), "
+            f"{OOM_ACTIVATION_HINT}"
         )
     size = requested or min(tokens, MAX_MICRO_BATCH_TOKENS)
     # Without gradients, a token takes at most as much memory as with all layers checkpointed.

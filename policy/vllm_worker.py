@@ -3,26 +3,32 @@
 vLLM gives its memory back before the trainer works, and takes it again afterwards, block by block. One large block
 takes less time than many: 0.01 s instead of the 0.1 s of 183 blocks for the 3B model's weights on one H200
 (docs/log.md). Processes on one host wait for each other here.
+
+vLLM expects a GPU of its own. Other programs on the same GPU may here take and give back memory at any time.
 """
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 WEIGHT_SLACK = 1.01  # for what vLLM holds beside the weights, such as tables of rotary embeddings
 KV_SLACK = 64 * 2**20  # for the block tables, which vLLM allocates before the KV cache
+GRAPH_BYTES = 2**30  # for the CUDA graphs, which vLLM captures after the KV cache is allocated
 NO_LIMIT = (2**64 - 1) // 2**20  # PyTorch's default of `max_split_size_mb`
 
 
-def prepare_worker(weight_bytes: int) -> dict[str, str]:
+def prepare_worker(weight_bytes: int, has_limit: bool = False) -> dict[str, str]:
     """Prepare `OneBlockWorker` for weights of this size that the trainer will send, and return vLLM's options for it.
 
-    0: vLLM reads the saved weights, with its own worker.
+    0: vLLM reads the saved weights, with its own worker. `has_limit`: whether the run may use only part of the GPU.
     """
-    OneBlockWorker.weight_bytes = weight_bytes  # vLLM makes the worker from its name, so this cannot be an argument
+    # vLLM makes the worker from its name, so these cannot be arguments
+    OneBlockWorker.weight_bytes, OneBlockWorker.has_limit = weight_bytes, has_limit
     return {"load_format": "dummy", "worker_cls": f"{__name__}.OneBlockWorker"} if weight_bytes else {}
 
 
@@ -33,11 +39,47 @@ class OneBlockWorker(Worker):
     """
 
     weight_bytes = 0
+    has_limit = False
     block_bytes = 0  # size of the first block of the pool that is made next
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.buffers: list[tuple[Tensor, Tensor]] = []  # those of the model, and a copy in host memory
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.block_bytes = int(WEIGHT_SLACK * self.weight_bytes)
         super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def determine_available_memory(self) -> int:
+        """Return the size of the KV cache: at most what as many sequences as vLLM decodes at a time can fill.
+
+        A larger one would be of no use, and vLLM resets all its blocks after each sync: 0.1 s a step for a small model.
+        On a shared GPU, only PyTorch's own count tells what vLLM needs itself.
+        """
+        longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
+        enough = longest * self.scheduler_config.max_num_seqs
+        if not self.has_limit:
+            return min(enough, super().determine_available_memory())
+        self.model_runner.profile_run()
+        return min(enough, self.requested_memory - torch.cuda.max_memory_allocated(self.device) - GRAPH_BYTES)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give all memory back, and what it held is lost: the trainer will send new weights.
+
+        vLLM's own method fails if another program has taken memory in the meantime. It also copies the buffers to host
+        memory every time, but they are constants, such as the table of rotary embeddings.
+        """
+        if not self.buffers:
+            for buffer in self.model_runner.model.buffers():
+                self.buffers.append((buffer, buffer.to("cpu").pin_memory()))
+        torch.cuda.synchronize(self.device)
+        self._get_sleep_mode_backend().suspend(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            for buffer, copy in self.buffers:
+                buffer.copy_(copy)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         tensors = kv_cache_config.kv_cache_tensors

@@ -462,18 +462,14 @@ def test_what_vllm_computed_with_old_weights_is_discarded(vllm_engine, tiny_mode
     assert not vllm_engine.asleep
 
 
-def test_vllms_buffers_are_restored_after_a_sleep_but_not_copied_to_host_memory(vllm_engine):
-    model = torch.nn.BatchNorm1d(2)
-    vllm_engine.buffers, vllm_engine.llm.apply_model = [], lambda function: [function(model)]
+def test_a_sampler_that_fits_beside_the_trainer_stays_awake(vllm_engine, tiny_model):
+    policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+    vllm_engine.stays_awake = True
     for _ in range(2):
         vllm_engine.sleep()
-        assert not list(model.named_buffers()), "vLLM copies what this names"
-        for buffer in (model.running_mean, model.running_var, model.num_batches_tracked):
-            buffer.fill_(7)
         vllm_engine.wake_up()
-        assert model.running_mean.tolist() == [0, 0]
-        assert model.running_var.tolist() == [1, 1]
-        assert model.num_batches_tracked == 0
+        vllm_engine.sync_weights(policy)
+    assert vllm_engine.llm.calls == [("apply_model",), ("reset_prefix_cache",), ("encoder",)] * 2
 
 
 def test_an_engine_needs_all_its_ranks(monkeypatch):

@@ -17,7 +17,13 @@ from common.records import Sample
 from config import Config
 from data import Processor, load_processor, load_split, max_images
 from policy.base_files import settings_folder
-from policy.memory import check_gpu_memory, choose_micro_batch_size, choose_sharding, plan_sampler
+from policy.memory import (
+    check_gpu_memory,
+    choose_micro_batch_size,
+    choose_sharding,
+    fits_beside_sampler,
+    plan_sampler,
+)
 from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
@@ -135,7 +141,7 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
 def load_models(
     cfg: Config, processor: Processor, limits: RequestLimits, device: torch.device
 ) -> tuple[Policy, Policy | None, Engine, int]:
-    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler is left asleep.
+    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler sleeps meanwhile.
 
     Returns policy, reference, sampler, and the maximum number of tokens of a micro-batch.
     """
@@ -150,6 +156,7 @@ def load_models(
         console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
     check_gpu_memory(policy, cfg, device, sampler_fraction, sharding)
     engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
+    engine.stays_awake = fits_beside_sampler(policy, cfg, device, sharding)
     engine.sleep()
     policy = apply_fsdp(policy, device, dtype, sharding)
     reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None

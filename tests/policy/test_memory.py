@@ -20,6 +20,14 @@ from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unshar
 from tests.helpers.models import make_group
 
 GPU = torch.device("cuda")
+used_by_others = memory.used_by_others
+
+
+@pytest.fixture(autouse=True)
+def no_other_programs(monkeypatch):
+    """The GPU that these tests imagine has no other programs, unless a test says so."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(memory, "used_by_others", lambda device: 0)
 
 
 @pytest.fixture
@@ -171,7 +179,7 @@ def test_the_training_state_by_hand(tiny_model, policy):
 def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch):
     cfg = Config(data="rows", beta=0.0, vllm_memory=0.25)
     needed = 2 * sum(p.numel() for p in policy.parameters()) + memory.SAMPLER_BYTES
-    resting, _ = memory.state_bytes(policy, cfg, False, GPU)
+    resting, gradients = memory.state_bytes(policy, cfg, False, GPU)
     for total, others, has_room, fraction in (
         (resting + needed - 1, 0, False, pytest.approx(0.9, abs=0.1)),
         (resting + needed, 0, True, pytest.approx(0.9, abs=0.1)),
@@ -182,7 +190,11 @@ def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch)
         monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
         monkeypatch.setattr(memory, "used_by_others", lambda device, others=others: others)
         assert memory.plan_sampler(policy, cfg, GPU, "full") == (has_room, fraction)
-        assert memory.plan_sampler(policy, replace(cfg, gpu_memory=1.0), GPU, "full")[0] == (has_room or others > 0)
+    monkeypatch.setattr(memory, "used_by_others", lambda device: needed)
+    for total, has_room in ((resting + gradients + needed - 1, False), (resting + gradients + needed, True)):
+        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
+        limited = replace(cfg, gpu_memory=1.0)
+        assert memory.plan_sampler(policy, limited, GPU, "full")[0] == has_room, "of its own memory, during updates too"
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: needed)
     assert memory.plan_sampler(policy, cfg, GPU, "full")[0], "several processes need copies"
@@ -207,8 +219,6 @@ def test_by_default_vllm_gets_what_the_completions_of_a_step_need(policy, monkey
     cache = sequences * (900 + 800 / 8) * 2 * 32 * 2 * 4 * 2 / cfg.tensor_parallel
     enough = copy + memory.VLLM_BYTES + cache
     resting, _ = memory.process_bytes(policy, cfg, False, GPU, "full")
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**30)
-    own = 2**30 + memory.CUDA_GIB * 2**30
     for total, others, given in (
         (2 * enough, 0, enough),
         (8 * enough, 0, 2 * enough),  # a quarter
@@ -216,7 +226,7 @@ def test_by_default_vllm_gets_what_the_completions_of_a_step_need(policy, monkey
         (2 * enough, enough, memory.VLLM_SHARE * (enough - resting)),  # another program has the rest
     ):
         monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, used=others + own: (2**36 - used, 2**36))
+        monkeypatch.setattr(memory, "used_by_others", lambda device, others=others: others)
         assert memory.plan_sampler(policy, cfg, GPU, "full") == (True, pytest.approx(given / total))
         assert memory.plan_sampler(policy, replace(cfg, vllm_memory=0.6), GPU, "full") == (True, pytest.approx(0.6))
         limited = replace(cfg, gpu_memory=1.0)
@@ -337,14 +347,73 @@ def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkey
         memory.choose_sharding(policy, PolicyFlags(sharding="hybrid"), True, GPU)
 
 
-def test_a_limited_gpu_is_filled_like_a_smaller_one(policy, monkeypatch):
-    """A 16 GiB GPU limited to 12 GiB gives the same result as a 12 GiB GPU with the same free memory."""
+@pytest.mark.parametrize("limiting", ["limit", "other programs"])
+def test_a_limited_gpu_is_filled_like_a_smaller_one(policy, monkeypatch, limiting):
+    """What other programs use counts only if they leave less than the limit."""
     set_free_memory(monkeypatch, policy, 2, 9_000)
-    available, total = torch.cuda.mem_get_info(GPU)
-    used = 12 * 2**30 - (available - memory.MARGIN * (total - 12 * 2**30))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - used, total))
-    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU, limit=12.0) == 9_000
+    free, total = torch.cuda.mem_get_info(GPU)
+    needed, limit = free - memory.MARGIN * total, 12 * 2**30
+    own = limit * (1 - memory.MARGIN) - needed
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own - memory.CUDA_GIB * 2**30)
+    left = total - own if limiting == "limit" else limit - own
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, total))
+    gib = 12.0 if limiting == "limit" else 14.0
+    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU, limit=gib) == pytest.approx(9_000, 1)
     assert checkpointed(policy) == [False, True] * 2
+
+
+def test_the_sampler_stays_awake_where_the_largest_micro_batch_fits_beside_it(policy, monkeypatch):
+    cfg, total = Config(data="rows", beta=0.0), 2**36
+    needed = sum(memory.process_bytes(policy, cfg, False, GPU, "full")) + 2 * sum(
+        p.numel() for p in policy.parameters()
+    )
+    needed += 28 * memory.LOGIT_ROWS * 264 + memory.MAX_MICRO_BATCH_TOKENS * memory.bytes_per_token(policy, 0, True)
+    needed += memory.MARGIN * total
+    for free, flags, stays in (
+        (needed + 1, {}, True),
+        (needed - 1, {}, False),
+        (needed - 1, {"micro_batch_tokens": 1000}, True),
+        (needed - 1, {"gpu_memory": 20.0}, True),  # PyTorch would count what a sleeping vLLM has given back
+    ):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, total))
+        assert memory.fits_beside_sampler(policy, replace(cfg, **flags), GPU, "full") == stays, (free, flags)
+    monkeypatch.setattr(distributed, "all_max", lambda value: torch.tensor(1))
+    assert not memory.fits_beside_sampler(policy, replace(cfg, micro_batch_tokens=1), GPU, "full"), (
+        "all of them or none"
+    )
+    assert not memory.fits_beside_sampler(policy, cfg, torch.device("cpu"), "full")
+
+
+def test_what_this_process_uses_is_not_that_of_others(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**36))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**33)
+    assert used_by_others(GPU) == 2**36 - 2**34 - 2**33 - int(memory.CUDA_GIB * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**36)
+    assert used_by_others(GPU) == 0, "vLLM's memory is counted as reserved while it sleeps"
+
+
+def test_messages_name_what_other_programs_use(policy, monkeypatch):
+    """A GPU of 40 GiB of which others use 39.5; without them, the training state would fit."""
+    cfg = Config(data="rows", beta=0.0)
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 40 * 2**30)
+    memory.check_gpu_memory(policy, cfg, GPU, 0.1)
+    monkeypatch.setattr(memory, "used_by_others", lambda device: 39.5 * 2**30)
+    with pytest.raises(UserError, match=r"too small by .* usable; other programs use 39.5 GiB of this GPU. What helps"):
+        memory.check_gpu_memory(policy, cfg, GPU, 0.1)
+    set_free_memory(monkeypatch, policy, 4, 1000)
+    with pytest.raises(UserError, match=r"of 2000 tokens; other programs use 39.5 GiB of this GPU. What helps"):
+        memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
+
+
+def test_a_limited_run_keeps_the_samplers_memory_during_updates(policy, monkeypatch):
+    cfg = Config(data="rows", beta=0.0)
+    resting, gradients = memory.process_bytes(policy, cfg, False, GPU, "full")
+    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 2 * (resting + gradients) - 1)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
+    monkeypatch.setattr(distributed, "memory_fraction", lambda gib: 0.5)
+    memory.check_gpu_memory(policy, cfg, GPU, 0.5)
+    with pytest.raises(UserError, match="weights, AdamW and --vllm_memory take"):
+        memory.check_gpu_memory(policy, replace(cfg, gpu_memory=1.0), GPU, 0.51)
 
 
 def test_explicit_flags_override_the_choice(policy, monkeypatch):
