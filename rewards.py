@@ -8,6 +8,7 @@ group. Each reward's docstring gives its range, an example, and the exploits tha
 math-verify and the verifier model are in `grading/`.
 """
 
+import itertools
 import math
 import re
 import reprlib
@@ -30,6 +31,7 @@ from grading.verifier import Verifier, make_verifier, parse_verdict
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
 Reward = Callable[..., float | None]
+CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
 
 # --- format and length ------------------------------------------------------------------------------------------------
@@ -336,21 +338,27 @@ class Scorer:
         if self.verifier:
             self.verifier.reset_failures()
         pairs = [(sample, rollout) for sample, group in zip(samples, rollouts, strict=True) for rollout in group]
-        jobs = [(name, sample, rollout) for sample, rollout in pairs for name in self.weights]
+        jobs: list[tuple[str, list[tuple[Sample, Rollout]]]] = []
+        for name in self.weights:
+            size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
+            jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
         uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
         threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
-        with ThreadPoolExecutor(threads) as pool:
-            values = pool.map(lambda job: self._value(*job), jobs)
-            results = iter(list(console.progress(values, "rewards", total=len(jobs), unit="call")))
-        errors, scored = [], []
+        values: dict[str, list[tuple[float, str | None]]] = {name: [] for name in self.weights}
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            console.progress(desc="rewards", total=len(pairs) * len(values)) as bar,
+        ):
+            for (name, chunk), results in zip(jobs, pool.map(lambda job: self._values(*job), jobs)):
+                values[name] += results
+                bar.update(len(chunk))
+        errors, scored, place = [], [], itertools.count()
         for sample, group in zip(samples, rollouts):
             scored.append([])
-            for rollout in group:
-                parts = {}
-                for name in self.weights:
-                    parts[name], problem = next(results)
-                    if problem:
-                        function = self.user_functions[name]
+            for rollout, i in zip(group, place):
+                parts = {name: values[name][i][0] for name in self.weights}
+                for name, function in self.user_functions.items():
+                    if problem := values[name][i][1]:
                         errors.append(f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}")
                 scored[-1].append(self._sum(parts, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
@@ -363,24 +371,29 @@ class Scorer:
         penalty = overlong_penalty(length, max_length, self.overlong_buffer)
         return Rewards(raw + penalty, raw, parts | {"overlong": penalty})
 
-    def _value(self, name: str, sample: Sample, rollout: Rollout) -> tuple[float, str | None]:
-        """Compute one reward of a completion and return (value, error).
+    def _values(self, name: str, pairs: list[tuple[Sample, Rollout]]) -> list[tuple[float, str | None]]:
+        """Compute one reward of each completion and return its (value, error).
 
         The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
         """
-        fields: dict[str, Any] = {"question": sample.prompt}
-        fields |= {column: value for column, value in sample.fields.items() if value is not None}
-        if isinstance(fields["question"], str):
-            fields["question"] = fields["question"].replace(TAG, "").strip()
-        if name in self.user_functions:
-            return self._user_value(name, rollout.text, sample.answer, fields)
-        return self._built_in_value(name, rollout.text, sample.answer, fields), None
+        calls = []
+        for sample, rollout in pairs:
+            fields: dict[str, Any] = {"question": sample.prompt}
+            fields |= {column: value for column, value in sample.fields.items() if value is not None}
+            if isinstance(fields["question"], str):
+                fields["question"] = fields["question"].replace(TAG, "").strip()
+            calls.append(fields | {"completion": rollout.text, "answer": sample.answer})
+        if name not in self.user_functions:
+            return [(self._built_in_value(name, fields), None) for fields in calls]
+        parameters = self.parameters[name]
+        calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
+        results = self.workers.call_all(self.user_functions[name], self.flags.reward_timeout, calls)
+        return [self._user_value(name, result) for result in results]
 
-    def _built_in_value(self, name: str, completion: str, answer: str, fields: dict[str, Any]) -> float:
+    def _built_in_value(self, name: str, fields: dict[str, Any]) -> float:
         """Compute the reward of a task or `format_reward`; NaN if the completion is unscored."""
-        fields = {k: v for k, v in fields.items() if k not in ("completion", "answer", "verifier")}
         try:
-            value = self.built_in[name](completion, answer, verifier=self.verifier, **fields)
+            value = self.built_in[name](**fields | {"verifier": self.verifier})
         except WorkerLost as error:
             self.why_none = f"{name}: {error}"
             return math.nan
@@ -391,18 +404,14 @@ class Scorer:
             self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
         return math.nan
 
-    def _user_value(self, name: str, completion: str, answer: str, fields: dict[str, Any]) -> tuple[float, str | None]:
-        """Compute a user-defined reward in a worker; see `_value`."""
-        function, parameters = self.user_functions[name], self.parameters[name]
-        fields = fields | {"completion": completion, "answer": answer}
-        fields = {k: v for k, v in fields.items() if parameters is None or k in parameters}
-        try:
-            value = self.workers.call(function, self.flags.reward_timeout, fields)
-        except CallLost as error:
-            self.why_none = f"{function} {error}"
+    def _user_value(self, name: str, value: Any) -> tuple[float, str | None]:
+        """Judge what a user-defined reward has returned; see `_values`."""
+        function = self.user_functions[name]
+        if isinstance(value, CallLost):
+            self.why_none = f"{function} {value}"
             return math.nan, None
-        except CallFailed as error:
-            return math.nan, str(error)
+        if isinstance(value, CallFailed):
+            return math.nan, str(value)
         if value is None:
             self.why_none = f"{function} returned None"
             return math.nan, None

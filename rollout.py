@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
-import math
 import os
 import sys
 import traceback
@@ -40,7 +39,6 @@ from common.records import Prompt, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.continuation import Continuation
-from policy.families import attention_windows
 from policy.hf_engine import HFEngine, PolicyEngine
 from policy.memory import describe_others
 from policy.model import Policy, load_config, load_model, num_weights, stop_tokens
@@ -180,9 +178,11 @@ def start_vllm(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     options: dict[str, Any] = {}
-    shortest = min(attention_windows(load_config(model).get_text_config()), default=math.inf)
-    if limits.tokens <= shortest < math.inf:  # no layer's window is ever full, so one kind of KV cache does for all
-        options["disable_hybrid_kv_cache_manager"] = True
+    config = load_config(model)
+    if limits.tokens <= (getattr(config, "sliding_window", None) or 0):
+        options["hf_overrides"] = {
+            "sliding_window": None
+        }  # vLLM would keep a KV cache of its own for each kind of layer
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5

@@ -14,6 +14,7 @@ import inspect
 import multiprocessing.connection as connection
 import os
 import pathlib
+import pickle
 import queue
 import signal
 import subprocess
@@ -48,29 +49,45 @@ class WorkerPool:
         return process, parent_end
 
     def call(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        """Call function `name` with `arguments` and return its result. Many threads may call this at the same time.
+        """Call function `name` with `arguments` and return its result. Raises what `call_all` returns as an error."""
+        (result,) = self.call_all(name, seconds, [arguments])
+        if isinstance(result, CallFailed):
+            raise result
+        return result
 
-        The time limit `seconds` starts when a worker is idle. Raises CallFailed if the function raised, CallLost if it
-        took too long or its process died, and WorkerLost if the worker itself died twice.
+    def call_all(self, name: str, seconds: float, arguments: list[dict[str, Any]]) -> list[Any]:
+        """Call function `name` with each of `arguments`, one after the other in one worker, and return the results.
+
+        Many threads may call this at the same time. The time limit of each call is `seconds`. In place of a result
+        stands CallFailed if the function raised, CallLost if it took too long or its process died, and WorkerLost if
+        the worker itself died twice.
         """
-        for _ in range(2):  # retry once if the worker died: it was killed from outside or ran out of memory
-            process, pipe = self.idle.get()
-            try:
-                pipe.send((name, seconds, arguments))
-                result = pipe.recv()
-            except (EOFError, OSError):
-                process.kill()
-                process.wait()
-                process, pipe = self._start()
-                continue
-            except Exception as error:  # noqa: BLE001 - unpickling may raise anything: the class may be the user's own
-                raise CallFailed(f"its result cannot be unpickled ({_describe(error)})") from None
-            finally:
-                self.idle.put((process, pipe))
-            if isinstance(result, CallFailed):
-                raise result
-            return result
-        raise WorkerLost("its worker process died")
+        answers = self._exchange((name, seconds, arguments))
+        if answers is None and len(arguments) > 1:  # find the call that kills its worker, if it is one of them
+            return [result for each in arguments for result in self.call_all(name, seconds, [each])]
+        answers = answers or self._exchange((name, seconds, arguments))
+        return [WorkerLost("its worker process died")] if answers is None else [_unpickle(each) for each in answers]
+
+    def _exchange(self, message: tuple[str, float, list[dict[str, Any]]]) -> list[bytes] | None:
+        """Let a worker make calls, and return its answers; None if it died: by one of them, or killed from outside."""
+        process, pipe = self.idle.get()
+        try:
+            pipe.send(message)
+            return pipe.recv()
+        except (EOFError, OSError):
+            process.kill()
+            process.wait()
+            process, pipe = self._start()
+            return None
+        finally:
+            self.idle.put((process, pipe))
+
+
+def _unpickle(answer: bytes) -> Any:
+    try:
+        return pickle.loads(answer)
+    except Exception as error:  # noqa: BLE001 - unpickling may raise anything: the class may be the user's own
+        return CallFailed(f"its result cannot be unpickled ({_describe(error)})")
 
 
 def load_function(name: str) -> Callable:
@@ -112,21 +129,24 @@ def serve(arguments: list[str]) -> None:
     pid, child = _fork(functions)
     while True:
         try:
-            name, seconds, fields = pipe.recv()
+            name, seconds, calls = pipe.recv()
         except (EOFError, OSError):
             return _kill(pid)
-        child.send((name, fields))
-        try:
-            in_time = _wait_for_answer(pid, child, seconds)
-            answer, lost = (child.recv_bytes(), None) if in_time else (None, f"took longer than {seconds:g} s")
-        except (EOFError, OSError):
-            answer, lost = None, "its process died, perhaps out of memory"
-        if lost:
-            _kill(pid)
-            child.close()
-            pid, child = _fork(functions)
+        answers = []
+        for fields in calls:
+            child.send((name, fields))
+            try:
+                in_time = _wait_for_answer(pid, child, seconds)
+                answer, lost = (child.recv_bytes(), None) if in_time else (None, f"took longer than {seconds:g} s")
+            except (EOFError, OSError):
+                answer, lost = None, "its process died, perhaps out of memory"
+            if lost:
+                _kill(pid)
+                child.close()
+                pid, child = _fork(functions)
+            answers.append(pickle.dumps(CallLost(lost)) if lost else answer)
         with contextlib.suppress(OSError):  # the caller may have stopped waiting
-            pipe.send(CallLost(lost)) if lost else pipe.send_bytes(answer)
+            pipe.send(answers)
 
 
 def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
