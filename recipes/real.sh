@@ -10,10 +10,7 @@ if [ ! -d $folder/data/model ]; then
   fi
   show .venv/bin/python -m demo.real --parts "$parts" --output $folder/data
 fi
-train_flags=(--task count --reward count=0 --reward recipes/sums.py:starts_with_the_sum
-  --reward recipes/sums.py:only_the_sum=0 --template recipes/sums.jinja --max_prompt_length 120
-  --max_completion_length 8 --prompts_per_step 64 --num_generations 8 --learning_rate 5e-6
-  --max_steps 200 --eval_every 20 --save_every 20)
+mapfile -t train_flags < <(sed 's/#.*//' recipes/real.flags | xargs -n 1)
 if ! nvidia-smi -L > /dev/null 2>&1; then
   # a lower rate, because with few prompts and in float32 the reward often falls at 5e-6
   echo "There is no GPU: 30 smaller steps instead of 200, which take about a quarter of an hour on two cores."

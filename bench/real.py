@@ -1,0 +1,193 @@
+"""Train Gemma 3 270M on sums with this project and with TRL, or with several settings; draw and list the scores.
+
+    python bench/real.py                                        # after ./run.sh real: six seeds each, one after another
+    python bench/real.py --programs grpo --seeds 0 1 2 --steps 60 --flags learning_rate=1e-5 --together 3
+    python bench/real.py --seeds --draw docs/real.png           # no runs: only the table and the picture
+
+The settings are those of recipes/real.flags, which bench/real_trl.py shares. Each run that ends adds a line to the file
+of results, with its machine. Runs that are there already are not repeated, so the work can be spread over many
+commands. With `--together`, several runs share each GPU; what they take for a step is then not comparable.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import queue
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import speed
+
+from common import cli
+from common.figures import save_figure
+from common.files import read_jsonl
+
+Program = Literal["grpo", "trl"]
+COLOURS = {"grpo": "tab:blue", "trl": "tab:orange"}
+NAMES = {"grpo": "grpo-vlm", "trl": "TRL 1.16"}
+GIB_TOGETHER = 24  # GPU memory of each of several runs of this project on one GPU
+
+
+@dataclass
+class Config:
+    """Train on sums, several times, and compare."""
+
+    data: str = "runs/real/data"
+    """Folder with model/, train.jsonl and test.jsonl, which `./run.sh real` makes."""
+    programs: tuple[Program, ...] = ("grpo", "trl")
+    """What trains: this project, TRL, or both in turn."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
+    """Seeds, each of which gives one run of each program."""
+    steps: int = 100
+    """Number of steps of a run."""
+    flags: tuple[str, ...] = ()
+    """Further flags for grpo.py, as NAME=VALUE; of these, TRL knows learning_rate alone."""
+    together: int = 1
+    """Number of runs at a time on each GPU."""
+    results: str = str(HERE.parent / "docs" / "results" / "real.jsonl")
+    """File with one line for each run."""
+    output: str = "runs/bench/real"
+    """Folder for the runs and their logs."""
+    draw: str | None = None
+    """Draw the runs with the settings of the recipe to this PNG file."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.together) < 1:
+            raise ValueError("steps and together must be at least 1")
+        if bad := [flag for flag in self.flags if "=" not in flag]:
+            raise ValueError(f"flags {bad[0]}: give NAME=VALUE")
+        if "trl" in self.programs and any(not flag.startswith("learning_rate=") for flag in self.flags):
+            raise ValueError("flags: TRL knows learning_rate alone; give --programs grpo")
+
+
+def cut(results: list[dict[str, Any]], steps: int) -> dict[tuple[str, tuple[str, ...]], dict[int, dict[str, Any]]]:
+    """Return the runs of at least `steps` steps, by program and flags, then by seed, with their curves up to there.
+
+    The learning rate is constant, so the first steps of a longer run are those of a shorter one.
+    """
+    groups: dict[tuple, dict[int, dict]] = defaultdict(dict)
+    for run in sorted(results, key=lambda run: (run["program"], run["flags"], run["seed"])):
+        if run["steps"] >= steps:
+            curve = [(step, score) for step, score in run["curve"] if step <= steps]
+            groups[run["program"], tuple(run["flags"])][run["seed"]] = run | {"curve": curve}
+    return groups
+
+
+def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[str]:
+    """Return the command that trains one run."""
+    if program == "trl":
+        rates = [f"--{flag.replace('=', ' ')}" for flag in cfg.flags]
+        flags = [f"--output {folder}/trl.json --steps {cfg.steps} --seed {seed}", *rates]
+        return [sys.executable, str(HERE / "real_trl.py"), cfg.data, *shlex.split(" ".join(flags))]
+    recipe = shlex.split((HERE.parent / "recipes" / "real.flags").read_text(), comments=True)
+    files = {"model": "model", "data": "train.jsonl", "eval_data": "test.jsonl"}
+    settings: dict[str, Any] = {name: f"{cfg.data}/{file}" for name, file in files.items()}
+    settings |= {"output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps, "save_every": 0, "report_every": 0}
+    settings |= {"gpu_memory": GIB_TOGETHER} if cfg.together > 1 else {}
+    settings |= dict(flag.split("=", 1) for flag in cfg.flags)
+    given = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())
+    return [sys.executable, "grpo.py", *recipe, *given, "--overwrite"]
+
+
+def read_run(program: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return the held-out scores of a run, [[step, score], ...], and the seconds of its steps."""
+    if program == "trl":
+        return json.loads((folder / "trl.json").read_text())
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    curve = [[row["step"], row["eval/reward"]] for row in rows if row.get("eval/reward") is not None]
+    trained = [row for row in rows if "step_time" in row]
+    difference = statistics.mean(row["sampling/logp_difference_mean"] or 0.0 for row in trained)
+    rewards = [row["reward"] for row in trained]
+    return {"curve": curve, "seconds": [row["step_time"] for row in trained], "reward": rewards, "nats": difference}
+
+
+def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str:
+    """Train one run on the next free place, a GPU; add its result, and return a line about it."""
+    place = places.get()
+    name = "-".join([program, *(flag.replace("=", "-") for flag in cfg.flags), str(cfg.steps), str(seed)])
+    folder = pathlib.Path(cfg.output) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": place, "MASTER_PORT": str(29600 + hash(name) % 10000)}
+    started = time.perf_counter()
+    with (folder / "log.txt").open("w") as log:
+        finished = subprocess.run(
+            command(cfg, program, seed, folder), cwd=HERE.parent, env=environment, stdout=log, stderr=log, check=False
+        )
+    places.put(place)
+    if finished.returncode:
+        return f"{name} failed with status {finished.returncode}; see {folder / 'log.txt'}"
+    result = {"program": program, "flags": cfg.flags, "steps": cfg.steps, "seed": seed, "together": cfg.together}
+    result |= read_run(program, folder) | {"total": time.perf_counter() - started} | speed.provenance()
+    with open(cfg.results, "a") as file:
+        file.write(json.dumps(result) + "\n")
+    return f"{name}: {result['curve'][-1][1]:.3f} in {result['total']:.0f} s"
+
+
+def show(results: list[dict[str, Any]], steps: int) -> None:
+    """Print a line for each program and setting: held-out scores after `steps` steps, and what a step takes alone."""
+    for (program, flags), runs in cut(results, steps).items():
+        first = next(iter(runs.values()))["curve"][0][1]
+        scores = [run["curve"][-1][1] for run in runs.values()]
+        rose = sum(score > first + 0.05 for score in scores)
+        spread = f"{statistics.mean(scores):.3f} ± {statistics.stdev(scores):.3f}" if len(scores) > 1 else ""
+        alone = [second for run in runs.values() if run["together"] == 1 for second in run["seconds"][5:]]
+        pace = f"{statistics.median(alone):.2f} s a step" if alone else ""
+        line = f"{NAMES[program]:9}{' '.join(flags):44} rose {rose} of {len(runs)}  {spread:14} {pace:14}"
+        print(f"{line}  {first:.3f} -> {' '.join(f'{score:.3f}' for score in scores)}")
+
+
+def draw(results: list[dict[str, Any]], path: str, steps: int) -> None:
+    """Draw the mean held-out score of each program with the settings of the recipe, and its range over the seeds."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for (program, flags), runs in cut(results, steps).items():
+        if flags:
+            continue
+        columns = [*zip(*(run["curve"] for run in runs.values()))]  # one for each evaluation
+        places = [column[0][0] for column in columns]
+        scores = [[score for _, score in column] for column in columns]
+        label, colour = f"{NAMES[program]}, mean of {len(runs)} seeds", COLOURS[program]
+        axes.plot(places, [*map(statistics.mean, scores)], color=colour, marker="o", label=label)
+        axes.fill_between(places, [*map(min, scores)], [*map(max, scores)], color=colour, alpha=0.2)
+    axes.set(xlabel="step", ylabel="held-out sums that are right", ylim=(0, None))
+    axes.set_title("Gemma 3 270M learns to add: 512 held-out sums, greedy; shaded: all seeds", fontsize=10)
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    save_figure(figure, pathlib.Path(path))
+
+
+def main(cfg: Config) -> None:
+    path = pathlib.Path(cfg.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = cut(read_jsonl(path) if path.exists() else [], cfg.steps)
+    jobs = [(program, seed) for seed in cfg.seeds for program in cfg.programs]
+    jobs = [(program, seed) for program, seed in jobs if seed not in done.get((program, cfg.flags), {})]
+    places: queue.Queue[str] = queue.Queue()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(1, torch.cuda.device_count()))))
+    for gpu in gpus.split(",") * cfg.together:
+        places.put(gpu)
+    with ThreadPoolExecutor(max(1, places.qsize())) as pool:
+        for line in pool.map(lambda job: train(cfg, *job, places), jobs):
+            print(line, flush=True)
+    results = read_jsonl(path) if path.exists() else []
+    show(results, cfg.steps)
+    if cfg.draw:
+        draw(results, cfg.draw, cfg.steps)
+
+
+if __name__ == "__main__":
+    cli.run(main, cli.parse(Config))
