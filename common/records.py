@@ -172,4 +172,4 @@ class Group:
     @property
     def tokens(self) -> int:
         """Length of the prompt and its completions in tokens; the prompt counts once."""
-        return len(self.prompt.ids) + sum(len(completion.ids) for completion in self.completions)
+        return self.prompt.ids.numel() + sum(completion.ids.numel() for completion in self.completions)

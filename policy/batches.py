@@ -32,6 +32,8 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
         images = sum(len(group.prompt.image_positions) for group in ordered)
         return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
 
+    if sum(group.tokens for group in groups) <= budget:  # they fit into one; what follows would find the same order
+        return sorted(groups, key=lambda group: -group.tokens)
     best = min((_first_fit(groups, budget, cut) for cut in (False, True)), key=cost)
     return [group for batch in best for group in batch]
 
