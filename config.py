@@ -178,8 +178,8 @@ class RewardFlags(VerifierFlags):
 class PolicyFlags:
     """The flags of the policy and its optimizer."""
 
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
+    learning_rate: float | None = None
+    """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 1e-5 for an adapter."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up: constant, or a linear or cosine decay to zero after the last update."""
     warmup: float = 0.0
@@ -234,7 +234,7 @@ class PolicyFlags:
 
     def check_policy(self) -> None:
         """Raise ValueError for invalid settings."""
-        if min(self.learning_rate, self.warmup, self.weight_decay) < 0:
+        if min(self.learning_rate or 0, self.warmup, self.weight_decay) < 0:
             raise ValueError("learning_rate, warmup and weight_decay must not be negative")
         if self.max_grad_norm <= 0:
             raise ValueError("max_grad_norm must be above 0")

@@ -38,6 +38,8 @@ from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 from training.updates import Updater
 
+FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5  # default learning rates; docs/adapters.md has the measurements
+
 # flags on which the text and the images of a prompt depend
 PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
@@ -57,6 +59,7 @@ def start(cfg: Config) -> Run:
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
+    choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = check_inputs(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
     policy, reference, engine, micro_batch_tokens = load_models(cfg, stream.processor, limits, device)
@@ -80,6 +83,19 @@ def start(cfg: Config) -> Run:
     if state:
         restore(run, state)
     return run
+
+
+def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
+    """Set `cfg.learning_rate` if it is unset, and print it."""
+    if cfg.learning_rate is not None:
+        return
+    cfg.learning_rate, why = FULL_RATE, "the default for all weights"
+    if resume.checkpoint:
+        state = json.loads((resume.checkpoint / "state.json").read_text())
+        cfg.learning_rate, why = state["config"]["learning_rate"], "that of the run so far"
+    elif cfg.has_adapter:
+        cfg.learning_rate, why = ADAPTER_RATE, "the default for an adapter"
+    console.log(f"learning rate: {cfg.learning_rate:g} ({why})")
 
 
 def check_start_survives(cfg: Config) -> None:

@@ -171,6 +171,26 @@ def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model
     assert all(entry["step"] == 2 for entry in run.updater.optimizer.state_dict()["state"].values())
 
 
+@pytest.mark.parametrize(
+    ("flags", "rate", "why"),
+    [
+        ({}, 1e-6, "the default for all weights"),
+        ({"lora_rank": 4}, 1e-5, "the default for an adapter"),
+        ({"resume": "checkpoint-2"}, 1e-3, "that of the run so far"),
+    ],
+)
+def test_without_a_learning_rate_the_run_says_which_it_takes(
+    flags, rate, why, saved, tiny_model, shapes, tmp_path, capsys
+):
+    if "resume" in flags:
+        flags = {"resume": str(saved / flags["resume"])}
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path, learning_rate=None, **flags))
+    assert {group["lr"] for group in run.updater.optimizer.param_groups} == {rate}
+    assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == rate
+    err = capsys.readouterr().err
+    assert f"learning rate: {rate:g} ({why})" in err and "learning_rate was" not in err
+
+
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
     with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
