@@ -116,6 +116,7 @@ BASES = {
     "qwen2_5": Base(hub_configs.QWEN2_5),
     "qwen2_5_bin": Base(hub_configs.QWEN2_5, weights="two .bin files"),
     "qwen3": Base(hub_configs.QWEN3),
+    "gemma3": Base(hub_configs.GEMMA3),
     "llama": Base(hub_configs.LLAMA, stop={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}),
 }
 MIXTURES = ("qwen3_vl_moe", "aria")  # of experts

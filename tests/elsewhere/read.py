@@ -22,7 +22,7 @@ from tests.elsewhere.logits import last_logits
 TEXT = (
     "34+51=? 数学 naïve  façade é\n\n\tdef f(x): return x**2  # <|im_start|>user <|eot_id|><|image_pad|></think> 👩‍🚀"
 )
-MOST_PARAMETERS = 10**8
+MOST_PARAMETERS = 10**9
 TOKENIZER_SETTINGS = ("eos_token", "bos_token", "pad_token", "padding_side", "model_max_length", "all_special_tokens")
 
 
