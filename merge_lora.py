@@ -108,7 +108,7 @@ def _merge(
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.clone())  # it may share the embedding's weight
         untie(model.config)
-    tuner = load_adapter(model, config, tensors, [POLICY], lora_model)
+    tuner = load_adapter(model, config, tensors, [POLICY], lora_model, cache_dir)
     adapted_logits = _logits(model, inputs)
     for layer in adapted_layers(model).values():
         layer.base_layer.float()  # otherwise PEFT would round the adapter's change before adding it

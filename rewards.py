@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
 from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
@@ -27,6 +29,7 @@ from grading.answers import balanced, extract_choice, first_count, last_boxed, s
 from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
+from inputs.images import decode_image
 
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
@@ -254,6 +257,14 @@ MAX_REWARD = 1e15  # larger rewards and weights could overflow float32
 MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
 
+def _decoded_images(sample: Sample) -> list[Image.Image]:
+    """Decode the images of a row. Raises UserError if one can no longer be read."""
+    try:
+        return [decode_image(source) for source in sample.images]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
+
+
 class Scorer:
     """Score completions with all rewards of a run.
 
@@ -268,6 +279,7 @@ class Scorer:
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
         self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
+        self.sees_images: set[str] = set()  # user-defined rewards with a parameter `images`
         for text in flags.reward:
             self._add(text)
         if not any(self.weights.values()):
@@ -316,13 +328,14 @@ class Scorer:
         self.weights[function], self.user_functions[function] = weight, name
         self.parameters[function] = None if accepts_any else set(parameters)
         self.required[function] = set(required)
+        self.sees_images |= {function} if "images" in parameters else set()
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
         """Raise UserError if a row lacks a column that a user-defined reward requires."""
         for sample in samples:
             columns = {name for name, value in sample.fields.items() if value is not None}
             for function, required in self.required.items():
-                if missing := sorted(required - columns - {"completion", "answer", "question"}):
+                if missing := sorted(required - columns - {"completion", "answer", "question", "images"}):
                     raise UserError(
                         f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
                         "function's parameter a default value"
@@ -377,11 +390,15 @@ class Scorer:
         The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
         """
         calls = []
+        images: dict[str, list[Image.Image]] = {}  # by row, so that the calls for its completions share them
         for sample, rollout in pairs:
             fields: dict[str, Any] = {"question": sample.prompt}
             fields |= {column: value for column, value in sample.fields.items() if value is not None}
             if isinstance(fields["question"], str):
                 fields["question"] = fields["question"].replace(TAG, "").strip()
+            if name in self.sees_images:
+                fields["images"] = images.get(sample.source) or _decoded_images(sample)
+                images[sample.source] = fields["images"]
             calls.append(fields | {"completion": rollout.text, "answer": sample.answer})
         if name not in self.user_functions:
             return [(self._built_in_value(name, fields), None) for fields in calls]
