@@ -73,9 +73,9 @@ OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of medi
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CODED = re.compile("ClassLabel|Json|float16|float32")  # features whose cells are not what they mean; see `_decoded`
-# The start of a text that is a turn, a part of one, or a list of either.
-CHAT_TEXT = re.compile(r"""(?s)\s*\[?\s*\{(?=.*["'](role|from|type)["']\s*:)(?=.*["'](content|value|text|image)["']\s*:)""")
-    r"""(?s)\s*\[?\s*\{\s*["'](?=.*["'](role|from)["']\s*:.*|.*["']type["']\s*:\s*["'](text|image))"""
+# A text that begins like a turn or a part of one, or like a list of them, and has their keys.
+CHAT_TEXT = re.compile(
+    r"""(?s)\s*\[?\s*\{(?=.*["'](role|from|type)["']\s*:)(?=.*["'](content|value|text|image)["']\s*:)"""
 )
 OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD

@@ -285,10 +285,11 @@ def _check_tokens(source: str, base: str, cache_dir: str | None) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"cannot compare the tokenizers of {source} and {base}: {str(error).splitlines()[0]}") from None
     if added := sorted(own.items() - known.items(), key=lambda item: item[1]):
+        (token, number), (_, last) = added[0], added[-1]
         raise UserError(
-            f"{source}: its tokenizer has {added[0][0]!r} as token {added[0][1]}, but that of {base} has not: use a copy "
-            f"of the base with the adapter's tokenizer files and an embedding of at least {added[-1][1] + 1} rows, or "
-            "remove those files from the adapter if no prompt needs its tokens"
+            f"{source}: its tokenizer has {token!r} as token {number}, which that of {base} lacks: use a copy of the base "
+            f"with the adapter's tokenizer files and an embedding of at least {last + 1} rows, or remove those files from "
+            "the adapter if no prompt needs its tokens"
         )
 
 
