@@ -287,8 +287,8 @@ def _check_tokens(source: str, base: str, cache_dir: str | None) -> None:
     if added := sorted(own.items() - known.items(), key=lambda item: item[1]):
         (token, number), (_, last) = added[0], added[-1]
         raise UserError(
-            f"{source}: its tokenizer has {token!r} as token {number}, which that of {base} lacks: use a copy of the base "
-            f"with the adapter's tokenizer files and an embedding of at least {last + 1} rows, or remove those files from "
+            f"{source}: its tokenizer has {token!r} as token {number}, unlike that of {base}: use a copy of it with "
+            f"the adapter's tokenizer files and an embedding of at least {last + 1} rows, or remove those files from "
             "the adapter if no prompt needs its tokens"
         )
 
