@@ -250,7 +250,7 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {
     "bias": lambda bias: bias in ("none", "all", "lora_only"),
     "lora_alpha": _is_finite,
     "lora_dropout": _is_finite,
-    "alpha_pattern": lambda alphas: alphas is None or all(map(_is_finite, alphas.values())),
+    "alpha_pattern": lambda alphas: not alphas or (isinstance(alphas, dict) and all(map(_is_finite, alphas.values()))),
     **dict.fromkeys(["use_dora", "use_rslora", "ensure_weight_tying"], lambda value: isinstance(value, bool)),
     **dict.fromkeys(["modules_to_save", "target_parameters"], lambda value: isinstance(value, list | None)),
 }
