@@ -41,8 +41,7 @@ if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where i
     from peft import LoraConfig, LoraModel
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
-PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # these also change the base; PEFT can convert them
+PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B, not the base
 NOT_CONTINUED = (
     "cannot be continued: merge the adapter into its base with merge_lora.py and train a new adapter with --lora_rank"
 )
@@ -91,6 +90,7 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     if the adapter was made for a different base, or if it contains anything other than A and B.
     """
     config, tensors = read_adapter(source)
+    check_tokens(source, model.name_or_path)
     # The packed forward pass reads only the weights of these modules, without an adapter.
     for module in ("lm_head", find_family(model.config).router):
         if module and any(f".{module}." in key for key in tensors):
@@ -105,20 +105,14 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
 
 
 def load_adapter(
-    model: nn.Module,
-    config: "LoraConfig",
-    tensors: dict[str, Tensor],
-    names: list[str],
-    source: str,
-    cache_dir: str | None = None,
+    model: nn.Module, config: "LoraConfig", tensors: dict[str, Tensor], names: list[str], source: str
 ) -> "LoraModel":
     """Add the adapter that `read_adapter` read from `source` to `model`, once under each of `names`.
 
-    Returns PEFT's wrapper of `model`. Raises UserError if the adapter was made for a different base or other tokens.
+    Returns PEFT's wrapper of `model`. Raises UserError if the adapter was made for a different base.
     """
     from peft import set_peft_model_state_dict
 
-    _check_tokens(source, model.name_or_path, cache_dir)
     try:
         config, tensors = _with_current_names(config, tensors, model, source)
         tuner = _inject(model, config, names)
@@ -159,8 +153,6 @@ def _with_current_names(
         if match["param"] in ("lora_A.weight", "lora_embedding_A") and not of_experts:
             pattern = get_pattern_key(config.alpha_pattern, saved)
             ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)
-    if len(renamed) < len(tensors):
-        raise UserError(f"{source} holds a module twice, under an older and under its current name: save it again")
     if not renamed:
         raise UserError(f"{source} holds no LoRA weights: there is nothing to load with PEFT")
     config = copy.copy(config)
@@ -238,10 +230,6 @@ def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_off(value: object) -> bool:
-    return value is None or value is False or value in ("", [], {}) or _is_finite(value)  # no number is a switch
-
-
 # What `load_adapter` follows in adapter_config.json. It finds modules and ranks in the tensors. Any other setting, of
 # any release of PEFT, must be off, because it may be a variant of LoRA.
 SETTINGS: dict[str, Callable[[Any], bool]] = {
@@ -254,7 +242,7 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["use_dora", "use_rslora", "ensure_weight_tying"], lambda value: isinstance(value, bool)),
     **dict.fromkeys(["modules_to_save", "target_parameters"], lambda value: isinstance(value, list | None)),
 }
-# These describe where the adapter comes from and how it was made.
+# These say where the adapter comes from and how it was made.
 NO_EFFECT = (
     "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
 )
@@ -265,16 +253,13 @@ NO_EFFECT += "rank_pattern revision runtime_config target_modules task_type"
 def _check_settings(settings: dict, source: str) -> None:
     """Raise UserError for the first setting in an adapter_config.json that `load_adapter` does not follow."""
     for name, value in settings.items():
-        if name in NO_EFFECT.split() or SETTINGS.get(name, _is_off)(value):
-            continue
-        remedy = "is not supported: correct it, or merge the adapter with PEFT"
-        if str(value).lower().startswith(BASE_CHANGING_INITS):
-            remedy = "changed the base: convert it to plain LoRA with PEFT's save_pretrained(…, "
-            remedy += "path_initial_model_for_weight_conversion=…)"
-        raise UserError(f"{source!r}: its adapter_config.json has {name}={reprlib.repr(value)}, which {remedy}")
+        is_off = value in (None, False, "", [], {}) or _is_finite(value)  # no number alone is a switch
+        if name not in NO_EFFECT.split() and not (SETTINGS[name](value) if name in SETTINGS else is_off):
+            problem = f"its adapter_config.json has {name}={reprlib.repr(value)}, which is not supported"
+            raise UserError(f"{source!r}: {problem}: correct it, or merge the adapter with PEFT")
 
 
-def _check_tokens(source: str, base: str, cache_dir: str | None) -> None:
+def check_tokens(source: str, base: str, cache_dir: str | None = None) -> None:
     """Raise UserError if a tokenizer was saved with the adapter and has a token that the tokenizer of `base` lacks."""
     missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     if not cached_file(source, "tokenizer_config.json", cache_dir=cache_dir, **missing):
@@ -283,13 +268,13 @@ def _check_tokens(source: str, base: str, cache_dir: str | None) -> None:
     try:
         own, known = (load(name).get_vocab() for name in (source, base))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot compare the tokenizers of {source} and {base}: {str(error).splitlines()[0]}") from None
-    if added := sorted(own.items() - known.items(), key=lambda item: item[1]):
-        (token, number), (_, last) = added[0], added[-1]
+        reason = (str(error) or repr(error)).splitlines()[0][:160]
+        raise UserError(f"cannot compare the tokenizers of {source} and {base}: {reason}") from None
+    if added := sorted((number, token) for token, number in own.items() - known.items()):
         raise UserError(
-            f"{source}: its tokenizer has {token!r} as token {number}, unlike that of {base}: use a copy of it with "
-            f"the adapter's tokenizer files and an embedding of at least {last + 1} rows, or remove those files from "
-            "the adapter if no prompt needs its tokens"
+            f"{source}: its tokenizer has {added[0][1]!r} as token {added[0][0]}, unlike {base}: use a copy of it with "
+            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} rows, or remove those "
+            "files from the adapter if no prompt needs its tokens"
         )
 
 

@@ -160,7 +160,7 @@ def test_added_tokens_reach_the_merged_model_with_a_base_that_has_them(tiny_mode
     )
     tokenizer.save_pretrained(tmp_path / "a")
     for other in (base, tiny_model):
-        with pytest.raises(UserError, match=r"its tokenizer has '<.*>' as token .*, unlike that of .*rows, or remove"):
+        with pytest.raises(UserError, match=r"its tokenizer has '<.*>' as token .*, unlike .*rows, or remove"):
             merge_lora(str(other), str(tmp_path / "a"), str(tmp_path / "merged"))
     tokenizer.save_pretrained(base)
     merge_lora(str(base), str(tmp_path / "a"), str(tmp_path / "merged"))
@@ -277,7 +277,7 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output_path .*file/merged' cannot be created \(Not a directory\)"):
         merge_lora(tiny_model, str(sft), str(tmp_path / "file" / "merged"))
-    with pytest.raises(UserError, match=r"has init_lora_weights='pissa', which changed the base"):
+    with pytest.raises(UserError, match=r"has init_lora_weights='pissa', which is not supported"):
         merge_lora(
             tiny_model, copy_adapter(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
         )
