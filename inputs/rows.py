@@ -1,8 +1,21 @@
-"""Read the rows of a data set. docs/data.md lists the formats; the shape of each row is detected from the row itself.
+"""Read the rows of a data set in any of the formats below. The shape of each row is detected from the row itself.
 
-`@split` selects a split; the default is "train". `NAME:CONFIG` selects a configuration. Data sets separated by
-commas are mixed. `raw_rows` opens a data set of any format, and `parse_row` turns a row of any shape into a `Sample`.
-Images inside tables stay on disk until they are needed.
+    x.jsonl, x.json, x.parquet   EasyR1: {"prompt" or "problem": text with <image> tags, "answer", "images": [path, …]}
+                                 R1-V, open-r1: {"problem", "solution": "<answer> 3 </answer>", "image"}
+                                 Video-R1: {"problem", "options": ["A. …", …], "solution", "path", "data_type": "image"}
+                                 veRL: {"prompt": [{role, content}], "images": [{bytes, path}],
+                                        "reward_model": {ground_truth}, "extra_info": {question, …}}
+                                 TRL: {"prompt": [{role, content: [{type: "image"}, …]}], "images", "solution"}
+                                 SFT: {"messages" or "conversations": [{role, content} or {from, value}, …], "images"}
+                                 ms-swift: {"messages": [{role, content}], "solution", "images"}, or "query", "response"
+                                 VQA-RAD (OSF): {"image_name", "question", "answer", "answer_type", "phrase_type"}
+                                 MMK12, vqa-rad: {"question", "image", "answer"}
+    folder/, x.zip               counting: main.csv with images_path, question, answer, next to images/
+    folder/, owner/name          a data set saved by `datasets`, or one on the hub; `NAME:CONFIG` selects a config
+
+`@split` selects a split; the default is "train". Data sets separated by commas are mixed. `raw_rows` opens a data set
+of any format, and `parse_row` turns a row of any shape into a `Sample`. Images inside tables stay on disk until they
+are needed.
 """
 
 import ast
@@ -128,7 +141,7 @@ def raw_rows(
     path, config = split_config(name)
     suffix = "" if path.is_dir() else path.suffix.lower()
     if path.is_file() != (suffix in FILE_TYPES) or suffix == ".csv":
-        kinds = "a folder, for example of a main.csv, or a .jsonl, .json, .parquet or .zip file"
+        kinds = "a folder or a .jsonl, .json, .parquet or .zip file; for a main.csv, give its folder"
         raise UserError(f"no data at {name!r}: it is not {kinds}")
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
     is_json, has_main_csv = suffix in (".json", ".jsonl"), suffix == ".zip" or (path / "main.csv").is_file()

@@ -42,9 +42,6 @@ if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where i
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
 PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B, not the base
-NOT_CONTINUED = (
-    "cannot be continued: merge the adapter into its base with merge_lora.py and train a new adapter with --lora_rank"
-)
 
 
 def new_adapter(
@@ -92,12 +89,12 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     config, tensors = read_adapter(source)
     check_tokens(source, model.name_or_path)
     # The packed forward pass reads only the weights of these modules, without an adapter.
-    for module in ("lm_head", find_family(model.config).router):
-        if module and any(f".{module}." in key for key in tensors):
-            raise UserError(f"--adapter {source}: an adapter of {module} {NOT_CONTINUED}")
+    unadapted = [f".{module}." for module in ("lm_head", find_family(model.config).router) if module]
     for key, tensor in tensors.items():
-        if not key.endswith((".lora_A.weight", ".lora_B.weight")) or tensor.ndim != 2:
-            raise UserError(f"--adapter {source}: {key} is no A or B of a linear layer, so it {NOT_CONTINUED}")
+        is_linear = key.endswith((".lora_A.weight", ".lora_B.weight")) and tensor.ndim == 2
+        if not is_linear or any(module in key for module in unadapted):
+            problem = f"{key} cannot be continued: merge the adapter into its base with merge_lora.py"
+            raise UserError(f"--adapter {source}: {problem} and train a new adapter with --lora_rank")
     if dropout and config.target_parameters:
         raise UserError(f"--adapter {source}: adapted experts work without dropout only; leave out --lora_dropout")
     config.lora_dropout = config.lora_dropout if dropout is None else dropout
