@@ -75,7 +75,7 @@ OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CODED = re.compile("ClassLabel|Json|float16|float32")  # features whose cells are not what they mean; see `_decoded`
 # A text that begins like a turn or a part of one, or like a list of them, and has their keys.
 CHAT_TEXT = re.compile(
-    r"""(?s)\s*\[?\s*\{(?=.*["'](role|from|type)["']\s*:)(?=.*["'](content|value|text|image)["']\s*:)"""
+    r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
 )
 OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD

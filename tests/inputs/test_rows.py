@@ -1067,10 +1067,16 @@ def test_a_chat_that_is_stored_as_text_is_a_chat(folder, row):
         json.dumps(TURNS) + " Answer in one word.",
         "[{'role': 'user' 'content': 'q'} {'role': 'user'}]",
         '{"role": "user", "content": "q"',
+        "\ufeff" + json.dumps(TURNS),
+        json.dumps(json.dumps(TURNS)),
+        json.dumps([*TURNS, TURNS[1]]),
+        json.dumps(PARTS),
     ],
 )
 def test_a_chat_as_text_that_cannot_be_read_is_refused(folder, prompt):
-    with pytest.raises(UserError, match="row 1: a chat is stored as text that is not JSON"):
+    with pytest.raises(
+        UserError, match=r"row 1: a (chat is stored as text that is not JSON|prompt given as a chat must)"
+    ):
         load_samples(jsonl(folder / "d.jsonl", {"prompt": prompt, "answer": "1"}), "math")
 
 
