@@ -23,7 +23,7 @@ from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
 from config import RewardFlags
 from grading import answers
-from grading.answers import balanced, extract_choice, first_count, last_boxed, same_words, split_think_answer, words
+from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
@@ -104,7 +104,7 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     if gold in (["yes"], ["no"]):
         opposite = "no" if gold == ["yes"] else "yes"
         return float(answered[:1] == gold and opposite not in answered)
-    if same_words(blocks[1], str(answer)):
+    if answered == gold or words(blocks[1], keep_articles=True) == words(str(answer), keep_articles=True):
         return 1.0
     if answers.contradicts(answered, gold):
         return 0.0

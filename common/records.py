@@ -79,8 +79,8 @@ class Prompt:
     each counts patches, tiles or images, so that the inputs of several prompts can be concatenated."""
     source: str = ""  # the file and row that the sample comes from, for messages
     opening: str = ""
-    """The end of the prompt, from a `<think>` or `<answer>` that the chat template has opened there. A completion's text
-    begins with it, so that rewards see the whole block."""
+    """The end of the prompt, from a `<think>` or `<answer>` that the chat template has opened there. The text of a
+    completion begins with it, so that rewards see the whole block."""
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
     `policy.model.cache_image_features`."""

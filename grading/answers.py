@@ -5,19 +5,18 @@ The rewards use the strict functions in the first half of this file. The benchma
 may make these functions raise an error or run for seconds.
 """
 
+import functools
 import html
 import re
 import unicodedata
 from decimal import Decimal
 
-ANSWER_MARKS = "<|begin_of_box|>", "<|end_of_box|>"  # tokens that models put around an answer: GLM-4.6V
+_MARK = re.compile(r"<\|(?:begin|end)_of_box\|>")  # tokens that models put around an answer: GLM-4.6V
 
 
 def without_marks(text: str) -> str:
-    """Remove `ANSWER_MARKS`. No other text contains them, so this needs no model, which saved responses do not name."""
-    for mark in ANSWER_MARKS:
-        text = text.replace(mark, "")
-    return text
+    """Remove the marks that models put around an answer. They are known for all models: saved responses name none."""
+    return _MARK.sub("", text)
 
 
 def split_think_answer(completion: str) -> tuple[str, str] | None:
@@ -88,23 +87,20 @@ _NUMERAL = re.compile(r"\d+(?:\.\d+)*|(?<![^\s<>≤≥±/:-])\.\d+")
 _TOKEN = re.compile(
     rf"(?:(?<!\S)-|[<>≤≥±]\s*-?)?(?:{_NUMERAL.pattern})(?:[/:+*^=](?:{_NUMERAL.pattern}))*\+?|[^\s\d.<>≤≥±+/:*^=-]+"
 )
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?:e|\s*(?:[x×*·]|\\times|\\cdot)\s*10\^)\{?([+-]?\d{1,2})\}?(?![\d.]*\d)")
-# A capital A is a letter, not an article, after a word ("influenza A virus") and before a letter or a conjunction.
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?)(?:e|\s*(?:[x×*·]|\\times|\\cdot)\s*10\^)\{?([+-]?\d{1,2})\}?(?![\d.]*\d)"
+)
+# A capital A is a letter, not an article, after a word ("influenza A virus"), and before a letter or a conjunction.
 _ARTICLE = re.compile(r"\b(?:(?i:an|the)|a|(?<!\w )A(?! (?:[A-Za-z]|and|or|vs|is)\b)) (?=\w)")
 _MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
-
-_BELOW_20 = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_VALUES = {word: i for i, word in enumerate(_BELOW_20)} | {word: 10 * i for i, word in enumerate(_TENS, 2)}
-_BELOW_100 = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_BELOW_20[1:10])}))?|{'|'.join(_BELOW_20)})\b"
-_BELOW_1000 = rf"(?:(?:{_BELOW_100} )?hundred\b(?:(?: and)? {_BELOW_100})?|{_BELOW_100})"
-# A final "one" is a pronoun ("the left one") unless it is the whole answer.
-_NUMBER_WORDS = re.compile(
-    rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_BELOW_1000} )?thousand\b(?:(?: and)? {_BELOW_1000})?|{_BELOW_1000})"
-)
+_ONES, _TENS = "one|two|three|four|five|six|seven|eight|nine", "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+_VALUES = {word: value for value, word in enumerate(f"zero|{_ONES}|{_TEENS}".split("|"))}
+_VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split("|"), 2)}
+_TO_99 = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|zero|{_ONES}|{_TEENS})\b"
+_TO_999 = rf"(?:(?:{_TO_99} )?hundred\b(?:(?: and)? {_TO_99})?|{_TO_99})"
+# A final "one" is a pronoun ("the left one"), unless it is the whole answer.
+_IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
 NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
 
 
@@ -114,38 +110,22 @@ def unit_symbol(word: str) -> str | None:
     return _SYMBOL.get(word) or _SYMBOL.get(word.removesuffix("s"))
 
 
-def words(text: str) -> list[str]:
+def words(text: str, keep_articles: bool = False) -> list[str]:
     """Normalise a short answer into the words that are compared: "5.60cm." → ["5.6", "cm"].
 
-    If the answer has a box, only the last one counts. Applies NFKC and lower case, separates digits from letters, leaves
-    out HTML and articles before a word, and writes each number and unit in one way ("1,000", "1000" and "1e3", "2.0",
-    "2" and "two", "5 centimeters" and "5 cm"). These signs are part of a number: a minus that starts the text or follows
-    a space, <, >, ≤, ≥, ±, a plus after it, and /, : and other operators between two numbers ("3:4"). All other
+    If the answer has a box, only the last one counts. Applies NFKC and lower case, separates digits from letters,
+    leaves out HTML and articles before a word, and writes each number and unit in one way ("1,000" and "1e3", "2.0" and
+    "two", "5 centimeters" and "5 cm"). These signs are part of a number: a minus that starts the text or follows a
+    space, <, >, ≤, ≥, ±, a plus after it, and /, : and other operators between two numbers ("3:4"). All other
     punctuation becomes a space.
     """
-    return _split_words(_ARTICLE.sub("", _plain_text(text)).lower())
-
-
-def same_words(answer: str, gold: str) -> bool:
-    """Return whether two answers have the same words, in the same order.
-
-    If they also have the same articles, it does not matter whether "a" is one: "influenza a virus".
-    """
-    sides = [_plain_text(text) for text in (answer, gold)]
-    return words(answer) == words(gold) or _split_words(sides[0].lower()) == _split_words(sides[1].lower())
-
-
-def _plain_text(text: str) -> str:
-    """Return the text in its last box, or the whole text, without markup and in NFKC."""
-    text = html.unescape(_MARKUP.sub(" ", last_boxed(text) or text))
-    return " ".join(unicodedata.normalize("NFKC", text).split())
-
-
-def _split_words(text: str) -> list[str]:
+    text = unicodedata.normalize("NFKC", html.unescape(_MARKUP.sub(" ", last_boxed(text) or text)))
+    text = " ".join(text.split())
+    text = (text if keep_articles else _ARTICLE.sub("", text)).lower()
     for sign, replacement in _SIGNS.items():
         text = text.replace(sign, replacement)
     text = _SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", text)
-    text = _NUMBER_WORDS.sub(_number_in_digits, text)
+    text = _IN_WORDS.sub(_number_in_digits, text)
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<=\d)\s*([/:+*^=])\s*(?=[\d.])", r"\1", text)
@@ -183,47 +163,54 @@ def _plain_number(match: re.Match) -> str:
 def contradicts(answered: list[str], gold: list[str]) -> bool:
     """Return whether two answers, as lists from `words`, differ in their numbers or in whether they have a negation.
 
-    Numbers in another order differ ("5-10", "10-5") unless the same words follow them ("3 cats, 2 dogs").
+    Numbers in another order differ ("5-10", "10-5"), unless each is followed by the same word ("3 cats and 2 dogs").
     """
-    sides = [[pair for pair in zip(side, [*side[1:], ""]) if re.search(r"\d", pair[0])] for side in (answered, gold)]
+    followed = r"(\S*\d\S*)(?: (?!and |or )(?=(\S+)))?"
+    sides = [re.findall(followed, " ".join(side)) for side in (answered, gold)]
     in_order = [number for number, _ in sides[0]] == [number for number, _ in sides[1]]
-    return not (in_order or sorted(sides[0]) == sorted(sides[1])) or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
+    same_numbers = in_order or sorted(sides[0]) == sorted(sides[1])
+    return not same_numbers or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
 
 
 # --- multiple choice and boxes ----------------------------------------------------------------------------------------
 
-# "A" and "I" before a word are not letters of choices, unless the word goes on from a statement: "A because". Nor are
-# letters that begin a longer word: "C-shaped", "U.S.".
-_GOES_ON = (
-    "(?:is|was|are|does|has|because|since|as|due|based|given|for|and|or|but|not|with|which|where|while|when|in|on|by|to|"
-    "from|than|according|if|so|here|rather|instead)"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# "A" and "I" before a word are no choices, unless the word cannot follow an article ("A because it is red"). Nor are
+# letters that begin a longer word ("C-shaped", "U.S.").
+_NO_NOUN = (
+    r"(?i:is|was|are|does|has|because|since|as|due|based|given|for|and|or|but|not|with|which|where|while|when|in|on|by|"
+    r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there)\b"
 )
-_LETTER = (
-    rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_GOES_ON}\b)[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
-)
-_ENDING = r"[$*_)\]}\"']*\s*(?:[.,;:!]|\Z|\n)"  # what may follow a letter that ends a phrase
-_ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_ENDING})"
-_OPENING = r"(?:\\[A-Za-z]+\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$*_(\[{\"':])*+"  # what may precede it
+_LETTER = rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
+_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':])*+"  # what may precede a letter
+_CLOSE = r"[$_)\]}\"'.]*"
+_END = rf"{_CLOSE}\s*(?:(?<=[.\n])|[.,;:!\n]|\Z)"  # of a phrase, after the letter
+_ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END})"
 _IS = r"(?:\s*+(?:[:=]|(?i:\b(?:is|be|would|should|must|the|therefore|thus)\b)))*+"
-# "A or B", "(A), (B)", "A. 5 cm or B. 6 cm" choose nothing.
+_RIGHT = r"(?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer)"
 _JOIN = r"(?:[,;/&|、或和]|(?i:\b(?:or|and|maybe|perhaps|possibly|probably)\b))"
-_HEDGE = re.compile(
-    rf"(?:{_ANY_CASE})(?:(?:[.)}}]*{_OPENING}[)}}]*)(?:{_JOIN}[)}}]*{_OPENING})+(?:{_LETTER}|(?<![A-Za-z\d])[b-z](?![\w'’]))"
-    r"(?![)\]}.*]*\s+(?:is|was|does|has|shows)\b))+"
+_HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C" in "The answer is B, C is too dark"
+    rf"(?:{_ANY_CASE})(?:{_CLOSE}(?:{_OPEN}{_CLOSE}{_JOIN}{_CLOSE}{_OPEN})+(?:{_LETTER}|\b[b-z]\b(?!['’]))"
+    rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows)\b(?!\s+{_RIGHT})))+"
     rf"|{_LETTER}[.):][^\n.]{{1,60}}?(?:\bor\b|或)\s*\(?{_LETTER}(?=[.):])"
 )
-_OPTION = re.compile(r"^[\s*_>-]*\(?([A-Z])[*_]*[.):].*$", re.MULTILINE)
+_OPTIONS = re.compile(  # the lines "A. cat", "B. dog", …
+    r"^[^\w\n]*A[.):].*\n\W*B[.):].*"
+    + functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", ""),
+    re.MULTILINE,
+)
 _CHOICES = (  # strongest evidence first
-    rf"\\boxed\s*+\{{{_OPENING}({_LETTER}|[a-z])(?=[\s.)\]$*_\"']*\}}|[.):,]\s)",
-    rf"(?:(?i:\banswer\b)|(?<!not )(?<!n't )(?<!never )(?i:\b(?:choose|select|pick|go with)\b)|(?i:\b(?:one|option|choice) is\b)"
-    rf"|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPENING}({_ANY_CASE})"
-    rf"|({_LETTER})[)\]}}*_]*\s*(?:(?:选项)?是?正确|is (?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer|true)(?={_ENDING}|\s+{_GOES_ON}\b))",
-    rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPENING}({_LETTER})(?={_ENDING})",
+    rf"\\boxed\s*+\{{{_OPEN}({_LETTER}|[a-z])(?={_CLOSE}\s*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
+    # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
+    r"(?:(?i:\banswer\b|(?<!not )(?<!n't )(?<!never )\b(?:choose|select|pick|go with|say)\b)"
+    rf"|(?i:\b(?:one|option|choice|letter) is\b)|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPEN}({_ANY_CASE})"
+    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项)?是?正确|is {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
+    rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPEN}({_LETTER})(?={_END})",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
     r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
-    r"\A[\s*_]*(?=\([A-Z]\)|[A-Z][*_]*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
+    r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
-    r"(?i:\b(?:option|choice)\b)[\s:(*\[]*([A-Z])\b(?!['’])",
+    r"(?i:\b(?:option|choice)\b)[\s:(\[]*([A-Z])\b(?!['’])",
     r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
     r"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)",  # "B a red bus", but not "A red bus"
 )
@@ -237,13 +224,11 @@ def extract_choice(completion: str) -> str | None:
 def chosen_letter(text: str) -> str | None:
     """Return the letter that an answer chooses, or None.
 
-    The strongest evidence decides, and of several places with it, the last. Several letters side by side choose none.
-    A repeated list of the options counts for nothing.
+    The strongest evidence decides; if it is in several places, the last. Letters side by side ("A or B") choose none. A
+    repeated list of the options does not count.
     """
-    text = unicodedata.normalize("NFKC", text).replace("**", "")
-    if _OPTION.findall(text)[:2] == ["A", "B"]:
-        text = _OPTION.sub("", text)
-    text = _HEDGE.sub("…", text).strip()
+    text = _MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
+    text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
     found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
     return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
 
@@ -273,21 +258,18 @@ def balanced(text: str) -> bool:
 
 
 # --- benchmark answers ------------------------------------------------------------------------------------------------
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHORT = 100  # characters; a longer answer outside a box is treated as prose
 
 
 def answer_part(response: str) -> str:
     """Return the body of the last answer block, or the response without its think block if it has no answer block.
 
-    Within it, only what `ANSWER_MARKS` enclose counts, if anything. A think block that is never closed results in an
-    empty answer.
+    If a model has marked the answer in it, only that counts. A think block that is never closed results in an empty
+    answer.
     """
     text = outside_thinking(response).partition("<think>")[0]
-    part = (answer_blocks(text) or [text])[-1]
-    marked, end, _ = part.rpartition(ANSWER_MARKS[1])
-    return without_marks(marked.rpartition(ANSWER_MARKS[0])[2] if end else part).strip()
+    pieces = _MARK.split((answer_blocks(text) or [text])[-1])
+    return (pieces[-2] if len(pieces) > 2 else "".join(pieces)).strip()
 
 
 def short_answer(text: str) -> tuple[str, bool]:
@@ -383,4 +365,3 @@ def _is_part(text: str, start: int, end: int) -> bool:
     before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[max(start - 20, 0) : start])
     after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end : end + 20])
     return bool(before or after)
-
