@@ -100,6 +100,7 @@ _VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split("|"), 2)}
 _TO_99 = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|zero|{_ONES}|{_TEENS})\b"
 _TO_999 = rf"(?:(?:{_TO_99} )?hundred\b(?:(?: and)? {_TO_99})?|{_TO_99})"
 # A final "one" is a pronoun ("the left one"), unless it is the whole answer.
+_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 _IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
 NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
 
@@ -125,6 +126,7 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
     for sign, replacement in _SIGNS.items():
         text = text.replace(sign, replacement)
     text = _SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", text)
+    text = re.sub(rf"\b({_MONTHS}) (\d\d?)\b", r"\2 \1", text)  # "May 6" is "6 May"
     text = _IN_WORDS.sub(_number_in_digits, text)
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
@@ -165,7 +167,7 @@ def contradicts(answered: list[str], gold: list[str]) -> bool:
 
     Numbers in another order differ ("5-10", "10-5"), unless each is followed by the same word ("3 cats and 2 dogs").
     """
-    followed = r"(\S*\d\S*)(?: (?!and |or )(?=(\S+)))?"
+    followed = r"(?<!\S)([^\s\d]*+\d\S*)(?: (?!and |or )(?=(\S+)))?"
     sides = [re.findall(followed, " ".join(side)) for side in (answered, gold)]
     in_order = [number for number, _ in sides[0]] == [number for number, _ in sides[1]]
     same_numbers = in_order or sorted(sides[0]) == sorted(sides[1])
@@ -182,9 +184,9 @@ _NO_NOUN = (
     r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there)\b"
 )
 _LETTER = rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
-_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':])*+"  # what may precede a letter
-_CLOSE = r"[$_)\]}\"'.]*"
-_END = rf"{_CLOSE}\s*(?:(?<=[.\n])|[.,;:!\n]|\Z)"  # of a phrase, after the letter
+_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\])*+"  # what may precede a letter
+_CLOSE = r"[$_)\]}\"'.]*+"
+_END = r"[$_)\]}\"']*\s*(?:[.,;:!\n]|\Z)"  # of a phrase, after the letter
 _ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END})"
 _IS = r"(?:\s*+(?:[:=]|(?i:\b(?:is|be|would|should|must|the|therefore|thus)\b)))*+"
 _RIGHT = r"(?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer)"
@@ -194,18 +196,16 @@ _HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C"
     rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows)\b(?!\s+{_RIGHT})))+"
     rf"|{_LETTER}[.):][^\n.]{{1,60}}?(?:\bor\b|或)\s*\(?{_LETTER}(?=[.):])"
 )
-_OPTIONS = re.compile(  # the lines "A. cat", "B. dog", …
-    r"^[^\w\n]*A[.):].*\n\W*B[.):].*"
-    + functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", ""),
-    re.MULTILINE,
-)
+_MORE = functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", "")
+_OPTIONS = re.compile(rf"^[^\w\n]*A[.):].*\n\W*B[.):].*{_MORE}", re.MULTILINE)  # the lines "A. cat", "B. dog", …
 _CHOICES = (  # strongest evidence first
-    rf"\\boxed\s*+\{{{_OPEN}({_LETTER}|[a-z])(?={_CLOSE}\s*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
+    rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
     # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
     r"(?:(?i:\banswer\b|(?<!not )(?<!n't )(?<!never )\b(?:choose|select|pick|go with|say)\b)"
     rf"|(?i:\b(?:one|option|choice|letter) is\b)|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPEN}({_ANY_CASE})"
     rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项)?是?正确|is {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
     rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPEN}({_LETTER})(?={_END})",
+    rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
     r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
     r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
