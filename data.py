@@ -201,7 +201,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         images,
         vision,
         sample.source,
-        opening,
+        opening=opening,
         image_token=processor.image_token_id,
         image_digest=digest.digest(),
     )

@@ -258,6 +258,7 @@ def balanced(text: str) -> bool:
 
 
 # --- benchmark answers ------------------------------------------------------------------------------------------------
+
 SHORT = 100  # characters; a longer answer outside a box is treated as prose
 
 
