@@ -2,8 +2,8 @@
 
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
 decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
-the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of its
-group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
+the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
+its group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
 math-verify and the verifier model are in `grading/`.
