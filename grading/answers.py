@@ -99,8 +99,8 @@ _VALUES = {word: value for value, word in enumerate(f"zero|{_ONES}|{_TEENS}".spl
 _VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split("|"), 2)}
 _TO_99 = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|zero|{_ONES}|{_TEENS})\b"
 _TO_999 = rf"(?:(?:{_TO_99} )?hundred\b(?:(?: and)? {_TO_99})?|{_TO_99})"
-# A final "one" is a pronoun ("the left one"), unless it is the whole answer.
 _MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+# A final "one" is a pronoun ("the left one"), unless it is the whole answer.
 _IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
 NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
 
