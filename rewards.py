@@ -1,8 +1,9 @@
 """Rewards: the built-in reward functions, the table of tasks, and `Scorer`, which scores the completions of a run.
 
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
-decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
-group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
+decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
+the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
+its group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
 math-verify and the verifier model are in `grading/`.
@@ -47,7 +48,7 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
     and neither block may be blank. Example: `<think>a</think><answer>b</answer>` scores 1. Guards against several
     answer blocks (one of which is right), text after the answer, and an empty think block.
     """
-    return float(split_think_answer(completion) is not None)
+    return float(completion.lstrip().startswith("<think>") and split_think_answer(completion) is not None)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
@@ -83,7 +84,7 @@ def count_reward(completion: str, answer: str | int, **_: object) -> float:
 
 def count_format(completion: str, **_: object) -> float:
     """Score 1 for "A photo of [NUMBER] [OBJECT_TYPE]" and 0 otherwise. Used in evaluation, not in training."""
-    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
+    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", answers.without_marks(completion)) is not None)
 
 
 # --- visual question answering ----------------------------------------------------------------------------------------
@@ -95,9 +96,9 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     If the format is wrong, the reward is 0. For the gold answers "yes" and "no", the reward is 1 if the answer starts
     with that word and does not contain the opposite word; otherwise it is 0. For any other gold answer, the reward is 1
     if the words are the same (see `words`), and 0 if a number differs or only one answer has a negation. Otherwise it
-    is the F1 score of the words, or 0 if that score is below 0.5. Example: the answer "CT scan" scores 2/3 if the gold
-    answer is "ct". Guards against "yes and no", against finding "no" in "abnormal", against "L4" for "L5", and against
-    listing every possible answer.
+    is the F1 score of the words, or 0 if that score is below 0.5; the gold words in another order count as one wrong
+    word. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no", against
+    finding "no" in "abnormal", against "L4" for "L5", and against listing every possible answer.
     """
     blocks = split_think_answer(completion)
     gold = words(str(answer))
@@ -107,11 +108,11 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     if gold in (["yes"], ["no"]):
         opposite = "no" if gold == ["yes"] else "yes"
         return float(answered[:1] == gold and opposite not in answered)
-    if answered == gold:
+    if answered == gold or words(blocks[1], keep_articles=True) == words(str(answer), keep_articles=True):
         return 1.0
     if answers.contradicts(answered, gold):
         return 0.0
-    overlap = (Counter(answered) & Counter(gold)).total()
+    overlap = (Counter(answered) & Counter(gold)).total() - (sorted(answered) == sorted(gold))
     f1 = 2 * overlap / (len(answered) + len(gold))
     return f1 if f1 >= 0.5 else 0.0
 
@@ -174,12 +175,6 @@ def has_full_reward(completion: str, answer: str, reward: float) -> bool:
     return reward == 1.0
 
 
-def vqa_exact_match(completion: str, answer: str, reward: float) -> bool:
-    """Return whether the answer has the full reward and, unless it is yes or no, the gold words in the same order."""
-    gold = words(str(answer))
-    return reward == 1.0 and (gold in (["yes"], ["no"]) or words(split_think_answer(completion)[1]) == gold)
-
-
 def _count_gold_problem(answer: str) -> str | None:
     return None if first_count(answer) is not None else f"the answer {answer[:40]!r} contains no whole number"
 
@@ -232,7 +227,7 @@ TASKS = {
         format=count_format,
         gold_problem=_count_gold_problem,
     ),
-    "vqa": Task(vqa_reward, exact_match=vqa_exact_match, gold_problem=_vqa_gold_problem),
+    "vqa": Task(vqa_reward, gold_problem=_vqa_gold_problem),
     "math": Task(math_reward, gold_problem=_math_gold_problem),
 }
 
@@ -401,7 +396,7 @@ class Scorer:
             if name in self.sees_images:
                 fields["images"] = images.get(sample.source) or _decoded_images(sample)
                 images[sample.source] = fields["images"]
-            calls.append(fields | {"completion": rollout.text, "answer": sample.answer})
+            calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
             return [(self._built_in_value(name, fields), None) for fields in calls]
         parameters = self.parameters[name]

@@ -46,6 +46,7 @@ from starlette.datastructures import State
 from common import cli
 from common.errors import CallFailed, UserError, require
 from common.records import TAG
+from grading.answers import without_marks
 from grading.sandbox import WorkerPool
 from service.connections import Connection, max_connections
 from service.jobs import ROOT, Job, Store
@@ -415,7 +416,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
         log.error("predict %s: %s", job.job_id, done.stderr[-2000:])
         reason = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
         raise HTTPException(409, f"the model could not answer ({reason.replace(f'{scratch}/', '')[:200]})")
-    return json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0]
+    return without_marks(json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0])
 
 
 # --- the service ------------------------------------------------------------------------------------------------------

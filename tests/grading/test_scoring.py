@@ -153,7 +153,7 @@ def test_pairs_written_without_a_look_at_the_code():
             (too_much if correct else too_little).append(pair)
     for pair in pairs("vqa"):
         reward = rewards.vqa_reward(think(pair["answer"]), pair["gold"])
-        exact = rewards.vqa_exact_match(think(pair["answer"]), pair["gold"], reward)
+        exact = reward == 1.0
         if exact != pair["exact"] or (reward == 0) != pair["wrong"]:
             (too_much if exact > pair["exact"] or (reward > 0 and pair["wrong"]) else too_little).append(pair)
     assert len(too_much) <= 2, too_much
@@ -442,6 +442,13 @@ def test_columns_of_any_name_reach_a_reward(user_file):
     fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
     _, error = scorer([Sample("<image>?", "3", [], "r", fields)], [rollouts("3")])
     assert error is None
+
+
+@pytest.mark.parametrize("text", ["<|begin_of_box|>3<|end_of_box|>", "3<|end_of_box|>", "<|begin_of_box|>3"])
+def test_a_reward_of_ones_own_sees_no_marks(user_file, text):
+    _, [rewards], error = scored(user_file, "user:brief", texts=(text,))
+    assert error is None
+    assert rewards.parts["brief"] == -0.1
 
 
 def test_none_means_no_verdict(user_file):
