@@ -40,7 +40,7 @@ def read_jsonl(
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        lines = deque(enumerate(file, start=1), maxlen=last)
+        lines = deque(((number, line) for number, line in enumerate(file, start=1) if line.strip()), maxlen=last)
     rows, damage = parse_jsonl(lines, is_valid, contiguous)
     if damage:
         console.log(f"{path}: skipped {damage}")

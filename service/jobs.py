@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from subprocess import DEVNULL
 from typing import Any
@@ -48,16 +48,10 @@ HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt s
 SAYS_WHY = re.compile("^error:|Error|out of|could not be written|with --resume$|there is no checkpoint$")
 """Finds the last line of a job that ended itself."""
 NEWEST = 50  # how many lines at the end of a file are read to list all jobs
-LOCKED_WAIT = 2.0  # seconds to wait for another program that has locked the database; other calls wait meanwhile
-
-
-def _is_config(config: dict) -> bool:
-    steps = config.get("total_steps", 1)  # an earlier version did not save it
-    return isinstance(steps, int) and 0 < steps < 2**53
-
+LOCKED_WAIT = 1.0  # second to wait for another program that has locked the database; other calls wait meanwhile
 
 ADAPTER = ("final/adapter_config.json", "final/adapter_model.safetensors")
-RUN_FILES = {"config.json": _is_config} | VALID_ROWS | dict.fromkeys(ADAPTER, bool)  # with checks of their objects
+RUN_FILES = VALID_ROWS | dict.fromkeys(("config.json", *ADAPTER), bool)  # with checks of their objects
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
@@ -151,14 +145,10 @@ class Store:
         found = {f"{name}/{entry}" for name in ("files", "jobs") for entry in os.listdir(self.folder / name)}
         self.unknown = sorted(found - known)  # nothing is deleted because the database lacks it
         if self.unknown:
-            advice = "they stay and count as used; restore the database, or upload the ZIPs again and remove these"
-            console.log(f"{path} does not know {self._name_unknown()}; {advice}")
+            names = f"{len(self.unknown)} files in its folder, which stay and count as used: {', '.join(self.unknown)}"
+            console.log(f"{path} does not know {names}; restore it, or upload the ZIPs again and remove these")
         for path in self.folder.glob("scratch-service-*"):  # of a killed service
             shutil.rmtree(path, ignore_errors=True)
-
-    def _name_unknown(self) -> str:
-        more = f" and {len(self.unknown) - 20} more" if len(self.unknown) > 20 else ""
-        return f"{', '.join(self.unknown[:20])}{more} in its folder"
 
     def _open_database(self, path: pathlib.Path) -> None:
         """Open the database, unless any page of it is damaged. Raises sqlite3.Error."""
@@ -183,7 +173,7 @@ class Store:
         if used + needed > self.max_gigabytes * 1e9:
             sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
             if self.unknown:
-                sizes += f"; the database does not know {self._name_unknown()}"
+                sizes += f"; {len(self.unknown)} files that the database does not know count, such as {self.unknown[0]}"
             raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
@@ -194,10 +184,6 @@ class Store:
             self.reserved.pop(file_id, None)
             self.require_space(size)
             self.reserved[file_id] = size
-
-    def _not_found(self, kind: str, name: str, path: str) -> HTTPException:
-        hint = f": {path} is there, but {DATABASE} does not know it" if path in self.unknown else ""
-        return HTTPException(404, f"no {kind} {name!r}{hint}")
 
     # --- files
 
@@ -226,7 +212,8 @@ class Store:
     def file(self, file_id: str) -> dict:
         for row in self._query("SELECT * FROM files WHERE file_id = ?", file_id):
             return _file(row)
-        raise self._not_found("file", file_id, f"files/{file_id}.zip")
+        lost = f"files/{file_id}.zip" in self.unknown
+        raise HTTPException(404, f"no file {file_id!r}" + lost * f": its ZIP is there, but {DATABASE} does not know it")
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file, unless a queued or running job uses it."""
@@ -280,7 +267,10 @@ class Store:
     def job(self, job_id: str) -> Job:
         for row in self._query("SELECT * FROM jobs WHERE job_id = ?", job_id):
             return _job(row)
-        raise self._not_found("job", job_id, f"jobs/{job_id}")
+        lost = f"jobs/{job_id}" in self.unknown
+        raise HTTPException(
+            404, f"no job {job_id!r}" + lost * f": its folder is there, but {DATABASE} does not know it"
+        )
 
     def _update(self, job: Job, **changes: object) -> Job:
         names = ", ".join(f"{name} = ?" for name in changes)
@@ -314,14 +304,14 @@ class Store:
         """Check the running job, or start the next job if none is running. `job_loop` calls this repeatedly."""
         with self.lock:
             for job in self.jobs("training"):
-                self._advance(job, self._watch)
+                self._advance(job)
             if not self.jobs("training") and (queued := self.jobs("queued")):
-                self._advance(queued[0], self._start)
+                self._advance(queued[0])
 
-    def _advance(self, job: Job, action: Callable[[Job], None]) -> None:
-        """Call `action`. If something else is in the place of a file of the job, only this job fails."""
+    def _advance(self, job: Job) -> None:
+        """Start a queued job or check a running one. If something is in the place of a file, only this job fails."""
         try:
-            action(job)
+            self._start(job) if job.status == "queued" else self._watch(job)
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:  # unlike a full disk
             self._signal(job, signal.SIGTERM)
             name = str(error.filename).removeprefix(f"{self.folder}/")
@@ -329,10 +319,9 @@ class Store:
             self._update(job, status="failed", error_message=reason)
 
     def _watch(self, job: Job) -> None:
-        """Check a running job: take its number of steps, finish it, or make sure that it stops."""
-        total_steps = self._read(job, "config.json")[0].get("total_steps", job.total_steps)
-        if total_steps != job.total_steps:  # the run leaves out duplicate rows
-            job = self._update(job, total_steps=total_steps)
+        steps = self._read(job, "config.json")[0].get("total_steps")
+        if isinstance(steps, int) and 0 < steps < 2**53 and steps != job.total_steps:  # the run drops duplicate rows
+            job = self._update(job, total_steps=steps)
         if not self._is_alive(job):
             self._finish(job)
         elif job.cancelled_at is not None:
@@ -461,15 +450,12 @@ class Store:
         """
         path = self.run_folder(job.job_id) / name
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            mtime, is_written = path.stat().st_mtime_ns, job.status in ("queued", "training")
-            return _read_file(path, mtime, RUN_FILES[name], is_written, newest)
+            return _read_file(path, path.stat().st_mtime_ns, name, job.status in ("queued", "training"), newest)
         return {}, "is missing" if job.status == "completed" else None
 
 
 @functools.lru_cache(maxsize=10_000)
-def _read_file(
-    path: pathlib.Path, mtime: int, is_valid: Callable[[dict], bool], is_written: bool, newest: bool
-) -> tuple[dict[str, Any], str | None]:
+def _read_file(path: pathlib.Path, mtime: int, name: str, is_written: bool, newest: bool) -> tuple[dict, str | None]:
     has_lines = path.suffix == ".jsonl"
     try:
         if path.suffix == ".safetensors":
@@ -481,7 +467,7 @@ def _read_file(
         return {}, f"cannot be read ({getattr(error, 'strerror', error)})"
     if is_written and has_lines and lines and not lines[-1][1].endswith(b"\n"):  # the job is writing this line
         lines.pop()
-    rows, damage = parse_jsonl(lines, is_valid)
+    rows, damage = parse_jsonl(lines, RUN_FILES[name])
     return rows[-1] if rows else {}, damage and (f"has {damage}" if has_lines else "is damaged")
 
 

@@ -692,8 +692,8 @@ def test_what_the_database_lacks_is_named_at_the_start(tmp_path, capsys):
     assert store.unknown == sorted(names)
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "does not know files/00.zip, files/00000000000000000000000000000000.zip, " in message
-    assert " and 5 more in its folder; they stay and count as used" in message
+    assert f"does not know {len(names)} files in its folder, which stay and count as used: files/00.zip, " in message
+    assert all(name in message for name in names)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
@@ -890,7 +890,7 @@ def test_a_database_that_lost_its_rows_costs_no_upload(service, archive, lose):
     for file_id in file_ids:
         assert f"files/{file_id}.zip" in log.split("does not know")[1]
         detail = service.call("GET", f"/files/{file_id}/picture/0", 404).json()["detail"]
-        assert detail == f"no file {file_id!r}: files/{file_id}.zip is there, but service.sqlite does not know it"
+        assert detail == f"no file {file_id!r}: its ZIP is there, but service.sqlite does not know it"
     new = service.upload(archive)["file_id"]
     service.kill()
     service.start()
@@ -1056,7 +1056,7 @@ LOCKS = [
     "BEGIN EXCLUSIVE",
     "BEGIN; DELETE FROM files",
     "BEGIN; DELETE FROM jobs; DELETE FROM files",
-    "PRAGMA locking_mode = EXCLUSIVE; BEGIN IMMEDIATE; INSERT INTO jobs (job_id) VALUES ('x')",
+    "BEGIN IMMEDIATE; INSERT INTO jobs (job_id) VALUES ('x')",
 ]
 
 
@@ -1064,15 +1064,14 @@ LOCKS = [
 def test_a_locked_database_refuses_uploads_soon(service, archive, lock):
     kept = service.upload(archive)
     with contextlib.closing(sqlite3.connect(service.folder / "service.sqlite", isolation_level=None)) as other:
-        with contextlib.suppress(sqlite3.OperationalError):  # the second part of the last one
-            other.executescript(lock)
+        other.executescript(lock)
         start = time.monotonic()
-        with ThreadPoolExecutor(3) as pool:
-            replies = list(pool.map(lambda _: service.call("POST", "/upload-data", files={"file": archive}), "123"))
+        with ThreadPoolExecutor(6) as pool:
+            replies = list(pool.map(lambda _: service.call("POST", "/upload-data", files={"file": archive}), "123456"))
         body = {"job_name": "j", "data_file_id": kept["file_id"]}
         replies.append(service.call("POST", "/train", json=body))
         assert time.monotonic() - start < 20
-        assert [reply.status_code for reply in replies] == [503] * 4
+        assert [reply.status_code for reply in replies] == [503] * 7
         assert "another program has locked" in replies[0].json()["detail"]
         assert service.call("GET", "/files", 200).json() == [kept]
         assert uploads(service).keys() == {kept["file_id"]}
@@ -1195,7 +1194,7 @@ NAMES = ["config.json", "metrics.jsonl", "completions.jsonl", "final/adapter_con
 @pytest.mark.parametrize("name", [*NAMES, "completions.html", "final/adapter_model.safetensors", "../log.txt"])
 def test_any_damaged_file_of_a_job_leaves_the_rest(finished, name, content):
     service, damaged, whole = finished
-    is_valid = name == "final/adapter_config.json" and content == GARBAGE[-2]
+    is_valid = name.endswith("config.json") and content == GARBAGE[-2]  # the number of steps is not taken from it
     status = 409 if name.startswith("final/") and not is_valid else 200
     with damaged_file(service.folder / "jobs" / damaged / "run" / name, content):
         job, _ = check_job(service, damaged, status)
