@@ -3,10 +3,11 @@ returns token log-probabilities."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils import cached_file
 
 from common import console
 from common.errors import UserError
@@ -186,7 +187,7 @@ def read_config(name: str) -> transformers.PreTrainedConfig:
                 f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported"
             )
     with reading(name, "generation_config.json"):  # transformers would ignore a damaged one, with its stop tokens
-        if cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        if Path(name, "generation_config.json").is_file():
             transformers.GenerationConfig.from_pretrained(name)
     return config
 
