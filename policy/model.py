@@ -3,6 +3,7 @@ returns token log-probabilities."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from packing import PackedBatch
 from policy.base_files import LM_HEAD, reading, stored_tensors
 from policy.delta_net import check_kernels
 from policy.families import (
+    blank_image,
     find_family,
     language_model,
     load_image_processor,
@@ -147,6 +149,25 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
                 f"cannot load the model {name!r}: {problem} {', '.join(sorted(keys)[:3])}{more}; download it again, or "
                 "correct its config.json"
             )
+    with reading(name, "config.json"):
+        _try_attention(model)
+
+
+def _try_attention(model: transformers.PreTrainedModel) -> None:
+    """Run the attention of `model`, on the meta device, as far as it depends on no values.
+
+    It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
+    """
+    decoder, rows = language_model(model), 3 if hasattr(model.model, "get_rope_index") else 1
+    hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
+    positions = torch.zeros(rows, 1, 2, device="meta").long()[0 if rows == 1 else slice(None)]
+    for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
+        kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
+        rotary = decoder.rotary_emb(hidden, positions, *kind)
+        attention(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
+    with contextlib.suppress(NotImplementedError):  # what depends on values
+        if vision_parts(model):
+            image_features(model, blank_image(model).vision)
 
 
 def load_config(name: str) -> transformers.PreTrainedConfig:
