@@ -142,8 +142,13 @@ def _check_images(
     inputs = vision.inputs(image_processor(images=[image], return_tensors="pt", **preparation.options))
     blank = vision.blank(config)
     pixels, expected = inputs["pixel_values"], blank.vision["pixel_values"]
-    if pixels.shape[1] != expected.shape[1] or not pixels.isfinite().all():
-        raise ValueError(f"it makes {list(pixels.shape[1:])} pixels")
+    tokens, counted = blank.tokens * len(pixels) / len(expected), preparation.count(image.height, image.width)
+    fits = (pixels.shape[1:], tokens) == (expected.shape[1:], counted) or "pixel_mask" in inputs  # any size, masked
+    if not fits or not pixels.isfinite().all():
+        raise ValueError(
+            f"it makes {list(pixels.shape)} values and {counted} tokens of an image, but config.json says "
+            f"{list(expected.shape[1:])} and {tokens:g}"
+        )
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:

@@ -9,6 +9,7 @@ Sizes of images are (height, width) in pixels.
 import importlib
 import json
 import math
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,7 @@ def load_tokenizer(model: str) -> transformers.PreTrainedTokenizerBase:
     """
     with reading(model, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer(string.printable + "é漢")  # one without a token for the unknown raises an error only here
     with reading(model, "chat template"):
         if not tokenizer.chat_template:
             path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.base_files import LM_HEAD, reading, stored_tensors
+from policy.base_files import LM_HEAD, Layout, reading, stored_tensors
 from policy.delta_net import check_kernels
 from policy.families import (
     blank_image,
@@ -133,6 +133,15 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
     Only names and shapes are read, and no memory is used, whatever sizes the config gives. transformers would only
     warn, and fill a missing tensor with random numbers. Its report leaves out tied weights.
     """
+    with reading(name, "config.json and weights"):
+        model = empty_model(name)
+        parameters = dict(model.named_parameters())
+        layout = Layout(model, stored_tensors(name), parameters)
+        pairs = [
+            (layout.stored[path][key], own) for path, names in layout.parameters.items() for key, own in names.items()
+        ]
+        odd = {key for stored, key in pairs if key not in layout.converted and stored.shape != parameters[key].shape}
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # transformers would already compute its buffers
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
@@ -142,6 +151,12 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         "a different shape in the files:": {key for key, *_ in report["mismatched_keys"]},
         "the model does not have": set(report["unexpected_keys"]) - buffers,
     }
+    _refuse_tensors(name, problems)
+    with reading(name, "config.json"):
+        _try_attention(model)
+
+
+def _refuse_tensors(name: str, problems: dict[str, set[str]]) -> None:
     for problem, keys in problems.items():
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
@@ -149,8 +164,6 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
                 f"cannot load the model {name!r}: {problem} {', '.join(sorted(keys)[:3])}{more}; download it again, or "
                 "correct its config.json"
             )
-    with reading(name, "config.json"):
-        _try_attention(model)
 
 
 def _try_attention(model: transformers.PreTrainedModel) -> None:
