@@ -40,16 +40,7 @@ from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
-from policy.families import (
-    Family,
-    ImageLimits,
-    ImagePreparation,
-    ImageProcessor,
-    Vision,
-    find_family,
-    load_image_processor,
-    load_tokenizer,
-)
+from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
 
 
@@ -105,22 +96,23 @@ def load_processor(
     `chat_template_kwargs`.
     """
     config = read_config(model)
-    family, tokenizer = find_family(config), load_tokenizer(model)
+    family, (tokenizer, image_processor) = find_family(config), load_preprocessors(model, config)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, user_turn = prompt_template(task, template)
-    image_processor = preparation = None
+    preparation = None
     if family.vision:
-        image_processor = load_image_processor(family.vision, model)
+        limits = ImageLimits(min_pixels, max_pixels, max_side)
         with reading(model, "image processor"):
-            limits = ImageLimits(min_pixels, max_pixels, max_side)
             preparation = family.vision.prepare_images(image_processor, config, limits)
-            _check_images(family.vision, image_processor, preparation, config)
     with reading(model, "chat template"):
         variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
     with reading(model, "config.json"):
         skeleton = _skeleton(config)
-    return Processor(tokenizer, family, image_processor, preparation, skeleton, system, user_turn, variables)
+    processor = Processor(tokenizer, family, image_processor, preparation, skeleton, system, user_turn, variables)
+    with reading(model, "image processor"):
+        _check_images(processor, config)
+    return processor
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
@@ -131,16 +123,15 @@ def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Tem
     return defaults.system, parse_template(defaults.template, f"the template of --task {task}", ["content"])
 
 
-def _check_images(
-    vision: Vision,
-    image_processor: ImageProcessor,
-    preparation: ImagePreparation,
-    config: transformers.PreTrainedConfig,
-) -> None:
+def _check_images(processor: Processor, config: transformers.PreTrainedConfig) -> None:
     """Raise ValueError unless an image becomes inputs of the vision tower, and as many tokens as are counted for it."""
+    vision, preparation = processor.family.vision, processor.preparation
+    if not vision:
+        return
     image = fit_image(Image.new("RGB", (112, 56)), preparation.fit)
-    inputs = vision.inputs(image_processor(images=[image], return_tensors="pt", **preparation.options))
-    blank = vision.blank(config)
+    inputs = vision.inputs(processor.image_processor(images=[image], return_tensors="pt", **preparation.options))
+    with torch.device("meta"):  # the sizes may be huge
+        blank = vision.blank(config)
     pixels, expected = inputs["pixel_values"], blank.vision["pixel_values"]
     tokens, counted = blank.tokens * len(pixels) / len(expected), preparation.count(image.height, image.width)
     fits = (pixels.shape[1:], tokens) == (expected.shape[1:], counted) or "pixel_mask" in inputs  # any size, masked

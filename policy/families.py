@@ -105,6 +105,14 @@ def find_family(config: Config, name: str = "") -> Family:
     raise UserError(f"{name!r} is a {config.model_type} model, which is not supported: use one of {titles}")
 
 
+def load_preprocessors(
+    model: str, config: Config
+) -> tuple[transformers.PreTrainedTokenizerBase, ImageProcessor | None]:
+    """Load the tokenizer and, unless `model` is text-only, the image processor that were saved with it."""
+    vision = find_family(config).vision
+    return load_tokenizer(model), load_image_processor(vision, model) if vision else None
+
+
 def load_image_processor(vision: Vision, model: str) -> ImageProcessor:
     """Load the image processor that was saved with `model`. Raises UserError if it cannot be loaded."""
     module, _, name = vision.image_processor.rpartition(".")

@@ -17,16 +17,7 @@ from config import PolicyFlags
 from packing import PackedBatch
 from policy.base_files import LM_HEAD, Layout, reading, stored_tensors
 from policy.delta_net import check_kernels
-from policy.families import (
-    blank_image,
-    find_family,
-    language_model,
-    load_image_processor,
-    load_tokenizer,
-    routers,
-    vision_blocks,
-    vision_parts,
-)
+from policy.families import find_family, language_model, load_preprocessors, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
 
@@ -122,9 +113,7 @@ def check_saved_model(folder: str) -> None:
     """
     config = load_config(folder)
     check_tensors(folder, config)
-    load_tokenizer(folder)
-    if vision := find_family(config).vision:
-        load_image_processor(vision, folder)
+    load_preprocessors(folder, config)
 
 
 def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
@@ -137,11 +126,9 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         model = empty_model(name)
         parameters = dict(model.named_parameters())
         layout = Layout(model, stored_tensors(name), parameters)
-        pairs = [
-            (layout.stored[path][key], own) for path, names in layout.parameters.items() for key, own in names.items()
-        ]
-        odd = {key for stored, key in pairs if key not in layout.converted and stored.shape != parameters[key].shape}
-    _refuse_tensors(name, {"a different shape in the files:": odd})  # transformers would already compute its buffers
+        stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
+        odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers computes buffers of any size
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
@@ -171,16 +158,16 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 
     It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
     """
-    decoder, rows = language_model(model), 3 if hasattr(model.model, "get_rope_index") else 1
+    decoder, rows = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
     hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
-    positions = torch.zeros(rows, 1, 2, device="meta").long()[0 if rows == 1 else slice(None)]
+    positions = torch.zeros(*rows, 1, 2, dtype=torch.long, device="meta")
     for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
         kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
         rotary = decoder.rotary_emb(hidden, positions, *kind)
         attention(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
     with contextlib.suppress(NotImplementedError):  # what depends on values
         if vision_parts(model):
-            image_features(model, blank_image(model).vision)
+            image_features(model, find_family(model.config).vision.blank(model.config).vision)
 
 
 def load_config(name: str) -> transformers.PreTrainedConfig:
@@ -206,10 +193,8 @@ def read_config(name: str) -> transformers.PreTrainedConfig:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         find_family(config, name)
         if getattr(config, "quantization_config", None) is not None:
-            raise UserError(
-                f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while "
-                "loading)"
-            )
+            advice = "give the original model instead (--load_in_4bit quantises it while loading)"
+            raise UserError(f"{name!r} was saved quantised: {advice}")
         text = config.get_text_config()
         for setting in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
             if getattr(text, setting, None):
@@ -217,9 +202,7 @@ def read_config(name: str) -> transformers.PreTrainedConfig:
         rope = getattr(text, "rope_parameters", None) or {}
         kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
         if kinds & {"dynamic", "longrope"}:
-            raise UserError(
-                f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported"
-            )
+            raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: not supported")
     with reading(name, "generation_config.json"):  # transformers would ignore a damaged one, with its stop tokens
         if Path(name, "generation_config.json").is_file():
             transformers.GenerationConfig.from_pretrained(name)
