@@ -368,9 +368,16 @@ def stop_tokens(
     config: transformers.PreTrainedConfig,
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> list[int]:
-    """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer."""
-    tokens = {tokenizer.eos_token_id}
+    """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer.
+
+    Raises UserError if one of them is not a number.
+    """
+    tokens = [tokenizer.eos_token_id]
     for source in (generation, config, getattr(config, "text_config", None)):
         eos = source.get("eos_token_id") if isinstance(source, dict) else getattr(source, "eos_token_id", None)
-        tokens |= set(eos if isinstance(eos, list) else [eos])
-    return sorted(token for token in tokens if token is not None)
+        tokens += eos if isinstance(eos, list) else [eos]
+    if odd := [token for token in tokens if token is not None and type(token) is not int]:
+        raise UserError(
+            f"the model's eos_token_id {odd[0]!r} is no token: correct generation_config.json or config.json"
+        )
+    return sorted({token for token in tokens if token is not None})

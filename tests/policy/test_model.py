@@ -6,6 +6,7 @@ import json
 import operator
 import pathlib
 import shutil
+import types
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from config import EngineFlags, PolicyFlags
 from data import load_processor
 from merge_lora import merge_lora
 from policy.families import ImageLimits, find_family, load_image_processor
-from policy.model import check_trained, load_config, load_model, load_policy
+from policy.model import check_trained, load_config, load_model, load_policy, stop_tokens
 from policy.sharding import load_reference
 from rollout import RequestLimits, make_engine
 from tests.helpers.models import save_tiny
@@ -245,6 +246,12 @@ def test_a_chat_template_that_is_no_text_is_named(tiny_model, tmp_path, template
     set_value(tmp_path / "m" / name, "chat_template", template)
     with pytest.raises(UserError, match=r"cannot load a model from '.*m' \((chat template|tokenizer): "):
         load_all(tmp_path / "m")
+
+
+@pytest.mark.parametrize("eos", [{}, {"a": 1}, "many", 0.5, [1, "two"], [[1]], True])
+def test_a_stop_token_that_is_no_number_is_refused(eos):
+    with pytest.raises(UserError, match=r"eos_token_id .* is no token: correct gen"):
+        stop_tokens({"eos_token_id": eos}, None, types.SimpleNamespace(eos_token_id=3))
 
 
 def test_out_of_memory_is_not_taken_for_a_damaged_model(tiny_model, monkeypatch):
