@@ -29,18 +29,19 @@ import transformers
 import tyro
 from PIL import Image
 from torch import Tensor
-from transformers.utils import cached_file
 
 import rewards
-from common import cli, console, distributed, hub
+from common import cli, console, distributed
 from common.errors import UserError
-from common.files import partial_path, what_to_give
+from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample
 from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
-from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_image_processor
+from policy.base_files import reading
+from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
+from policy.model import read_config
 
 
 @dataclass
@@ -94,27 +95,24 @@ def load_processor(
     invalid; if `max_pixels` or `max_side` is too small for one image token; or if the chat template lacks a variable of
     `chat_template_kwargs`.
     """
-    offline = not pathlib.Path(model).exists() and hub.go_offline_if_unreachable()
-    try:
-        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-        family = find_family(config, model)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        image_processor = None
-        if family.vision:
-            image_processor = load_image_processor(family.vision, model)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(_why_no_model(model, offline, error)) from None
-    tokenizer.chat_template = tokenizer.chat_template or processor_template(model)
+    config = read_config(model)
+    family, (tokenizer, image_processor) = find_family(config), load_preprocessors(model, config)
     if tokenizer.chat_template is None:
         raise UserError(f"the tokenizer of {model!r} has no chat template: use an instruction-tuned model")
     system, user_turn = prompt_template(task, template)
     preparation = None
     if family.vision:
-        preparation = family.vision.prepare_images(
-            image_processor, config, ImageLimits(min_pixels, max_pixels, max_side)
-        )
-    variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
-    return Processor(tokenizer, family, image_processor, preparation, _skeleton(config), system, user_turn, variables)
+        limits = ImageLimits(min_pixels, max_pixels, max_side)
+        with reading(model, "image processor"):
+            preparation = family.vision.prepare_images(image_processor, config, limits)
+    with reading(model, "chat template"):
+        variables = template_variables(chat_template_kwargs, tokenizer.chat_template)
+    with reading(model, "config.json"):
+        skeleton = _skeleton(config)
+    processor = Processor(tokenizer, family, image_processor, preparation, skeleton, system, user_turn, variables)
+    with reading(model, "image processor"):
+        _check_images(processor, config)
+    return processor
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
@@ -125,23 +123,23 @@ def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Tem
     return defaults.system, parse_template(defaults.template, f"the template of --task {task}", ["content"])
 
 
-def _why_no_model(model: str, offline: bool, error: Exception) -> str:
-    if (pathlib.Path(model) / "adapter_config.json").is_file():
-        return f"{model!r} is an adapter: pass its base model as --model and the adapter as --adapter"
-    if pathlib.Path(model).is_dir():
-        reason, hint = str(error).splitlines()[0][:160], what_to_give(model, "a complete one")
-        return f"{model!r} is not a complete model folder in Hugging Face layout ({reason}): {hint}"
-    place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
-    return (
-        f"no model at {model!r} {place}: set --model to a folder in Hugging Face layout, or to a hub name if the hub "
-        "can be reached; `python -m demo.tiny` builds a small model"
-    )
-
-
-def processor_template(model: str) -> str | None:
-    """Return the chat template that older releases of transformers saved with the processor of `model`, if any."""
-    path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)
-    return json.loads(pathlib.Path(path).read_text()).get("chat_template") if path else None
+def _check_images(processor: Processor, config: transformers.PreTrainedConfig) -> None:
+    """Raise ValueError unless an image becomes inputs of the vision tower, and as many tokens as are counted for it."""
+    vision, preparation = processor.family.vision, processor.preparation
+    if not vision:
+        return
+    image = fit_image(Image.new("RGB", (112, 56)), preparation.fit)
+    inputs = vision.inputs(processor.image_processor(images=[image], return_tensors="pt", **preparation.options))
+    with torch.device("meta"):  # the sizes may be huge
+        blank = vision.blank(config)
+    pixels, expected = inputs["pixel_values"], blank.vision["pixel_values"]
+    tokens, counted = blank.tokens * len(pixels) / len(expected), preparation.count(image.height, image.width)
+    fits = (pixels.shape[1:], tokens) == (expected.shape[1:], counted) or "pixel_mask" in inputs  # any size, masked
+    if not fits or not pixels.isfinite().all():
+        raise ValueError(
+            f"it makes {list(pixels.shape)} values and {counted} tokens of an image, but config.json says "
+            f"{list(expected.shape[1:])} and {tokens:g}"
+        )
 
 
 def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:

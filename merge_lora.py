@@ -24,6 +24,7 @@ from common.files import partial_path
 from common.records import Sample
 from data import encode_prompt, load_processor
 from policy.base_files import base_folder, stored_dtypes
+from policy.families import load_tokenizer
 from policy.lora import POLICY, adapted_layers, check_tokens, load_adapter, read_adapter
 from policy.model import load_config, load_model, untie
 from training.export import write_model
@@ -151,10 +152,9 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def _example_inputs(base: str) -> dict[str, Tensor]:
     """Return the model inputs of a short question, with an image if the model accepts images."""
-    try:
-        processor = load_processor(base, "count")
-    except UserError:  # the base model has no chat template
+    if not load_tokenizer(base).chat_template:
         return {"input_ids": torch.arange(32)[None]}
+    processor = load_processor(base, "count")
     if processor.image_processor is None:
         prompt = encode_prompt(Sample("How many?", "1", [], "the check"), processor)
         return {"input_ids": prompt.ids[None]}

@@ -35,7 +35,7 @@ cd "$(dirname "$0")"
 seed=${SEED:-0} python=${PYTHON:-python3}
 export TOKENIZERS_PARALLELISM=false
 # Cluster launchers set these per machine; the scripts need torchrun's values, which are per process.
-unset RANK WORLD_SIZE
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
 heading() { if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi; }
 show() { printf '+ %s\n' "$*"; "$@"; }

@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -41,8 +42,15 @@ docstring_parser.parse_from_object = functools.partial(_join_lines, docstring_pa
 def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None = None) -> T:
     """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why.
 
+    So does an environment that no launcher of processes has made; see `check_launcher`.
+
     `add_defaults` may put further arguments before those of the command line, which override them.
     """
+    try:
+        check_launcher()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     try:
         arguments = add_defaults(sys.argv[1:]) if add_defaults else sys.argv[1:]
     except UserError as error:
@@ -53,6 +61,34 @@ def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None
             arguments[i] = "--resume=newest"
     _refuse_values_of_switches(config, arguments)
     return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
+
+
+def check_launcher() -> None:
+    """Raise UserError unless the variables with which torchrun numbers the processes are all unset, or fit together.
+
+    Those of another launcher, or of an earlier one, would otherwise make a process wait for others that never come, or
+    train alone and print nothing. MASTER_ADDR and MASTER_PORT may be set without the others, as on many clusters.
+    """
+    processes = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ]
+    if not processes:
+        return
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ[name] for name in dict.fromkeys((*processes, *needed)) if os.environ.get(name)}
+    numbers = {name: value for name, value in given.items() if name != "MASTER_ADDR"}
+    if wrong := [name for name, value in numbers.items() if not re.fullmatch("[0-9]{1,9}", value)]:
+        problem = f"{wrong[0]} is not a number"
+    elif missing := [name for name in (*processes, *needed) if name not in given]:
+        problem = f"{missing[0]} is not set"
+    else:
+        rank, size, port = (int(numbers[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank, local_size = int(numbers.get("LOCAL_RANK", 0)), int(numbers.get("LOCAL_WORLD_SIZE", size))
+        if rank < size and local_rank < local_size <= size and port < 2**16:
+            return
+        problem = "they do not fit together"
+    raise UserError(
+        f"the environment says {', '.join(f'{name}={value}' for name, value in given.items())}, but {problem}: start "
+        "the processes with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start only one"
+    )
 
 
 def _refuse_values_of_switches(config: type, arguments: list[str]) -> None:

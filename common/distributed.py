@@ -50,7 +50,10 @@ def start(timeout: float = 30.0) -> torch.device:
     """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise UserError(f"process {local_rank} of this machine has no GPU of its own: start at most {gpus} here")
+        torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         max_wait = datetime.timedelta(minutes=timeout)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

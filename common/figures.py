@@ -11,7 +11,7 @@ from PIL import Image
 
 from common.files import atomic_write, partial_path
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files, so Matplotlib needs no display
+os.environ["MPLBACKEND"] = "Agg"  # figures go to files: neither a display nor a backend of that name is needed
 THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 
 

@@ -11,8 +11,6 @@ import jinja2.meta
 
 from common.errors import UserError
 
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
-
 
 def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Template:
     """Return the template `text`, which must contain each of `names`, such as {{ content }}.
@@ -23,7 +21,7 @@ def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Templat
     try:
         template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
         rendered = template.render(values)
-    except RENDER_ERRORS as error:
+    except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
         raise UserError(f"{flag}: {error}") from None
     if missing := [name for name in names if values[name] not in rendered]:
         raise UserError(f"{flag} does not contain the {missing[0]}: add {{{{ {missing[0]} }}}}")
@@ -73,7 +71,7 @@ def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any
     for version in (messages, as_parts):
         try:
             chat = tokenizer.apply_chat_template(version, add_generation_prompt=True, tokenize=False, **variables)
-        except RENDER_ERRORS as error:
+        except Exception as error:  # noqa: BLE001
             raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
         if all(text.strip() in chat for text in texts):
             return chat

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from common.templates import template_variables
-from data import load_processor, processor_template, prompt_template
+from data import load_processor, prompt_template
+from policy.families import load_tokenizer
 
 LMMS_EVAL_TASKS = "mme,mmstar,mathvista_testmini,mathverse_testmini"
 # `{{ content }}` of the training prompt stands between the two texts, which are put before and after each question.
@@ -40,13 +41,11 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None, se
     `template` is the Jinja file that replaced the task's own prompt template in training, or None. `settings`: the
     training's `--chat_template_kwargs`.
     """
-    from transformers import AutoTokenizer  # takes seconds to import
-
     system, prompt = prompt_template(task, template)
     before, _, after = prompt.render(content="\0").partition("\0")
     texts = {"before": before, "after": after, "system": system or ""}
     quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
-    original = AutoTokenizer.from_pretrained(model).chat_template or processor_template(model)
+    original = load_tokenizer(str(model)).chat_template
     variables = template_variables(settings, original)
     set_variables = "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in variables.items())
     return set_variables + WRAPPER.format(**quoted) + original

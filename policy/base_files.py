@@ -13,13 +13,11 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -33,6 +31,7 @@ from transformers.utils import cached_file
 
 from common import console, hub
 from common.errors import UserError
+from common.files import what_to_give
 
 LM_HEAD = "lm_head.weight"
 KEPT = "base"  # the folder of a run that keeps the files of a base from the hub
@@ -93,28 +92,29 @@ def base_folder(name: str, cache_dir: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def explain_load_errors(name: str) -> Iterator[None]:
-    """Turn an error caused by a missing or damaged model into a UserError with a one-line message."""
+def reading(model: str, part: str) -> Iterator[None]:
+    """Raise a UserError of one line for whatever goes wrong while `part` of the base `model` is read in this context.
+
+    Its files may hold anything, and transformers checks little of it, so that no list of exceptions would be complete.
+    """
+    on_hub = not Path(model).exists()
+    offline = on_hub and hub.go_offline_if_unreachable()
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError; `distributed.run` says what helps
+    except (UserError, torch.OutOfMemoryError):  # `distributed.run` says what helps against the latter
         raise
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        ImportError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        SafetensorError,
-        UnpicklingError,
-    ) as error:
-        raise UserError(
-            f"cannot load a model from {name!r} ({(str(error) or repr(error)).splitlines()[0][:160]}): give a folder "
-            "in Hugging Face layout, with weights in .safetensors or plain .bin files and no code of its own, or the "
-            "name of such a model on a hub that this machine can reach"
-        ) from None
+    except Exception as error:  # noqa: BLE001
+        if on_hub and isinstance(error, OSError):
+            place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
+            raise UserError(
+                f"no model at {model!r} {place}: give a folder in Hugging Face layout, or a hub name if the hub can be "
+                "reached; `python -m demo.tiny` builds a small model"
+            ) from None
+        if (Path(model) / "adapter_config.json").is_file():
+            raise UserError(f"{model!r} is an adapter: give its base as the model, and it as the adapter") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        advice = what_to_give(model, "a complete folder in Hugging Face layout, with .safetensors or plain .bin files")
+        raise UserError(f"cannot load a model from {model!r} ({part}: {reason[:240]}): {advice}") from None
 
 
 def weight_files(model: str) -> tuple[Path | None, list[str]]:
@@ -134,7 +134,7 @@ def weight_files(model: str) -> tuple[Path | None, list[str]]:
 
 def stored_tensors(model: str) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of `model` without values, by path and by name. Raises UserError if they cannot be read."""
-    with explain_load_errors(model):
+    with reading(model, "weights"):
         return {path: load_state_dict(path, "meta") for path in weight_files(model)[1]}
 
 

@@ -7,14 +7,18 @@ Sizes of images are (height, width) in pixels.
 """
 
 import importlib
+import json
 import math
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils import cached_file
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -25,6 +29,7 @@ from transformers.vision_utils import (
 from common.errors import UserError
 from inputs.images import fitted_size
 from packing import to_device
+from policy.base_files import reading
 
 ImageProcessor = Any  # one of the image processors of transformers that work with PIL; they share no useful base class
 Config = transformers.PreTrainedConfig
@@ -100,10 +105,39 @@ def find_family(config: Config, name: str = "") -> Family:
     raise UserError(f"{name!r} is a {config.model_type} model, which is not supported: use one of {titles}")
 
 
+def load_preprocessors(
+    model: str, config: Config
+) -> tuple[transformers.PreTrainedTokenizerBase, ImageProcessor | None]:
+    """Load the tokenizer and, unless `model` is text-only, the image processor that were saved with it."""
+    vision = find_family(config).vision
+    return load_tokenizer(model), load_image_processor(vision, model) if vision else None
+
+
 def load_image_processor(vision: Vision, model: str) -> ImageProcessor:
-    """Load the image processor that was saved with `model`."""
+    """Load the image processor that was saved with `model`. Raises UserError if it cannot be loaded."""
     module, _, name = vision.image_processor.rpartition(".")
-    return getattr(importlib.import_module(f"transformers.models.{module}"), name).from_pretrained(model)
+    image_processor = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    with reading(model, "image processor"):
+        return image_processor.from_pretrained(model)
+
+
+def load_tokenizer(model: str) -> transformers.PreTrainedTokenizerBase:
+    """Load the tokenizer that was saved with `model`. Raises UserError if it cannot be loaded.
+
+    Its chat template may be in a file of the processor, where older releases of transformers saved it, or None.
+    """
+    with reading(model, "tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer(string.printable + "é漢")  # one without a token for the unknown raises an error only here
+    with reading(model, "chat template"):
+        if not tokenizer.chat_template:
+            path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+            tokenizer.chat_template = json.loads(Path(path).read_text()).get("chat_template") if path else None
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default
+            if not isinstance(tokenizer.chat_template, str):
+                raise TypeError(f"{tokenizer.chat_template!r} is not a text")
+    return tokenizer
 
 
 def language_model(model: nn.Module) -> nn.Module:

@@ -3,7 +3,8 @@ returns token log-probabilities."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+from pathlib import Path
 
 import torch
 import transformers
@@ -14,14 +15,16 @@ from common.errors import UserError
 from common.records import Prompt
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.base_files import LM_HEAD, explain_load_errors, stored_tensors
+from policy.base_files import LM_HEAD, Layout, reading, stored_tensors
 from policy.delta_net import check_kernels
-from policy.families import find_family, language_model, load_image_processor, routers, vision_blocks, vision_parts
+from policy.families import find_family, language_model, load_preprocessors, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
 PIXEL_VALUES_AT_ONCE = 32768 * 1176  # 32,768 patches of Qwen2.5-VL
+MOST_LAYERS = 1000  # a model of more is taken for a mistake: it would take minutes to build, even without weights
+SAFELY = {"trust_remote_code": False, "weights_only": True}  # never run the folder's own code or pickles
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -71,17 +74,14 @@ def load_model(
     which `apply_fsdp` fills. Raises UserError if the model cannot be loaded.
     """
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
-    safely = {"trust_remote_code": False, "weights_only": True}  # never run the folder's own code or pickles
     config = load_config(name)
     if to_shard and not console.is_main():
         return empty_model(name, **options)
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype, config), "device_map": {"": four_bit_device}}
-    with explain_load_errors(name):
-        model, report = auto_class(config).from_pretrained(
-            name, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **safely, **options
-        )
-    _check_tensors(name, model, report)
+    check_tensors(name, config)
+    with reading(name, "weights"):
+        model = auto_class(config).from_pretrained(name, config=config, **SAFELY, **options)
     if not ties_lm_head(model) and ties_lm_head(empty_model(name)):  # other processes load it as the config says
         raise UserError(
             f"cannot load the model {name!r}: its files hold an lm_head of its own, but its config ties it to the "
@@ -97,7 +97,7 @@ def load_model(
 def empty_model(name: str, **options: object) -> transformers.PreTrainedModel:
     """Return the model saved at `name` on the meta device, without its weights."""
     config = load_config(name)
-    with explain_load_errors(name), torch.device("meta"):
+    with reading(name, "config.json"), torch.device("meta"):
         return auto_class(config).from_config(config, **options)
 
 
@@ -112,27 +112,38 @@ def check_saved_model(folder: str) -> None:
     The names and shapes of the weights are checked, but not their values.
     """
     config = load_config(folder)
-    with explain_load_errors(folder):
-        model, report = auto_class(config).from_pretrained(
-            folder, device_map={"": "meta"}, ignore_mismatched_sizes=True, output_loading_info=True
-        )
-        transformers.AutoTokenizer.from_pretrained(folder)
-        if vision := find_family(config).vision:
-            load_image_processor(vision, folder)
-    _check_tensors(folder, model, report)
+    check_tensors(folder, config)
+    load_preprocessors(folder, config)
 
 
-def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
-    """Raise UserError unless the files of the model at `name` have exactly the tensors that `model` has.
+def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
+    """Raise UserError unless the files of the model at `name` have exactly the tensors that `config` asks for.
 
-    transformers only warns, and fills a missing tensor with random numbers. Its `report` leaves out tied weights.
+    Only names and shapes are read, and no memory is used, whatever sizes the config gives. transformers would only
+    warn, and fill a missing tensor with random numbers. Its report leaves out tied weights.
     """
+    with reading(name, "config.json and weights"):
+        model = empty_model(name)
+        parameters = dict(model.named_parameters())
+        layout = Layout(model, stored_tensors(name), parameters)
+        stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
+        odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers computes buffers of any size
+    empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with reading(name, "config.json and weights"):
+        model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
     buffers = {buffer for buffer, _ in model.named_buffers()}  # old releases saved buffers that are now computed
     problems = {
         "the files lack": set(report["missing_keys"]),
         "a different shape in the files:": {key for key, *_ in report["mismatched_keys"]},
         "the model does not have": set(report["unexpected_keys"]) - buffers,
     }
+    _refuse_tensors(name, problems)
+    with reading(name, "config.json"):
+        _try_attention(model)
+
+
+def _refuse_tensors(name: str, problems: dict[str, set[str]]) -> None:
     for problem, keys in problems.items():
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
@@ -142,32 +153,59 @@ def _check_tensors(name: str, model: nn.Module, report: dict) -> None:
             )
 
 
+def _try_attention(model: transformers.PreTrainedModel) -> None:
+    """Run the attention of `model`, on the meta device, as far as it depends on no values.
+
+    It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
+    """
+    decoder, rows = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
+    hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
+    positions = torch.zeros(*rows, 1, 2, dtype=torch.long, device="meta")
+    for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
+        kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
+        rotary = decoder.rotary_emb(hidden, positions, *kind)
+        attention(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
+    with contextlib.suppress(NotImplementedError):  # what depends on values
+        if vision_parts(model):
+            image_features(model, find_family(model.config).vision.blank(model.config).vision)
+
+
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
     Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
     attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
     """
-    with explain_load_errors(name):
+    config = read_config(name)
+    if _has_untold_lm_head(config, name):
+        untie(config)
+    return config
+
+
+def read_config(name: str) -> transformers.PreTrainedConfig:
+    """Like `load_config`, without a look at the weights, which a hub name may still have to download."""
+    with reading(name, "config.json"):
+        written, _ = transformers.PreTrainedConfig.get_config_dict(name)
+        for part in (written, *(value for value in written.values() if isinstance(value, dict))):
+            depth = part.get("num_hidden_layers", part.get("depth"))
+            if isinstance(depth, int) and depth > MOST_LAYERS:  # transformers would list the kinds of all layers
+                raise ValueError(f"a model of {depth} layers is not supported")
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if os.path.isfile(
-            f"{name}/generation_config.json"
-        ):  # transformers would ignore a damaged one, with its stop tokens
+        find_family(config, name)
+        if getattr(config, "quantization_config", None) is not None:
+            advice = "give the original model instead (--load_in_4bit quantises it while loading)"
+            raise UserError(f"{name!r} was saved quantised: {advice}")
+        text = config.get_text_config()
+        for setting in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(text, setting, None):
+                raise UserError(f"{name!r} has {setting} in its config.json, which is not supported")
+        rope = getattr(text, "rope_parameters", None) or {}
+        kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+        if kinds & {"dynamic", "longrope"}:
+            raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: not supported")
+    with reading(name, "generation_config.json"):  # transformers would ignore a damaged one, with its stop tokens
+        if Path(name, "generation_config.json").is_file():
             transformers.GenerationConfig.from_pretrained(name)
-        if _has_untold_lm_head(config, name):
-            untie(config)
-    find_family(config, name)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{name!r} was saved quantised: give the original model instead (--load_in_4bit quantises it while loading)"
-        )
-    text = config.get_text_config()
-    for setting in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(text, setting, None):
-            raise UserError(f"{name!r} has {setting} in its config.json, which is not supported")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)} & {"dynamic", "longrope"}:
-        raise UserError(f"{name!r} has rotary embeddings that depend on the length of a batch: they are not supported")
     return config
 
 
@@ -330,9 +368,16 @@ def stop_tokens(
     config: transformers.PreTrainedConfig,
     tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> list[int]:
-    """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer."""
-    tokens = {tokenizer.eos_token_id}
+    """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer.
+
+    Raises UserError if one of them is not a number.
+    """
+    tokens = [tokenizer.eos_token_id]
     for source in (generation, config, getattr(config, "text_config", None)):
         eos = source.get("eos_token_id") if isinstance(source, dict) else getattr(source, "eos_token_id", None)
-        tokens |= set(eos if isinstance(eos, list) else [eos])
-    return sorted(token for token in tokens if token is not None)
+        tokens += eos if isinstance(eos, list) else [eos]
+    if odd := [token for token in tokens if token is not None and type(token) is not int]:
+        raise UserError(
+            f"the model's eos_token_id {odd[0]!r} is no token: correct generation_config.json or config.json"
+        )
+    return sorted({token for token in tokens if token is not None})

@@ -45,6 +45,7 @@ from starlette.datastructures import State
 
 from common import cli
 from common.errors import CallFailed, UserError, require
+from common.files import what_to_give
 from common.records import TAG
 from grading.answers import without_marks
 from grading.sandbox import WorkerPool
@@ -508,10 +509,15 @@ def read_token(cfg: Config) -> str | None:
 def find_model(model: str) -> str:
     """Return the absolute path of a model's folder, because jobs run in a different folder, or a hub name as it is.
 
-    Raises UserError for what is neither.
+    Raises UserError for what is neither. The jobs check the rest of a model, whose libraries take seconds to import.
     """
-    if pathlib.Path(model).exists():
-        return str(pathlib.Path(model).resolve())
+    if (folder := pathlib.Path(model)).exists():
+        try:
+            json.loads((folder / "config.json").read_bytes())["model_type"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            problem = f"--model {model!r} has no config.json of a model ({type(error).__name__}: {str(error)[:120]})"
+            raise UserError(f"{problem}: {what_to_give(model, 'a folder in Hugging Face layout')}") from None
+        return str(folder.resolve())
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise UserError(f"no model at --model {model!r}: give a folder in Hugging Face layout or a hub name")
     return model

@@ -303,7 +303,16 @@ def test_counting_folder(folder):
     assert samples[0].source.endswith("main.csv row 2")
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no system prompt') }}", "{{ 1 / 0 }}", "{{ messages + 1 }}"])
+TEMPLATES = ["{{ raise_exception('no system prompt') }}", "{{ 1 / 0 }}", "{{ messages + 1 }}", "{% include 'x' %}"]
+TEMPLATES += [
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{% for %}",
+    "{{ range(10**9) | list }}",
+    "{{ 1 | nothing }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_chat_template_that_raises_is_named_with_the_row(folder, tiny_model, template):
     processor = load_processor(tiny_model, "vqa")
     processor.tokenizer.chat_template = template

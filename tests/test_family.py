@@ -26,11 +26,11 @@ from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, Sample
 from config import PolicyFlags
-from data import encode_prompts, load_processor, load_samples, processor_template
+from data import encode_prompts, load_processor, load_samples
 from evaluation import lmms_eval
 from packing import pack
 from policy.base_files import copy_settings
-from policy.families import FAMILIES, find_family, language_model, routers, vision_parts
+from policy.families import FAMILIES, find_family, language_model, load_tokenizer, routers, vision_parts
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.lora import adapted_layers, adapted_weights
 from policy.model import Policy, auto_class, load_config, load_policy
@@ -264,7 +264,7 @@ def test_a_chat_template_saved_with_the_processor_is_found_and_exported(tiny_fam
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert load_processor(str(folder), "count").tokenizer.chat_template == template
     copy_settings(folder, tmp_path / "final")
-    assert processor_template(str(tmp_path / "final")) == template
+    assert load_tokenizer(str(tmp_path / "final")).chat_template == template
 
 
 def test_a_chat_template_that_drops_text_is_refused_or_gets_parts(tiny_family):

@@ -1,9 +1,12 @@
 """Loading a model: its files must have exactly the tensors that it needs, and nothing in its folder is executed."""
 
 import builtins
+import functools
 import json
+import operator
 import pathlib
 import shutil
+import types
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from config import EngineFlags, PolicyFlags
 from data import load_processor
 from merge_lora import merge_lora
 from policy.families import ImageLimits, find_family, load_image_processor
-from policy.model import check_trained, load_config, load_model, load_policy
+from policy.model import check_trained, load_config, load_model, load_policy, stop_tokens
 from policy.sharding import load_reference
 from rollout import RequestLimits, make_engine
 from tests.helpers.models import save_tiny
@@ -144,14 +147,111 @@ def test_other_architectures_are_refused_before_their_weights_are_read(damaged, 
         load_processor(str(folder), "count")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("generation_config.json", ""), ("config.json", "[]"), ("config.json", "null")]
-)
-def test_damaged_settings_are_named_in_one_line(tiny_model, tmp_path, name, text):
+def load_all(folder: pathlib.Path) -> None:
+    """Read everything in a model's folder, as a run does."""
+    load_processor(str(folder), "count")
+    load_policy(str(folder), FLAGS, CPU)
+
+
+def set_value(path: pathlib.Path, names: str, value: object) -> None:
+    """Set the value at `names`, such as "text_config.hidden_size", in the JSON file `path`."""
+    content = json.loads(path.read_text())
+    *parents, last = names.split(".")
+    functools.reduce(operator.getitem, parents, content)[last] = value
+    path.write_text(json.dumps(content))
+
+
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b"\x00" * 99, b"[" * 100_000])
+def test_damaged_files_are_named_in_one_line(tiny_model, tmp_path, name, content):
     shutil.copytree(tiny_model, tmp_path / "m")
-    (tmp_path / "m" / name).write_text(text)
-    with pytest.raises(UserError, match=r"cannot load a model from '.*m' \("):
-        load_model(str(tmp_path / "m"), torch.float32)
+    (tmp_path / "m" / name).write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"cannot load a model from '.*m' \((config|gener|tokenizer|image proc).*"
+    ) as error:
+        load_all(tmp_path / "m")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+SETTINGS = {
+    "config.json": [
+        ("text_config", {}),
+        ("text_config", 3),
+        ("vision_config", {}),
+        ("vision_config", None),
+        ("text_config.hidden_size", None),
+        ("text_config.hidden_size", "many"),
+        ("text_config.hidden_size", 10**9),
+        ("text_config.vocab_size", 10**12),
+        ("text_config.intermediate_size", -1),
+        ("text_config.num_hidden_layers", 10**9),
+        ("text_config.num_hidden_layers", 0),
+        ("text_config.num_attention_heads", 0),
+        ("text_config.num_attention_heads", 7),
+        ("text_config.num_key_value_heads", 3),
+        ("text_config.layer_types", ["circular", "full_attention"]),
+        ("text_config.hidden_act", "nonsense"),
+        ("text_config.rope_parameters", {"rope_type": "nonsense", "rope_theta": 1e4}),
+        ("text_config.rope_parameters", []),
+        ("text_config.rope_parameters.mrope_section", [7, 3, 3]),
+        ("text_config.pad_token_id", 10**9),
+        ("vision_config.patch_size", 0),
+        ("vision_config.patch_size", 16),
+        ("vision_config.depth", 10**9),
+        ("vision_config.num_heads", 7),
+        ("vision_config.spatial_merge_size", 3),
+        ("vision_config.hidden_act", None),
+        ("model_type", ["qwen2_5_vl"]),
+        ("dtype", "float33"),
+    ],
+    "preprocessor_config.json": [
+        ("patch_size", 0),
+        ("patch_size", 16),
+        ("patch_size", "14"),
+        ("merge_size", 3),
+        ("temporal_patch_size", None),
+        ("image_mean", ["a", "b", "c"]),
+        ("image_std", [0, 0, 0]),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "names", "value"), [(file, *pair) for file in SETTINGS for pair in SETTINGS[file]])
+def test_odd_settings_are_named_in_one_line_before_any_weight_has_memory(
+    tiny_model, tmp_path, monkeypatch, name, names, value
+):
+    shutil.copytree(tiny_model, tmp_path / "m")
+    set_value(tmp_path / "m" / name, names, value)
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+
+    def on_meta(*args: object, **options: object) -> object:
+        assert options.get("device_map") == {"": "meta"}
+        return load(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", on_meta)
+    with pytest.raises(UserError, match=r"cannot load (a model from|the model) '.*m'") as error:
+        load_all(tmp_path / "m")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", [5, ["a"], {"a": "b"}, [{"name": "a", "template": "b"}], {"default": 3}])
+@pytest.mark.parametrize("name", ["chat_template.json", "tokenizer_config.json"])
+def test_a_chat_template_that_is_no_text_is_named(tiny_model, tmp_path, template, name):
+    shutil.copytree(tiny_model, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    (tmp_path / "m" / "chat_template.json").write_text("{}")
+    set_value(tmp_path / "m" / name, "chat_template", template)
+    with pytest.raises(UserError, match=r"cannot load a model from '.*m' \((chat template|tokenizer): "):
+        load_all(tmp_path / "m")
+
+
+@pytest.mark.parametrize("eos", [{}, {"a": 1}, "many", 0.5, [1, "two"], [[1]], True])
+def test_a_stop_token_that_is_no_number_is_refused(eos):
+    with pytest.raises(UserError, match=r"eos_token_id .* is no token: correct gen"):
+        stop_tokens({"eos_token_id": eos}, None, types.SimpleNamespace(eos_token_id=3))
 
 
 def test_out_of_memory_is_not_taken_for_a_damaged_model(tiny_model, monkeypatch):

@@ -606,6 +606,7 @@ def test_every_response_has_security_headers(shared):
 def test_a_missing_model_and_a_taken_port_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     assert find_model("model") == str(tmp_path / "model")
     assert find_model("Qwen/Qwen2.5-VL-3B-Instruct") == "Qwen/Qwen2.5-VL-3B-Instruct"
     with pytest.raises(UserError, match="no model at --model 'runs/no/such/model': give a folder"):
@@ -615,6 +616,14 @@ def test_a_missing_model_and_a_taken_port_are_refused(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=rf"127\.0\.0\.1, port {port} \(Address already in use\): choose another"):
             check_address("127.0.0.1", port)
     check_address("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("config", [None, b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 100_000])
+def test_a_folder_that_holds_no_model_is_refused_at_the_start(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(UserError, match=r"^--model '.*' has no config\.json of a model \(.*\): give a folder"):
+        find_model(str(tmp_path))
 
 
 def test_the_token_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
