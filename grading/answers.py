@@ -204,7 +204,7 @@ def short_answer(text: str) -> tuple[str, bool]:
     The core is the last box, else the text after the last "answer is" or "answer:", else the whole text. The first two
     forms are explicit.
     """
-    text = text.replace("**", "")
+    text = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", text)  # bold type, but not x**2
     if (boxed := last_boxed(text)) is not None:
         return boxed.strip(), True
     stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)

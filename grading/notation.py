@@ -27,7 +27,7 @@ _REWRITES = [  # (pattern, replacement), applied in this order
     (r"\\!", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
-    (r"\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
+    (r"(?<!\\)\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
     (r"\s*(?:\\?%|\b(?:percent|per cent|pct)\b)", r"\\%"),
     (r"\\prime\b\s*", "'"),
     (r"\^\s*\{?\s*('+)\s*\}?", r"\1"),
@@ -37,12 +37,13 @@ _REWRITES = [  # (pattern, replacement), applied in this order
     (r"\b([apAP])\.\s?([mM])\b\.?", r"\1\2"),  # "p.m." becomes "pm"
     (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
-    (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\w.])(\d++)\s*\\frac\{(\d++)\}\{(\d++)\}", lambda match: _mixed(*map(int, match.groups()))),
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
     (rf"(?<=[\d)}}])\s*({'|'.join(_MAGNITUDES)})(?![A-Za-z])", lambda match: f"\\times {_MAGNITUDES[match[1]]}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({\\-])", "^"),
-    (r"\^\s*(-?\d+)", r"^{\1}"),  # in plain text, `x^10` means x^{10}
+    (r"\^\s*(-?\d+)|_\s*(\d+)", lambda match: match[0][0] + "{" + (match[1] or match[2]) + "}"),  # `x^10` means x^{10}
     (rf"\^\s*{_NESTED}", r"^{\1}"),
     (r"<=|=<|\\leq?(?:slant)?(?![A-Za-z])", r"\\le "),
     (r">=|\\geq?(?:slant)?(?![A-Za-z])", r"\\ge "),
@@ -75,6 +76,10 @@ def _repeating(whole: str, decimals: str, repeated: str) -> str:
     return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(decimals)}}}"
 
 
+def _mixed(whole: int, numerator: int, denominator: int) -> str:
+    return f"\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
 def _nfkc(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
@@ -87,7 +92,7 @@ def _strip_delimiters(text: str) -> str:
 # --- dates, ranges and clock times ------------------------------------------------------------------------------------
 
 _JOINED = re.compile(
-    r"(\d+(?:\.\d+)?)(?:\\%)?\s*(-|/|:|to\b)\s*(\d+(?:\.\d+)?)(?:\s*\2\s*(\d+(?:\.\d+)?))?\s*([ap]m)?", re.IGNORECASE
+    r"(\d+(?:\.\d+)?)(?:\\%)?\s*(-|/|:|to\b)\s*(\d+(?:\.\d+)?)(?:\s*\2\s*(\d+(?:\.\d+)?))?(?:\\%)?\s*([ap]m)?", re.IGNORECASE
 )
 
 
@@ -160,25 +165,24 @@ def _named(text: str) -> list[tuple[str, str]]:
 def solution_set(text: str) -> str:
     """Write inequalities of one variable as intervals: "x<1 or x>=3" → (-∞, 1) ∪ [3, ∞). Other text stays."""
     text = re.sub(r"\A\\\{.*?(?:\||\\mid\b|:)(.*)\\\}\Z", r"\1", text)
-    parts = re.split(r"\s*(?:,\s*)?(\bor\b|\band\b|\\cup\b|\\cap\b|\\lor\b|\\land\b)\s*", text)
-    intervals = [_interval(part) for part in parts[::2]]
-    if None in intervals:
-        return text
-    signs = ["\\cup " if sign in ("or", "\\cup", "\\lor") else "\\cap " for sign in parts[1::2]]
-    return "".join(interval + sign for interval, sign in zip(intervals, [*signs, ""]))
+    intervals = [_interval(part) for part in re.split(r",?\s*(?:\bor\b|\\cup\b|\\lor\b)", text)]
+    return text if None in intervals else "\\cup ".join(intervals)
 
 
-def _interval(inequality: str) -> str | None:
-    """Write `a < x`, `x < b` or `a < x < b`, with any relations, as an interval; None if the text is nothing of these."""
-    parts = RELATION.split(inequality.strip())
-    if len(parts) == 3 and _VARIABLE.fullmatch(parts[0]):
-        bounds = [(parts[1], parts[2])]
-    elif len(parts) in (3, 5) and _VARIABLE.fullmatch(parts[2]):
-        bounds = [(_FLIPPED[parts[1]], parts[0]), *zip(parts[3::2], parts[4::2])]
-    else:
-        return None
-    if bounds[0][0] == "\\ne":
-        return f"(-\\infty, {bounds[0][1]})\\cup ({bounds[0][1]}, \\infty)" if len(bounds) == 1 else None
+def _interval(text: str) -> str | None:
+    """Write `a < x`, `x < b`, `a < x < b` or `a < x and x < b`, with any relations, as an interval, else return None."""
+    bounds = []
+    for inequality in re.split(r",?\s*(?:\band\b|\\cap\b|\\land\b)", text):
+        parts = RELATION.split(inequality.strip())
+        if len(parts) == 3 and _VARIABLE.fullmatch(parts[0]):
+            bounds += [(parts[1], parts[2])]
+        elif len(parts) in (3, 5) and _VARIABLE.fullmatch(parts[2]):
+            bounds += [(_FLIPPED[parts[1]], parts[0]), *zip(parts[3::2], parts[4::2])]
+        else:
+            return None
     low = [_BRACKETS[relation] + value for relation, value in bounds if relation in (">", "\\ge")]
     high = [value + _BRACKETS[relation] for relation, value in bounds if relation in ("<", "\\le")]
+    other = [value for relation, value in bounds if relation == "\\ne"]
+    if other:
+        return f"(-\\infty, {other[0]})\\cup ({other[0]}, \\infty)" if len(bounds) == 1 else None
     return None if len(low) > 1 or len(high) > 1 else ", ".join((low or ["(-\\infty"]) + (high or ["\\infty)"]))
