@@ -159,7 +159,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return the start and end of the body of each `\\boxed{…}` with balanced braces that contains no other, in order."""
+    """Return the start and end of the body of each balanced `\\boxed{…}` that contains no other, in order."""
     opened: list[re.Match] = []  # boxes and braces that are not closed yet
     spans: list[tuple[int, int]] = []
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
@@ -254,13 +254,13 @@ def _unit_after(text: str) -> str:
 
 def _unit_after_box(answer: str, rest: str) -> str:
     """Return the unit or percent sign that follows a box with a number, as in `\\boxed{5}\\text{ km}`, else ""."""
-    rest = re.sub(r"\\[,;:! ]|\\?\$|\\[()\]]|~", " ", rest[:SHORT])
-    unit = re.match(r"\s*(\\?%|\^\s*\{?\\circ\}?|°)|\s*\\(?:text|mathrm|textrm)\s*\{[\s~]*([^{}]+)\}(\^\{?\d\}?)?", rest)
     if not re.search(r"[\d})]\Z", answer):
         return ""
-    if unit:
-        return unit[1] or f" {unit[2]}{unit[3] or ''}"
-    return _unit_after(" " + rest.lstrip())
+    rest = re.sub(r"\\[,;:! ]|\\?\$|\\[()\]]|~", " ", rest[:SHORT]).lstrip()
+    if sign := re.match(r"\\?%|\^\s*\{?\\circ\}?|°", rest):
+        return sign[0]
+    text = re.match(r"\\(?:text|mathrm|textrm)\s*\{\s*([^{}]+)\}((?:\^\{?\d\}?)?)", rest)
+    return f" {text[1]}{text[2]}" if text else _unit_after(" " + rest)
 
 
 def count_values(gold: str) -> int:
@@ -276,8 +276,8 @@ def math_candidates(text: str, max_chars: int, values: int = 1) -> list[str]:
     """Return the texts that may equal a gold answer with that many values, without repeats; all are compared.
 
     They are the whole text, the text after "answer:", and the results of `math_answers`. If the text has a box or is
-    longer than `max_chars`, only the latter are returned. The bodies of several boxes, as a list, are one more candidate
-    if there are as many as values; otherwise, listing guesses would pay.
+    longer than `max_chars`, only the latter are returned. The bodies of several boxes, as a list, are one more
+    candidate if there are as many boxes as values; otherwise, listing guesses would pay.
     """
     text = half_width(text)
     candidates, boxes = math_answers(text), _boxes(text)

@@ -27,10 +27,13 @@ SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "\\
 SUBSCRIPT = re.compile(r"(?<!\\log)_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
 PRIMES = re.compile(r"(?<=[A-Za-z)}])'+")  # and these: f'(x) would equal f(x)
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
-CHOICE_PREFIX = re.compile(r"\A(?i:(?:the )?(?:correct )?(?:option|choice|answer)s?(?: is| are)?\b\s*:?\s*)(?=\(?[A-Z]\b)")
+CHOICE_PREFIX = re.compile(
+    r"\A(?i:(?:the )?(?:correct )?(?:option|choice|answer)s?(?: is| are)?\b[\s:]*)(?=\(?[A-Z]\b)"
+)
 FORMULA = re.compile(r"\d*(?=.*[A-Za-z)]\d)[A-Za-z\d()]+")  # H2O
 ROMAN = re.compile(r"\(?(?=[^IVX]*[IVX])[IVXLCDM]{2,}\)?|\(?[ivx]{2,}\)?")  # IX; CD is a product
-LETTERS = re.compile(r"(?:[A-Z]|\([A-Z]\))(?:(?:\s*(?:,|;|&|\band\b)\s*)+(?:[A-Z]|\([A-Z]\)))+|[A-Z]{2,}")  # "A, B and D"
+LETTER = r"(?:[A-Z]|\([A-Z]\))"
+LETTERS = re.compile(rf"{LETTER}(?:(?:\s*(?:,|;|&|\band\b)\s*)+{LETTER})+|[A-Z]{{2,}}")  # "A, B and D"
 
 
 def math_equal(candidate: str, gold: str) -> bool:
@@ -112,7 +115,7 @@ def _same_number(a: Basic, b: Basic, *_: int) -> bool:
         if is_decimal:
             return a.round(6) == b.round(6) and _are_close(a, b, 1e-5)
         return _are_close(a, b, 1e-12 if a.has(Float) or b.has(Float) else 1e-50)
-    except Exception:  # sympy raises many kinds of errors on what it cannot evaluate
+    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):  # it cannot be evaluated
         return False
 
 

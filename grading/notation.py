@@ -92,7 +92,8 @@ def _strip_delimiters(text: str) -> str:
 # --- dates, ranges and clock times ------------------------------------------------------------------------------------
 
 _JOINED = re.compile(
-    r"(\d+(?:\.\d+)?)(?:\\%)?\s*(-|/|:|to\b)\s*(\d+(?:\.\d+)?)(?:\s*\2\s*(\d+(?:\.\d+)?))?(?:\\%)?\s*([ap]m)?", re.IGNORECASE
+    r"(\d+(?:\.\d+)?)(?:\\%)?\s*(-|/|:|to\b)\s*(\d+(?:\.\d+)?)(?:\s*\2\s*(\d+(?:\.\d+)?))?(?:\\%)?\s*([ap]m)?",
+    re.IGNORECASE,
 )
 
 
@@ -102,7 +103,7 @@ def joined_numbers(text: str) -> tuple[str, list[float | str]]:
     A "date" (three numbers), an ascending "range" and a "time" such as 8:20 are not to be computed. A "difference"
     descends; it may be a range. A "ratio" is any other a:b.
     """
-    text = re.sub(r"\A(\d+)\.(\d+)\.(\d+)\Z", r"\1-\2-\3", text)
+    text = re.sub(r"\A(\d+)\.(\d+)\.(\d+)\Z", r"\1-\2-\3", text.strip("()[]"))
     match = _JOINED.fullmatch(re.sub(r"\A\\frac\{(\d+)\}\{(\d+)\}\Z", r"\1/\2", text))
     if match is None:
         return "", []
@@ -156,7 +157,9 @@ def _named(text: str) -> list[tuple[str, str]]:
     """Return the (name, value) pairs of "x_1=3, x_2=5" or "(x, y) = (3, 5)"; [] if not every value has a name."""
     if tuples := re.fullmatch(r"\(([^()=]+)\)\s*=\s*\(([^()=]+)\)", text):
         names, values = (part.split(",") for part in tuples.groups())
-        return [(name.strip(), value.strip()) for name, value in zip(names, values)] if len(names) == len(values) else []
+        return (
+            [(name.strip(), value.strip()) for name, value in zip(names, values)] if len(names) == len(values) else []
+        )
     parts = re.split(rf"\s*(?:[,;]|\band\b|\bor\b)[\s,;]*(?={_NAME}\s*=)", text)
     pairs = [re.fullmatch(rf"\s*({_NAME})\s*=([^=]+)", part, re.DOTALL) for part in parts]
     return [] if None in pairs else [(re.sub(r"[\s{}\\]", "", pair[1]), pair[2].strip()) for pair in pairs]
@@ -170,7 +173,7 @@ def solution_set(text: str) -> str:
 
 
 def _interval(text: str) -> str | None:
-    """Write `a < x`, `x < b`, `a < x < b` or `a < x and x < b`, with any relations, as an interval, else return None."""
+    """Write `a < x`, `x < b`, `a < x < b` or `a < x and x < b`, with any relations, as an interval; else None."""
     bounds = []
     for inequality in re.split(r",?\s*(?:\band\b|\\cap\b|\\land\b)", text):
         parts = RELATION.split(inequality.strip())

@@ -15,10 +15,11 @@ _BASES = {  # symbol -> names; both take a prefix
     "bit": "", "bps": "", "cal": "calorie", "Wh": "", "Ah": "", "bar": "",
 }  # fmt: skip
 _OTHERS = {  # symbol -> other spellings, without prefixes
-    "degree": "度", "m": "米", "km": "千米 公里", "cm": "厘米", "mm": "毫米", "dm": "分米", "kg": "千克 公斤", "g": "克",
-    "L": "升 l", "mL": "毫升 ml", "s": "秒", "min": "分钟 分", "h": "小时 时", "day": "天", "yr": "年", "dollar": "usd",
-    "N·m": "Nm", "ha": "hectare", "qt": "quart", "pt": "pint", "wk": "week", "mo": "month",
-    "dB": "decibel", "kB": "KB", "pF": "picofarad", "cc": "", "sr": "", "tonne": "吨", "AU": "", "ly": "", "pc": "parsec", "Å": "angstrom", "€": "euro eur", "£": "gbp", "¥": "yen 元",
+    "degree": "度", "m": "米", "km": "千米 公里", "cm": "厘米", "mm": "毫米", "dm": "分米", "kg": "千克 公斤",
+    "g": "克", "L": "升 l", "mL": "毫升 ml", "s": "秒", "min": "分钟 分", "h": "小时 时", "day": "天", "yr": "年",
+    "dollar": "usd", "N·m": "Nm", "ha": "hectare", "qt": "quart", "pt": "pint", "wk": "week", "mo": "month",
+    "dB": "decibel", "kB": "KB", "pF": "picofarad", "cc": "", "sr": "", "tonne": "吨",
+    "AU": "", "ly": "", "pc": "parsec", "Å": "angstrom", "€": "euro eur", "£": "gbp", "¥": "yen 元",
     "degreeC": "celsius 摄氏度", "degreeF": "fahrenheit",
 }  # fmt: skip
 _SYMBOLS = {
@@ -40,7 +41,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
     The unit is a product of powers in one notation, the same for "m/s" and "meters per second". That of a percentage is
     "%". A word after a space is a unit, too ("5 apples").
     """
-    if re.fullmatch(r"[^,;%]*(?<!and )(?<!or )\\%", text):
+    if re.fullmatch(r"(?:[^,;%A-Za-z\\]|\\[a-z]+)*[\d)}]\s*\\%", text):
         return text[:-2].strip(), "%"
     for value in _VALUE_END.finditer(text):
         if unit := _parse(text[value.end() :].rstrip()):
