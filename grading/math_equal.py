@@ -39,11 +39,12 @@ LETTERS = re.compile(rf"{LETTER}(?:(?:\s*(?:,|;|&|\band\b)\s*)+{LETTER})+|[A-Z]{
 def math_equal(candidate: str, gold: str) -> bool:
     """Return whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
-    - A unit counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not `5 km`. Units are not
-      converted: 1 km does not equal 1000 m. A single letter is a unit only after a space (`5 m`, but not `5m`).
-    - If the gold answer is prose, the words must be the same. Otherwise, math-verify reads a word as a product of
-      letters, so `BC` equals `CB`.
-    - If the gold answer is a capital letter, "A. 5 cm" counts as A.
+    - A unit or a percent sign counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not `5 km`.
+      Units are not converted. 50% equals 50 and 0.5.
+    - If the gold answer is prose, the words must be the same. Formulas such as H2O and Roman numerals are compared as
+      text. Otherwise, math-verify reads a word as a product of letters, so `BC` equals `CB`.
+    - If the gold answer is a capital letter, "A. 5 cm" and "Option A" count as A. Several letters are a set.
+    - Dates, ranges and clock times are not computed, and inequalities equal the intervals of their solutions.
     - Answers that math-verify would misread, such as "1 2" or those with signs that it ignores, never equal a number.
     """
     candidate, gold = normalise(candidate), normalise(gold)
