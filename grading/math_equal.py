@@ -39,8 +39,8 @@ LETTERS = re.compile(rf"{LETTER}(?:(?:\s*(?:,|;|&|\band\b)\s*)+{LETTER})+|[A-Z]{
 def math_equal(candidate: str, gold: str) -> bool:
     """Return whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
-    - A unit or a percent sign counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not `5 km`.
-      Units are not converted. 50% equals 50 and 0.5.
+    - A unit or a percent sign counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not
+      `5 km`. Units are not converted. 50% equals 50 and 0.5.
     - If the gold answer is prose, the words must be the same. Formulas such as H2O and Roman numerals are compared as
       text. Otherwise, math-verify reads a word as a product of letters, so `BC` equals `CB`.
     - If the gold answer is a capital letter, "A. 5 cm" and "Option A" count as A. Several letters are a set.

@@ -122,8 +122,6 @@ def joined_numbers(text: str) -> tuple[str, list[float | str]]:
 
 _NAME = r"\\?[A-Za-z]+\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
 _POINT = re.compile(r"(?<![\w\\])[A-Z]'*(?:_\s*(?:\{\w\}|\w))?\s*(?=\([^()]*,)")  # the name in A(1,2)
-
-
 _VARIABLE = re.compile(r"(?!\\pi|\\infty)(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w\}?)?")
 RELATION = re.compile(r"\s*(<|>|\\le\b|\\ge\b|\\ne\b)\s*")
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
@@ -156,10 +154,8 @@ def without_names(candidate: str, gold: str) -> tuple[str, str] | None:
 def _named(text: str) -> list[tuple[str, str]]:
     """Return the (name, value) pairs of "x_1=3, x_2=5" or "(x, y) = (3, 5)"; [] if not every value has a name."""
     if tuples := re.fullmatch(r"\(([^()=]+)\)\s*=\s*\(([^()=]+)\)", text):
-        names, values = (part.split(",") for part in tuples.groups())
-        return (
-            [(name.strip(), value.strip()) for name, value in zip(names, values)] if len(names) == len(values) else []
-        )
+        names, values = (re.split(r"\s*,\s*", part.strip()) for part in tuples.groups())
+        return list(zip(names, values)) if len(names) == len(values) else []
     parts = re.split(rf"\s*(?:[,;]|\band\b|\bor\b)[\s,;]*(?={_NAME}\s*=)", text)
     pairs = [re.fullmatch(rf"\s*({_NAME})\s*=([^=]+)", part, re.DOTALL) for part in parts]
     return [] if None in pairs else [(re.sub(r"[\s{}\\]", "", pair[1]), pair[2].strip()) for pair in pairs]

@@ -29,7 +29,7 @@ _SYMBOLS = {
     if prefix not in ("c", "d", "h") or base in "mgL"
     for word in (prefix + base, *(long_prefix + name for name in names.split()))
 } | {word: symbol for symbol, others in _OTHERS.items() for word in (symbol, *others.split())}
-_LETTERS = "mgshlLNJWVKATCFHBΩÅ€£¥"  # single letters that are units after a space; other letters are variables
+_LETTERS = "mgshlLNJWVKATCFHΩÅ€£¥"  # single letters that are units after a space; other letters are variables
 _NOT_UNITS = {"percent", "mod", "and", "from", *"倍成折千百十"}
 _FACTOR = re.compile(r"(\\degree[CF]?|[A-Za-zμΩÅ€£¥]+|[\u4e00-\u9fff]+)\.?(?:\^\{?(-?\d)\}?|([23]))?")
 _VALUE_END = re.compile(r"[\d)}!](?=\s*(?:[^\W\d_]|\\degree|[€£¥]))|\\pi\b")
