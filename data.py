@@ -177,10 +177,11 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
     UserError, naming the row, if an image can no longer be read.
     """
-    engine_ids = _engine_ids(sample, processor)
+    engine_ids, opening = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
-        return Prompt(ids, engine_ids, prompt_positions(processor.skeleton, ids, {}), source=sample.source)
+        positions = prompt_positions(processor.skeleton, ids, {})
+        return Prompt(ids, engine_ids, positions, source=sample.source, opening=opening)
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
         try:
@@ -200,6 +201,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
         images,
         vision,
         sample.source,
+        opening=opening,
         image_token=processor.image_token_id,
         image_digest=digest.digest(),
     )
@@ -223,7 +225,8 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prom
         return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
 
 
-def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
+def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
+    """Return the sampler's token ids, and `Prompt.opening`."""
     for token in processor.control_tokens:
         if token in sample.prompt or token in (sample.system or ""):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
@@ -243,7 +246,17 @@ def _engine_ids(sample: Sample, processor: Processor) -> list[int]:
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
         raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
-    return ids
+    return ids, _opening(chat, processor.control_tokens)
+
+
+def _opening(chat: str, control_tokens: list[str]) -> str:
+    """Return the end of a prompt from a `<think>` or `<answer>` that is still open, else "".
+
+    The chat template has opened it only if no control token follows, since such a token ends the user's turn.
+    """
+    tag = re.search(r"<(?:think|answer)>(?!.*</?(?:think|answer)>)", chat, re.DOTALL)
+    is_open = tag and not any(token in chat[tag.end() :] for token in control_tokens)
+    return chat[tag.start() :] if is_open else ""
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -371,7 +384,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     characters = len(sample.prompt) + len(sample.system or "")
     if max_length is not None and characters > max_length * processor.longest_token:  # encoding it could take minutes
         raise ValueError(f"its prompt has {characters:,} characters; --max_prompt_length is {max_length} tokens")
-    length = len(_engine_ids(sample, processor))
+    length = len(_engine_ids(sample, processor)[0])
     for size in sizes:
         fitted = processor.preparation.fit(*size)
         # The image's tokens, and those around them that `image_ids` adds, replace one placeholder.

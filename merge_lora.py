@@ -24,7 +24,7 @@ from common.files import partial_path
 from common.records import Sample
 from data import encode_prompt, load_processor
 from policy.base_files import base_folder, stored_dtypes
-from policy.lora import POLICY, adapted_layers, load_adapter, read_adapter
+from policy.lora import POLICY, adapted_layers, check_tokens, load_adapter, read_adapter
 from policy.model import load_config, load_model, untie
 from training.export import write_model
 
@@ -98,6 +98,7 @@ def _merge(
     Returns the logits of the base and of the adapted model.
     """
     config, tensors = read_adapter(lora_model, cache_dir)
+    check_tokens(lora_model, base, cache_dir)
     # Not compared, because a base that was moved or downloaded has another name. The user sees whether they agree.
     print(f"the adapter names {config.base_model_name_or_path or 'no model'} as its base; it is merged into {base}")
     # The widest dtype, so that rounding happens only after the merge.

@@ -1,8 +1,9 @@
 """Rewards: the built-in reward functions, the table of tasks, and `Scorer`, which scores the completions of a run.
 
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
-decoded text without its end-of-sequence token. A completion whose reward is `None` is *unscored* and is left out of its
-group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
+decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
+the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
+its group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
 math-verify and the verifier model are in `grading/`.
@@ -18,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
 from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample
@@ -27,6 +30,7 @@ from grading.answers import balanced, extract_choice, first_count, last_boxed, s
 from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool
 from grading.verifier import Verifier, make_verifier, parse_verdict
+from inputs.images import decode_image
 
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
@@ -44,7 +48,7 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
     and neither block may be blank. Example: `<think>a</think><answer>b</answer>` scores 1. Guards against several
     answer blocks (one of which is right), text after the answer, and an empty think block.
     """
-    return float(split_think_answer(completion) is not None)
+    return float(completion.lstrip().startswith("<think>") and split_think_answer(completion) is not None)
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
@@ -80,7 +84,7 @@ def count_reward(completion: str, answer: str | int, **_: object) -> float:
 
 def count_format(completion: str, **_: object) -> float:
     """Score 1 for "A photo of [NUMBER] [OBJECT_TYPE]" and 0 otherwise. Used in evaluation, not in training."""
-    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", completion) is not None)
+    return float(re.fullmatch(r"\s*A photo of \d[\d,]* \S[^\n]*", answers.without_marks(completion)) is not None)
 
 
 # --- visual question answering ----------------------------------------------------------------------------------------
@@ -92,9 +96,9 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     If the format is wrong, the reward is 0. For the gold answers "yes" and "no", the reward is 1 if the answer starts
     with that word and does not contain the opposite word; otherwise it is 0. For any other gold answer, the reward is 1
     if the words are the same (see `words`), and 0 if a number differs or only one answer has a negation. Otherwise it
-    is the F1 score of the words, or 0 if that score is below 0.5. Example: the answer "CT scan" scores 2/3 if the gold
-    answer is "ct". Guards against "yes and no", against finding "no" in "abnormal", against "L4" for "L5", and against
-    listing every possible answer.
+    is the F1 score of the words, or 0 if that score is below 0.5; the gold words in another order count as one wrong
+    word. Example: the answer "CT scan" scores 2/3 if the gold answer is "ct". Guards against "yes and no", against
+    finding "no" in "abnormal", against "L4" for "L5", and against listing every possible answer.
     """
     blocks = split_think_answer(completion)
     gold = words(str(answer))
@@ -104,11 +108,11 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
     if gold in (["yes"], ["no"]):
         opposite = "no" if gold == ["yes"] else "yes"
         return float(answered[:1] == gold and opposite not in answered)
-    if answered == gold:
+    if answered == gold or words(blocks[1], keep_articles=True) == words(str(answer), keep_articles=True):
         return 1.0
     if answers.contradicts(answered, gold):
         return 0.0
-    overlap = (Counter(answered) & Counter(gold)).total()
+    overlap = (Counter(answered) & Counter(gold)).total() - (sorted(answered) == sorted(gold))
     f1 = 2 * overlap / (len(answered) + len(gold))
     return f1 if f1 >= 0.5 else 0.0
 
@@ -171,12 +175,6 @@ def has_full_reward(completion: str, answer: str, reward: float) -> bool:
     return reward == 1.0
 
 
-def vqa_exact_match(completion: str, answer: str, reward: float) -> bool:
-    """Return whether the answer has the full reward and, unless it is yes or no, the gold words in the same order."""
-    gold = words(str(answer))
-    return reward == 1.0 and (gold in (["yes"], ["no"]) or words(split_think_answer(completion)[1]) == gold)
-
-
 def _count_gold_problem(answer: str) -> str | None:
     return None if first_count(answer) is not None else f"the answer {answer[:40]!r} contains no whole number"
 
@@ -229,7 +227,7 @@ TASKS = {
         format=count_format,
         gold_problem=_count_gold_problem,
     ),
-    "vqa": Task(vqa_reward, exact_match=vqa_exact_match, gold_problem=_vqa_gold_problem),
+    "vqa": Task(vqa_reward, gold_problem=_vqa_gold_problem),
     "math": Task(math_reward, gold_problem=_math_gold_problem),
 }
 
@@ -254,6 +252,16 @@ MAX_REWARD = 1e15  # larger rewards and weights could overflow float32
 MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
 
+def _decoded_images(sample: Sample) -> list[Image.Image]:
+    """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
+    if sample.prompt.count(TAG) != len(sample.images):
+        raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
+    try:
+        return [decode_image(source) for source in sample.images]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
+
+
 class Scorer:
     """Score completions with all rewards of a run.
 
@@ -268,6 +276,7 @@ class Scorer:
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
         self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
+        self.sees_images: set[str] = set()  # user-defined rewards with a parameter `images`
         for text in flags.reward:
             self._add(text)
         if not any(self.weights.values()):
@@ -316,13 +325,14 @@ class Scorer:
         self.weights[function], self.user_functions[function] = weight, name
         self.parameters[function] = None if accepts_any else set(parameters)
         self.required[function] = set(required)
+        self.sees_images |= {function} if "images" in parameters else set()
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
         """Raise UserError if a row lacks a column that a user-defined reward requires."""
         for sample in samples:
             columns = {name for name, value in sample.fields.items() if value is not None}
             for function, required in self.required.items():
-                if missing := sorted(required - columns - {"completion", "answer", "question"}):
+                if missing := sorted(required - columns - {"completion", "answer", "question", "images"}):
                     raise UserError(
                         f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
                         "function's parameter a default value"
@@ -377,12 +387,16 @@ class Scorer:
         The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
         """
         calls = []
+        images: dict[str, list[Image.Image]] = {}  # by row, so that the calls for its completions share them
         for sample, rollout in pairs:
             fields: dict[str, Any] = {"question": sample.prompt}
             fields |= {column: value for column, value in sample.fields.items() if value is not None}
             if isinstance(fields["question"], str):
                 fields["question"] = fields["question"].replace(TAG, "").strip()
-            calls.append(fields | {"completion": rollout.text, "answer": sample.answer})
+            if name in self.sees_images:
+                fields["images"] = images.get(sample.source) or _decoded_images(sample)
+                images[sample.source] = fields["images"]
+            calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
             return [(self._built_in_value(name, fields), None) for fields in calls]
         parameters = self.parameters[name]

@@ -359,9 +359,10 @@ class VLLMEngine:
         texts = self.processor.tokenizer.batch_decode(
             [ids[:-1] if end else ids for ids, end in zip(token_ids, stopped)]
         )
+        openings = [prompt.opening for prompt in prompts for _ in range(sampling.n)]
         rollouts = [
-            Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, text)
-            for ids, c, end, text in zip(token_ids, completions, stopped, texts)
+            Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, opening + text)
+            for ids, c, end, opening, text in zip(token_ids, completions, stopped, openings, texts)
         ]
         rollouts_of = {i: rollouts[sampling.n * place : sampling.n * (place + 1)] for place, i in enumerate(order)}
         return [rollouts_of[i] for i in range(len(prompts))]
@@ -438,6 +439,7 @@ class VLLMEngine:
             ids = [*old.ids.tolist(), *output.ids]
             logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])
             text = self.processor.tokenizer.decode(ids[:-1] if reason == "stop" else ids) if reason else ""
+            text = prompts[i].opening + text if reason else ""
             rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
 

@@ -35,30 +35,40 @@ def read_jsonl(
 ) -> list[dict]:
     """Return the objects in a .jsonl file, or [] if it does not exist. Damaged lines are skipped and reported.
 
-    A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
-    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i. With
-    `last`, only so many lines at the end of the file count.
+    With `last`, only so many lines at the end of the file count. For the rest, see `parse_jsonl`.
     """
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        lines = deque(enumerate(file, start=1), maxlen=last)
+        lines = deque(((number, line) for number, line in enumerate(file, start=1) if line.strip()), maxlen=last)
+    rows, damage = parse_jsonl(lines, is_valid, contiguous)
+    if damage:
+        console.log(f"{path}: skipped {damage}")
+    return rows
+
+
+def parse_jsonl(
+    lines: Iterable[tuple[int, bytes]], is_valid: Callable[[dict], bool], contiguous: bool = False
+) -> tuple[list[dict], str | None]:
+    """Return the objects in numbered lines of JSON, with NaN and infinity as None, and which lines are damaged, if any.
+
+    A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
+    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i.
+    """
     rows, damaged = [], []
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and is_valid(row):
             rows.append(row)
-        elif line.strip():
+        else:
             damaged.append(number)
             if contiguous:
                 break
-    if damaged:
-        extent = "and all that follow" if contiguous else f"({len(damaged)} in total)"
-        console.log(f"{path}: skipped the damaged line {damaged[0]} {extent}")
-    return rows
+    extent = "and all that follow" if contiguous else f"({len(damaged)} in total)"
+    return rows, f"the damaged line {damaged[0]} {extent}" if damaged else None
 
 
 def partial_path(path: Path) -> Path:

@@ -78,6 +78,9 @@ class Prompt:
     """The inputs of the vision tower, as `policy.families` names them; empty without images. The first dimension of
     each counts patches, tiles or images, so that the inputs of several prompts can be concatenated."""
     source: str = ""  # the file and row that the sample comes from, for messages
+    opening: str = ""
+    """The end of the prompt, from a `<think>` or `<answer>` that the chat template has opened there. The text of a
+    completion begins with it, so that rewards see the whole block."""
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
     `policy.model.cache_image_features`."""
@@ -111,7 +114,7 @@ class Rollout:
     sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False  # whether the completion reached the length limit before a stop token
-    text: str = ""  # the decoded tokens, without the stop token
+    text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token
     finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
     """With partial rollouts, the number of tokens that were sampled in each step, in order."""

@@ -27,7 +27,7 @@ from grading import answers
 from grading.verifier import Verifier
 from inputs.images import allow_megapixels
 from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
-from rewards import find_answer, vqa_exact_match, vqa_reward
+from rewards import find_answer, vqa_reward
 
 Row = dict[str, Any]
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
@@ -113,8 +113,7 @@ def is_closed(row: Row) -> bool:
 def judge_vqa_rad(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
     """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
     answer_words, gold_words = answers.words(text), answers.words(gold)
-    completion = f"<think>-</think><answer>{text}</answer>"  # the format that `vqa_reward` expects
-    correct = bool(answer_words) and vqa_exact_match(completion, gold, vqa_reward(completion, gold))
+    correct = vqa_reward(f"<think>-</think><answer>{text}</answer>", gold) == 1.0
     if is_closed(row):
         return Judgement(text or None, correct)
     num_common = (Counter(answer_words) & Counter(gold_words)).total()

@@ -5,12 +5,28 @@ The rewards use the strict functions in the first half of this file. The benchma
 may make these functions raise an error or run for seconds.
 """
 
+import functools
+import html
 import re
 import unicodedata
+from decimal import Decimal
+
+_MARK = re.compile(r"<\|(?:begin|end)_of_box\|>")  # tokens that models put around an answer: GLM-4.6V
+
+
+def without_marks(text: str) -> str:
+    """Remove the marks that models put around an answer. They are known for all models: saved responses name none."""
+    return _MARK.sub("", text)
 
 
 def split_think_answer(completion: str) -> tuple[str, str] | None:
-    """Return the two bodies if the completion is exactly `<think>…</think><answer>…</answer>`, else None."""
+    """Return the two bodies if the completion is exactly `<think>…</think><answer>…</answer>`, else None.
+
+    Marks around the answer do not count. `<think>` may be missing, since a chat template may have put it in the prompt.
+    """
+    completion = without_marks(completion)
+    if "<think>" not in completion:
+        completion = f"<think>{completion}"
     if len(re.findall(r"</?(?:think|answer)>", completion)) != 4:
         return None
     form = r"\s*<think>(\s*\S.*?)</think>\s*<answer>(\s*\S.*?)</answer>\s*"
@@ -75,6 +91,21 @@ _NUMERAL = re.compile(r"\d+(?:\.\d+)*|(?<![^\s<>≤≥±/:-])\.\d+")
 _TOKEN = re.compile(
     rf"(?:(?<!\S)-|[<>≤≥±]\s*-?)?(?:{_NUMERAL.pattern})(?:[/:+*^=](?:{_NUMERAL.pattern}))*\+?|[^\s\d.<>≤≥±+/:*^=-]+"
 )
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?)(?:e|\s*(?:[x×*·]|\\times|\\cdot)\s*10\^)\{?([+-]?\d{1,2})\}?(?![\d.]*\d)"
+)
+# A capital A is a letter, not an article, after a word ("influenza A virus"), and before a letter or a conjunction.
+_ARTICLE = re.compile(r"\b(?:(?i:an|the)|a|(?<!\w )A(?! (?:[A-Za-z]|and|or|vs|is)\b)) (?=\w)")
+_MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
+_ONES, _TENS = "one|two|three|four|five|six|seven|eight|nine", "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+_VALUES = {word: value for value, word in enumerate(f"zero|{_ONES}|{_TEENS}".split("|"))}
+_VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split("|"), 2)}
+_TO_99 = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|zero|{_ONES}|{_TEENS})\b"
+_TO_999 = rf"(?:(?:{_TO_99} )?hundred\b(?:(?: and)? {_TO_99})?|{_TO_99})"
+_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+# A final "one" is a pronoun ("the left one"), unless it is the whole answer.
+_IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
 NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
 
 
@@ -84,22 +115,27 @@ def unit_symbol(word: str) -> str | None:
     return _SYMBOL.get(word) or _SYMBOL.get(word.removesuffix("s"))
 
 
-def words(text: str) -> list[str]:
+def words(text: str, keep_articles: bool = False) -> list[str]:
     """Normalise a short answer into the words that are compared: "5.60cm." → ["5.6", "cm"].
 
-    Applies NFKC and lower case, separates digits from letters, leaves out articles before a word, and writes each
-    number and unit in one way ("1,000" and "1000", "2.0" and "2", "5 centimeters" and "5 cm"). These signs are part of
-    a number: a minus that starts the text or follows a space, <, >, ≤, ≥, ±, a plus after it, and /, : and other
-    operators between two numbers ("3:4"). All other punctuation becomes a space.
+    If the answer has a box, only the last one counts. Applies NFKC and lower case, separates digits from letters,
+    leaves out HTML and articles before a word, and writes each number and unit in one way ("1,000" and "1e3", "2.0" and
+    "two", "5 centimeters" and "5 cm"). These signs are part of a number: a minus that starts the text or follows a
+    space, <, >, ≤, ≥, ±, a plus after it, and /, : and other operators between two numbers ("3:4"). All other
+    punctuation becomes a space.
     """
-    text = unicodedata.normalize("NFKC", text).lower()
+    text = unicodedata.normalize("NFKC", html.unescape(_MARKUP.sub(" ", last_boxed(text) or text)))
+    text = " ".join(text.split())
+    text = (text if keep_articles else _ARTICLE.sub("", text)).lower()
     for sign, replacement in _SIGNS.items():
         text = text.replace(sign, replacement)
+    text = _SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", text)
+    text = re.sub(rf"\b({_MONTHS}) (\d\d?)\b", r"\2 \1", text)  # "May 6" is "6 May"
+    text = _IN_WORDS.sub(_number_in_digits, text)
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<=\d)\s*([/:+*^=])\s*(?=[\d.])", r"\1", text)
     text = re.sub(r"(?<!\d)[/:*^=]|[/:*^=](?![\d.])", " ", text)
-    text = re.sub(r"\b(?:an?|the)\s+(?=\w)", "", text)
     kept = (c if c.isalnum() or c in "-.<>≤≥±+/:*^=" or unicodedata.category(c)[0] == "M" else " " for c in text)
     found: list[str] = []
     for token in _TOKEN.findall("".join(kept)):
@@ -111,6 +147,17 @@ def words(text: str) -> list[str]:
     return found
 
 
+def _number_in_digits(match: re.Match) -> str:
+    """Write a number of words in digits: "two hundred and five" → "205"."""
+    thousands = part = 0
+    for word in re.findall(r"[a-z]+", match[0]):
+        if word == "thousand":
+            thousands, part = 1000 * (part or 1), 0
+        else:
+            part = 100 * (part or 1) if word == "hundred" else part + _VALUES.get(word, 0)
+    return str(thousands + part)
+
+
 def _plain_number(match: re.Match) -> str:
     """Return a decimal number without superfluous zeros; "1.2.3" stays as it is."""
     whole, _, decimals = match[0].partition(".")
@@ -120,37 +167,74 @@ def _plain_number(match: re.Match) -> str:
 
 
 def contradicts(answered: list[str], gold: list[str]) -> bool:
-    """Return whether two answers, as lists from `words`, differ in their numbers or in whether they have a negation."""
-    numbers = [sorted(word for word in side if re.search(r"\d", word)) for side in (answered, gold)]
-    return numbers[0] != numbers[1] or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
+    """Return whether two answers, as lists from `words`, differ in their numbers or in whether they have a negation.
+
+    Numbers in another order differ ("5-10", "10-5"), unless each is followed by the same word ("3 cats and 2 dogs").
+    """
+    followed = r"(?<!\S)([^\s\d]*+\d\S*)(?: (?!and |or )(?=(\S+)))?"
+    sides = [re.findall(followed, " ".join(side)) for side in (answered, gold)]
+    in_order = [number for number, _ in sides[0]] == [number for number, _ in sides[1]]
+    same_numbers = in_order or sorted(sides[0]) == sorted(sides[1])
+    return not same_numbers or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
 
 
 # --- multiple choice and boxes ----------------------------------------------------------------------------------------
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# "A" and "I" before a word are no choices, unless the word cannot follow an article ("A because it is red"). Nor are
+# letters that begin a longer word ("C-shaped", "U.S.").
+_NO_NOUN = (
+    r"(?i:is|was|are|does|has|because|since|as|due|based|given|for|and|or|but|not|with|which|where|while|when|in|on|by|"
+    r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there)\b"
+)
+_LETTER = rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
+_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\])*+"  # what may precede a letter
+_CLOSE = r"[$_)\]}\"'.]*+"
+_END = r"[$_)\]}\"']*\s*(?:[.,;:!\n]|\Z)"  # of a phrase, after the letter
+_ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END})"
+_IS = r"(?:\s*+(?:[:=]|(?i:\b(?:is|be|would|should|must|the|therefore|thus)\b)))*+"
+_RIGHT = r"(?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer)"
+_JOIN = r"(?:[,;/&|、或和]|(?i:\b(?:or|and|maybe|perhaps|possibly|probably)\b))"
+_HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C" in "The answer is B, C is too dark"
+    rf"(?:{_ANY_CASE})(?:{_CLOSE}(?:{_OPEN}{_CLOSE}{_JOIN}{_CLOSE}{_OPEN})+(?:{_LETTER}|\b[b-z]\b(?!['’]))"
+    rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows)\b(?!\s+{_RIGHT})))+"
+    rf"|{_LETTER}[.):][^\n.]{{1,60}}?(?:\bor\b|或)\s*\(?{_LETTER}(?=[.):])"
+)
+_MORE = functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", "")
+_OPTIONS = re.compile(rf"^[^\w\n]*A[.):].*\n\W*B[.):].*{_MORE}", re.MULTILINE)  # the lines "A. cat", "B. dog", …
 _CHOICES = (  # strongest evidence first
-    r"\\boxed\{\s*+(?:(?:\\text|\\mathrm)\{\s*+)?\(?([A-Za-z])\)?\s*+\}",
-    # A lower-case letter counts only before punctuation or the end: "the answer is a dog" chooses nothing.
-    r"(?i:\banswer\b)\s*+(?:(?:(?i:is)|:)\s*+)*+[$*_(\[\"']*"
-    r"(?:\\text\{)?([A-Z]\b(?!['’])|[a-z](?=[$*_)\]\"']*\s*(?:[.,;:]|$)))",
+    rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
+    # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
+    r"(?:(?i:\banswer\b|(?<!not )(?<!n't )(?<!never )\b(?:choose|select|pick|go with|say)\b)"
+    rf"|(?i:\b(?:one|option|choice|letter) is\b)|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPEN}({_ANY_CASE})"
+    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项)?是?正确|is {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
+    rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPEN}({_LETTER})(?={_END})",
+    rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
-    r"\A[\s*_]*(?=\([A-Z]\)|[A-Z][*_]*[.):])\(?([A-Z])",  # it starts with "X.", "X)", "X:" or "(X)"
+    r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
+    r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
+    r"(?i:\b(?:option|choice)\b)[\s:(\[]*([A-Z])\b(?!['’])",
+    r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
+    r"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)",  # "B a red bus", but not "A red bus"
 )
 
 
 def extract_choice(completion: str) -> str | None:
-    """Return the letter, "A" to "Z", that a completion chooses, or None.
+    """Return the letter, "A" to "Z", that a completion chooses in its `answer_part`, or None."""
+    return chosen_letter(answer_part(completion))
 
-    Only the last `<answer>` block is searched, or the text outside think blocks if there is no answer block.
+
+def chosen_letter(text: str) -> str | None:
+    """Return the letter that an answer chooses, or None.
+
+    The strongest evidence decides; if it is in several places, the last. Letters side by side ("A or B") choose none. A
+    repeated list of the options does not count.
     """
-    blocks = answer_blocks(completion)
-    return _last_letter(_CHOICES, blocks[-1] if blocks else outside_thinking(completion))
-
-
-def _last_letter(patterns: tuple[str, ...], text: str) -> str | None:
-    """Return the last match of the first pattern that matches, in upper case."""
-    matches = (re.findall(pattern, text) for pattern in patterns)
-    return next((letters[-1].upper() for letters in matches if letters), None)
+    text = _MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
+    text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
+    found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
+    return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
 
 
 def last_boxed(text: str) -> str | None:
@@ -184,18 +268,18 @@ def balanced(text: str) -> bool:
 
 # --- benchmark answers ------------------------------------------------------------------------------------------------
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SHORT = 100  # characters; a longer answer outside a box is treated as prose
 
 
 def answer_part(response: str) -> str:
     """Return the body of the last answer block, or the response without its think block if it has no answer block.
 
-    A think block that is never closed results in an empty answer.
+    If a model has marked the answer in it, only that counts. A think block that is never closed results in an empty
+    answer.
     """
     text = outside_thinking(response).partition("<think>")[0]
-    blocks = answer_blocks(text)
-    return (blocks[-1] if blocks else text).strip()
+    pieces = _MARK.split((answer_blocks(text) or [text])[-1])
+    return (pieces[-2] if len(pieces) > 2 else "".join(pieces)).strip()
 
 
 def short_answer(text: str) -> tuple[str, bool]:
@@ -315,16 +399,3 @@ def _is_part(text: str, start: int, end: int) -> bool:
     before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[max(start - 20, 0) : start])
     after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end : end + 20])
     return bool(before or after)
-
-
-_MORE_CHOICES = (
-    r"(?i:\b(?:option|choice)\b)(?:\s+(?i:is))?\s*[:(*\[]*\s*([A-Z])\b(?!['’])",
-    r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Z])(?![A-Za-z])",
-    r"^\W*([A-Z])(?=\s*(?:[\n,;:–—-]|$))",
-    r"^\W*([B-H])\b(?!['’])",  # "B a red bus", but not "A red bus"
-)
-
-
-def chosen_letter(text: str) -> str | None:
-    """Return the letter that an answer chooses, or None. Accepts more forms than `extract_choice`."""
-    return extract_choice(text) or _last_letter(_MORE_CHOICES, text)

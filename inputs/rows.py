@@ -11,7 +11,7 @@
                                  VQA-RAD (OSF): {"image_name", "question", "answer", "answer_type", "phrase_type"}
                                  MMK12, vqa-rad: {"question", "image", "answer"}
     folder/, x.zip               counting: main.csv with images_path, question, answer, next to images/
-    folder/, owner/name          a data set saved by `datasets`, or one on the hub; `owner/name:config` selects a config
+    folder/, owner/name          a data set saved by `datasets`, or one on the hub; `NAME:CONFIG` selects a config
 
 `@split` selects a split; the default is "train". Data sets separated by commas are mixed. `raw_rows` opens a data set
 of any format, and `parse_row` turns a row of any shape into a `Sample`. Images inside tables stay on disk until they
@@ -37,8 +37,10 @@ import unicodedata
 import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from common import console, hub
@@ -58,6 +60,7 @@ MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
 MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited because images are decoded from memory
 GROUP_BYTES = 2**28  # size of a row group of a Parquet file; above 2 GiB, images cannot be read again
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
+SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` saved
 CHAT_COLUMNS = ("conversations", "messages")
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
@@ -69,8 +72,21 @@ IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
+CODED = re.compile("ClassLabel|Json|float16|float32")  # features whose cells are not what they mean; see `_decoded`
+# A text that begins like a turn or a part of one, or like a list of them, and has their keys.
+CHAT_TEXT = re.compile(
+    r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
+)
 OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
+ZIP_ENCODINGS = (
+    "utf-8",
+    "gb18030",
+    "big5hkscs",
+    "cp932",
+    "cp949",
+    "cp866",
+)  # of names that a ZIP does not mark as UTF-8
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
 
 
@@ -122,18 +138,17 @@ def raw_rows(
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
         name, split = spec.rsplit("@", 1)
-    path = pathlib.Path(name)
+    path, config = split_config(name)
     suffix = "" if path.is_dir() else path.suffix.lower()
-    if suffix == ".csv" and path.is_file():
-        raise UserError(
-            f"{name!r} is a CSV file: give the folder of a main.csv, and other tables as .jsonl or .parquet"
-        )
     if path.is_file() != (suffix in FILE_TYPES) or suffix == ".csv":
-        raise UserError(f"no data at {name!r}: it is not a folder or a .jsonl, .json, .parquet or .zip file")
+        kinds = "a folder or a .jsonl, .json, .parquet or .zip file; for a main.csv, give its folder"
+        raise UserError(f"no data at {name!r}: it is not {kinds}")
     folder = pathlib.Path(image_dir or (path.parent if path.exists() else ""))
     is_json, has_main_csv = suffix in (".json", ".jsonl"), suffix == ".zip" or (path / "main.csv").is_file()
     if split is not None and (has_main_csv or (is_json and not split_json)):
         raise UserError(f"{name!r} has no splits: remove @{split}")
+    if config and (path.is_file() or any((path / name).is_file() for name in ("main.csv", *SAVED))):
+        raise UserError(f"{str(path)!r} has no configurations: remove :{config}")
     if is_json:
         locate = functools.partial(_locate, (folder, folder / OSF_IMAGES))
         rows = _split_rows(path, split) if split_json else _json_rows(path)
@@ -149,12 +164,21 @@ def raw_rows(
         yield source, row, locate
 
 
+def split_config(name: str) -> tuple[pathlib.Path, str | None]:
+    """Split FOLDER:CONFIG or owner/name:CONFIG; the configuration is None if `name` is a path or names none."""
+    place, _, config = name.rpartition(":")
+    return (pathlib.Path(place), config) if place and not os.path.exists(name) else (pathlib.Path(name), None)
+
+
 def _locate(folders: Sequence[AnyPath], image: str) -> AnyPath:
     """Return the path of `image` in the first folder that has it, or in the first folder if none has it.
 
-    Accented letters may be composed in the row and decomposed in the file's name, as in a ZIP file from a Mac.
+    Accented letters may be composed in the row and decomposed in the file's name, as in a ZIP file from a Mac. Python
+    reads a name that a ZIP does not mark as UTF-8 as cp437, whatever encoding it is in.
     """
-    names = dict.fromkeys([image, *(unicodedata.normalize(form, image) for form in ("NFC", "NFD"))])
+    forms = [image, *(unicodedata.normalize(form, image) for form in ("NFC", "NFD"))]
+    read_as_cp437 = [form.encode(encoding, "replace").decode("cp437") for encoding in ZIP_ENCODINGS for form in forms]
+    names = dict.fromkeys([*forms, *read_as_cp437])
     for folder, name in itertools.product(folders, names):
         with contextlib.suppress(OSError):  # for example, a file name that is too long
             if (folder / name).exists():
@@ -184,7 +208,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     prompt_name = _column(row, PROMPT_COLUMNS, columns.prompt)
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
-    images = _images(row.pop(_column(row, image_columns, columns.images), None))
+    images = _take_images(row, _column(row, image_columns, columns.images))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
     prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
     system = row.pop("system", None)
@@ -262,6 +286,7 @@ def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[object, 
         raise RowError("'history' holds earlier turns, but a prompt must be one user turn: remove the row")
     answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
     prompt, reply, system, images = row.pop(name), None, None, []
+    prompt = _chat_in(prompt)
     if name in CHAT_COLUMNS:
         prompt, reply = _split_reply(prompt)
         if prompt is None or (reply is None and answer_name is None):
@@ -286,6 +311,17 @@ def _pop_answer(row: dict, name: str | None, columns: Columns) -> object:
         return _first_item(row.pop("reward_model")["ground_truth"])
     answer = row.pop(name, None)
     return _first_item(answer) if name == "ground_truth" else answer
+
+
+def _chat_in(text: object) -> object:
+    """Return the turns, or parts of a turn, in a text of JSON, and anything else unchanged. Raises RowError."""
+    if not isinstance(text, str) or not CHAT_TEXT.match(text):
+        return text
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError("a chat is stored as text that is not JSON: store it as a list of turns") from None
+    return items if isinstance(items, list) else [items]
 
 
 def _split_reply(turns: object) -> tuple[list | None, str | None]:
@@ -335,16 +371,19 @@ def _first_item(answer: object) -> object:
 
 
 def answer_text(answer: object) -> str:
-    """Return the final answer in a text, or the text of a number; 3.0 becomes 3. Raises RowError for anything else."""
+    """Return the final answer in a text, or a number as text: 3 for 3.0, 0.00005 for 5e-05. Raises RowError."""
     if isinstance(answer, bool):
         raise RowError(f"'answer' is {str(answer).lower()}: write the expected answer as text, such as 'yes' or 'no'")
-    if not isinstance(answer, str | int | float | None):
+    if not isinstance(answer, str | int | float | Decimal | None):
         raise RowError(f"'answer' is neither text nor a number: {str(answer)[:40]}")
     if isinstance(answer, float) and math.isinf(answer):
         raise RowError("'answer' is infinite, or too large for a number: write it as text")
     if answer is None or answer != answer:  # tables have NaN in empty cells
         return ""
-    return _final_answer(str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer))
+    if isinstance(answer, float | Decimal):
+        exact = Decimal(str(answer))
+        answer = int(exact) if exact == int(exact) and abs(exact) < 10**16 else str(exact).lower()
+    return _final_answer(str(answer))
 
 
 def _final_answer(text: str) -> str:
@@ -359,6 +398,14 @@ def _final_answer(text: str) -> str:
         return last_line[5:].strip()
     boxed = last_boxed(text) if text.count("\\boxed") == 1 else None
     return text if boxed is None else boxed.strip()
+
+
+def _take_images(row: dict, name: str | None) -> list:
+    """Pop the images in the column `name`, or "image", and in those that differ from it only in their number."""
+    stem = re.sub(r"[ _-]?\d+$", "", name or "image") or name
+    matches = [re.fullmatch(rf"{re.escape(stem)}[ _-]?(\d*)", column) for column in row]
+    numbered = sorted((int(match[1] or 0), match[0]) for match in matches if match)
+    return [image for _, column in numbered for image in _images(row.pop(column))]
 
 
 def _images(value: object) -> list:
@@ -379,7 +426,7 @@ def _chat(turns: list) -> tuple[str, str | None, list]:
         role, content = _turn(turn)
         if role not in ("system", "user") or role in texts or (role == "system" and texts):
             raise RowError("a prompt given as a chat must be one user turn, optionally after one system turn")
-        texts[role], turn_images = _text(content)
+        texts[role], turn_images = _text(_chat_in(content))
         images += turn_images
     return texts.get("user", ""), texts.get("system"), images
 
@@ -523,27 +570,20 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
     opened. Raises UserError when the data cannot be read or the requested split does not exist.
     """
-    path = pathlib.Path(name)
+    path, config = split_config(name)
     offline = not path.exists() and hub.go_offline_if_unreachable()
     import datasets  # after the line above, whose result it reads once
 
     try:
-        if path.is_file():
-            loaded = datasets.Dataset.from_parquet(glob.escape(name))
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(name)
-        elif path.is_dir():
-            loaded = datasets.load_dataset(name)
-        else:
-            name_on_hub, *config = name.split(":", 1)  # owner/name or owner/name:config
-            folder = hub.cached_dataset(name_on_hub) if offline else None
-            loaded = datasets.load_dataset(folder or name_on_hub, *config)
+        loaded = _load(path, config, offline)
+    except UserError:
+        raise
     except Exception as error:
+        cause = error.__cause__ or error  # `datasets` wraps an error of a file's reader
+        reason = str(cause).strip().partition("\n")[0][:160]
         problem = f"no data at {name!r}: not a local path, and not on the hub or the hub cannot be reached"
         if path.exists():
             problem = f"no data in {name!r}: `datasets` cannot read it and it has no main.csv"
-        cause = error.__cause__ or error  # `datasets` wraps an error of a file's reader
-        reason = str(cause).strip().partition("\n")[0][:160]
         raise UserError(f"{problem} ({type(cause).__name__}: {reason})") from error
     splits = loaded
     if isinstance(loaded, datasets.Dataset):  # a single split, which may have no name
@@ -556,20 +596,60 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
     return datasets.concatenate_datasets([splits[part] for part in requested]).with_format("arrow")
 
 
+def _load(path: pathlib.Path, config: str | None, offline: bool) -> "datasets.Dataset | datasets.DatasetDict":
+    """Load what is at `path`, a file, a folder or a name on the hub. Raises UserError, or what `datasets` raises."""
+    import datasets
+    from pyarrow import parquet
+
+    for file in [path] if path.is_file() else path.rglob("*.parquet"):
+        if parquet.read_metadata(file).num_rows == 0:  # `datasets` cannot read it, neither alone nor beside others
+            raise UserError(f"{file}: no usable row: the file has none; remove it")
+    if path.is_file():
+        return datasets.Dataset.from_parquet(glob.escape(str(path)))
+    if any((path / name).is_file() for name in SAVED):
+        return datasets.load_from_disk(str(path))
+    source = (hub.cached_dataset(str(path)) if offline else None) or str(path)
+    try:
+        return datasets.load_dataset(source, config)
+    except ValueError as error:
+        if not str(error).startswith("Config name is missing"):
+            raise
+        configs = ", ".join(datasets.get_dataset_config_names(source))
+        raise UserError(f"{path} has several configurations ({configs}): write {path}:CONFIG") from None
+
+
 def _table_rows(table: "datasets.Dataset", name: str, locate: Locate) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a table with a `Cell` for each image. Images are counted without being read."""
     from pyarrow import ListScalar
 
+    coded = {column for column, feature in table.features.items() if CODED.search(repr(feature))}
     for start in range(0, len(table), 1000):
         batch = table[start : start + 1000]
         image_columns = [field.name for field in batch.schema if _holds_images(field.type)]
         for i, row in enumerate(batch.drop_columns(image_columns).to_pylist()):
+            row |= {column: _decoded(row[column], table.features[column]) for column in coded & row.keys()}
             for column in image_columns:
                 cell = batch.column(column)[i]
                 row[column] = Cell(table, start + i, column, None, locate) if cell.is_valid else None
                 if cell.is_valid and isinstance(cell, ListScalar):
                     row[column] = [Cell(table, start + i, column, index, locate) for index in range(len(cell.values))]
             yield f"{name} row {start + i + 1}", row
+
+
+def _decoded(value: Any, feature: Any) -> Any:
+    """Return what a cell of this feature means: the name of a class, a float32 as it is written, an object in JSON.
+
+    A class without a name, such as the -1 of rows without labels, is None.
+    """
+    if value is None or isinstance(feature, dict):
+        return value and {name: _decoded(value[name], part) for name, part in feature.items()}
+    if hasattr(feature, "feature"):  # a list
+        return [_decoded(item, feature.feature) for item in value]
+    if hasattr(feature, "names"):
+        return dict(enumerate(feature.names)).get(value)
+    if type(feature).__name__ == "Json":
+        return json.loads(value)
+    return float(str(np.dtype(feature.dtype).type(value))) if CODED.search(feature.dtype) else value
 
 
 def _holds_images(arrow_type: Any) -> bool:
@@ -610,10 +690,13 @@ def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
         limit = MAX_UNPACKED_BYTES / 2**30
         raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; the limit is {limit:.0f} GiB")
     for member in archive.infolist():
-        where, names = f"{path}: {member.filename!r}", member.filename.replace("\\", "/").split("/")
+        name = member.filename
+        if not member.flag_bits & 0x800:  # not UTF-8: after a byte above 127, a backslash is half of a character
+            name = re.sub(r"(?<=[^\0-\x7f])\\", "_", name)
+        where, names = f"{path}: {name!r}", name.replace("\\", "/").split("/")
         if names[0] == "" or ".." in names or ":" in names[0]:
             raise UserError(f"{where} points outside the ZIP; leave it out")
-        if "\\" in member.filename:
+        if "\\" in name:
             raise UserError(f"{where} has a backslash: pack the ZIP again with a program that separates names by '/'")
         if stat.S_ISLNK(member.external_attr >> 16):
             raise UserError(f"{where} is a link; put the file itself into the ZIP")

@@ -8,9 +8,10 @@ import contextlib
 import fnmatch
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -146,6 +147,19 @@ def stored_dtypes(model: str) -> tuple[torch.dtype, torch.dtype]:
             sizes[tensor.dtype] += tensor.numel()
             widest = torch.promote_types(widest, tensor.dtype) if tensor.ndim > 1 else widest
     return sizes.most_common(1)[0][0], widest
+
+
+def module_finder(model: transformers.PreTrainedModel) -> Callable[[str], str | None]:
+    """Return a function that gives a module of any release of transformers its name in `model`, or None."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    modules, state = dict(model.named_modules()), model.state_dict()
+
+    def find(saved: str) -> str | None:
+        renamed, _ = rename_source_key(f"{saved}.weight", renamings, [], model.base_model_prefix, state)
+        in_text_model = re.sub(r"^model\.", "model.language_model.", saved)  # in a release of the decoder alone
+        return next((name for name in (saved, renamed[: -len(".weight")], in_text_model) if name in modules), None)
+
+    return find
 
 
 class Layout:

@@ -136,7 +136,7 @@ class HFEngine:
             ended, cut = stopped[row].item(), truncated[row].item()
             tokens = torch.cat([old.ids, ids[row, :length]])
             logp = torch.cat([old.sampling_logp, logps[row, :length]])
-            text = self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
+            text = prompts[i].opening + self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
             rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
         return enough
 

@@ -13,34 +13,35 @@ adapter that training started from, or none if training started with a new adapt
 
 import contextlib
 import copy
+import functools
+import json
+import math
 import pathlib
 import re
+import reprlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils import cached_file
 
 from common import console, distributed
 from common.errors import UserError
 from common.files import what_to_give
+from policy.base_files import module_finder
 from policy.families import find_family, language_model, routed_experts, routers, vision_blocks
 
 if TYPE_CHECKING:  # importing PEFT takes two seconds, so it is imported where it is needed
     from peft import LoraConfig, LoraModel
 
 POLICY, REFERENCE = "policy", "reference"  # names of the trained adapter and of the adapter it started from
-PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")  # these also change the base; PEFT can convert them
-UNSUPPORTED = ("trainable_token_indices", "lora_bias", "layer_replication", "use_qalora")
-UNSUPPORTED += ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config")
-UNSUPPORTED += ("monteclora_config",)
-MERGE_FIRST = "merge it into its base with merge_lora.py and train a new adapter with --lora_rank"
+PLAIN_INITS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # these initialise only A and B, not the base
 
 
 def new_adapter(
@@ -86,20 +87,14 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     if the adapter was made for a different base, or if it contains anything other than A and B.
     """
     config, tensors = read_adapter(source)
-    extras = {"DoRA": config.use_dora, "modules_to_save": config.modules_to_save}
-    extras["trained biases"] = config.bias != "none"
-    for what, present in extras.items():
-        if present:
-            raise UserError(f"--adapter {source}: {what} cannot be continued: {MERGE_FIRST}")
+    check_tokens(source, model.name_or_path)
     # The packed forward pass reads only the weights of these modules, without an adapter.
-    for module in ("lm_head", find_family(model.config).router):
-        if module and any(f".{module}." in key for key in tensors):
-            raise UserError(f"--adapter {source}: an adapter of {module} cannot be continued: {MERGE_FIRST}")
+    unadapted = [f".{module}." for module in ("lm_head", find_family(model.config).router) if module]
     for key, tensor in tensors.items():
-        if not key.endswith((".lora_A.weight", ".lora_B.weight")) or tensor.ndim != 2:
-            raise UserError(
-                f"--adapter {source}: {key}, of {tensor.ndim} dimensions, cannot be continued: {MERGE_FIRST}"
-            )
+        is_linear = key.endswith((".lora_A.weight", ".lora_B.weight")) and tensor.ndim == 2
+        if not is_linear or any(module in key for module in unadapted):
+            problem = f"{key} cannot be continued: merge the adapter into its base with merge_lora.py"
+            raise UserError(f"--adapter {source}: {problem} and train a new adapter with --lora_rank")
     if dropout and config.target_parameters:
         raise UserError(f"--adapter {source}: adapted experts work without dropout only; leave out --lora_dropout")
     config.lora_dropout = config.lora_dropout if dropout is None else dropout
@@ -141,18 +136,17 @@ def _with_current_names(
     """
     from peft.utils.other import get_pattern_key
 
-    modules, experts = dict(model.named_modules()), {id(weight) for weight in routed_experts(model).values()}
+    find, experts = module_finder(model), {id(weight) for weight in routed_experts(model).values()}
     renamed, ranks, alphas = {}, {}, {}
     for key, tensor in tensors.items():
         path = key.removeprefix("base_model.model.")
         match = re.fullmatch(r"(?P<module>.*?)(?P<wrapped>\.base_layer)?(?:^|\.)(?P<param>lora_.+|[^.]+)", path)
         saved = match["module"]
-        older = [re.sub(r"^model\.", "model.language_model.", saved), re.sub(r"^visual\.", "model.visual.", saved)]
-        module = next((name for name in (saved, *older) if name in modules), None)
+        module = find(saved)
         if module is None:
             raise UserError(f"{source} was made for another base: this base has no module for {path}")
         renamed[f"{module}{match['wrapped'] or ''}.{match['param']}"] = tensor
-        of_experts = any(id(weight) in experts for weight in modules[module].parameters(recurse=False))
+        of_experts = any(id(weight) in experts for weight in model.get_submodule(module).parameters(recurse=False))
         if match["param"] in ("lora_A.weight", "lora_embedding_A") and not of_experts:
             pattern = get_pattern_key(config.alpha_pattern, saved)
             ranks[module], alphas[module] = len(tensor), config.alpha_pattern.get(pattern, config.lora_alpha)
@@ -162,6 +156,7 @@ def _with_current_names(
     config.target_modules = sorted(ranks)
     config.rank_pattern = {module: rank for module, rank in ranks.items() if rank != config.r}
     config.alpha_pattern = {module: alpha for module, alpha in alphas.items() if alpha != config.lora_alpha}
+    config.modules_to_save = config.modules_to_save and [find(name) or name for name in config.modules_to_save]
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.init_lora_weights = True  # loading must not change the base
     return config, renamed
@@ -212,31 +207,72 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
         raise UserError(f"{source!r} has no adapter_config.json: {what_to_give(source, 'an adapter in PEFT layout')}")
     damaged = (OSError, ValueError, RuntimeError, TypeError, KeyError, EOFError, UnpicklingError, SafetensorError)
     try:
+        path = cached_file(source, "adapter_config.json", cache_dir=cache_dir)
+        _check_settings({"peft_type": None} | json.loads(pathlib.Path(path).read_text(encoding="utf-8")), source)
         with warnings.catch_warnings(action="ignore"):  # warns about settings from other PEFT releases
             config = peft.PeftConfig.from_pretrained(source, cache_dir=cache_dir)
-        tensors = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
+        saved = peft.load_peft_weights(source, device="cpu", cache_dir=cache_dir)
     except damaged as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"cannot read an adapter from {source!r} ({reason})") from None
-    if config.peft_type != peft.PeftType.LORA:  # AdaLoRA's configuration is a kind of LoraConfig, too
-        raise UserError(f"{source!r} holds a {config.peft_type} adapter; only LoRA is supported")
-    _refuse_unsupported(config, source)
+    # In memory, PEFT's names also hold that of the adapter, as in lora_A.default.weight. Some programs save them so.
+    name = r"(\.lora_\w+)\.(?!weight$|bias$)\w+|\.modules_to_save\.\w+"
+    tensors = {re.sub(name, r"\1", key): tensor for key, tensor in saved.items()}
+    if len(tensors) < len(saved):
+        raise UserError(f"{source!r} holds several adapters: save the one to use alone")
     return config, tensors
 
 
-def _refuse_unsupported(config: "LoraConfig", source: str) -> None:
-    """Raise UserError for kinds of LoRA whose adapted weights depend on more than A and B."""
-    init = str(config.init_lora_weights).lower()
-    if init.startswith(BASE_CHANGING_INITS):
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# What `load_adapter` follows in adapter_config.json. It finds modules and ranks in the tensors. Any other setting, of
+# any release of PEFT, must be off, because it may be a variant of LoRA.
+SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "peft_type": lambda kind: kind == "LORA",
+    "init_lora_weights": lambda init: str(init).lower() in PLAIN_INITS,
+    "bias": lambda bias: bias in ("none", "all", "lora_only"),
+    "lora_alpha": _is_finite,
+    "lora_dropout": _is_finite,
+    "alpha_pattern": lambda alphas: not alphas or (isinstance(alphas, dict) and all(map(_is_finite, alphas.values()))),
+    **dict.fromkeys(["use_dora", "use_rslora", "ensure_weight_tying"], lambda value: isinstance(value, bool)),
+    **dict.fromkeys(["modules_to_save", "target_parameters"], lambda value: isinstance(value, list | None)),
+}
+# These say where the adapter comes from and how it was made.
+NO_EFFECT = (
+    "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
+)
+NO_EFFECT += "layers_pattern layers_to_transform loftq_config lora_dtype lora_ga_config megatron_core peft_version "
+NO_EFFECT += "rank_pattern revision runtime_config target_modules task_type"
+
+
+def _check_settings(settings: dict, source: str) -> None:
+    """Raise UserError for the first setting in an adapter_config.json that `load_adapter` does not follow."""
+    for name, value in settings.items():
+        is_off = value in (None, False, "", [], {}) or _is_finite(value)  # no number alone is a switch
+        if name not in NO_EFFECT.split() and not (SETTINGS[name](value) if name in SETTINGS else is_off):
+            problem = f"its adapter_config.json has {name}={reprlib.repr(value)}, which is not supported"
+            raise UserError(f"{source!r}: {problem}: correct it, or merge the adapter with PEFT")
+
+
+def check_tokens(source: str, base: str, cache_dir: str | None = None) -> None:
+    """Raise UserError if a tokenizer was saved with the adapter and has a token that the tokenizer of `base` lacks."""
+    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if not cached_file(source, "tokenizer_config.json", cache_dir=cache_dir, **missing):
+        return
+    load = functools.partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False, cache_dir=cache_dir)
+    try:
+        own, known = (load(name).get_vocab() for name in (source, base))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0][:160]
+        raise UserError(f"cannot compare the tokenizers of {source} and {base}: {reason}") from None
+    if added := sorted((number, token) for token, number in own.items() - known.items()):
         raise UserError(
-            f"{source!r} was initialised with {init!r}, which changed the base: convert it to plain LoRA with PEFT's "
-            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            f"{source}: its tokenizer has {added[0][1]!r} as token {added[0][0]}, unlike {base}: use a copy of it with "
+            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} rows, or remove those "
+            "files from the adapter if no prompt needs its tokens"
         )
-    kinds = [name for name in UNSUPPORTED if getattr(config, name, None)]
-    if init not in PLAIN_INITS:
-        kinds.append(f"init_lora_weights={init!r}")
-    if kinds:
-        raise UserError(f"{source!r} is a LoRA adapter with {kinds[0]}, which is not supported: merge it with PEFT")
 
 
 def has_adapter(model: nn.Module) -> bool:

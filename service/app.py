@@ -46,9 +46,10 @@ from starlette.datastructures import State
 from common import cli
 from common.errors import CallFailed, UserError, require
 from common.records import TAG
+from grading.answers import without_marks
 from grading.sandbox import WorkerPool
 from service.connections import Connection, max_connections
-from service.jobs import ROOT, Job, Store
+from service.jobs import ADAPTER, ROOT, Job, Store
 from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
 from service.schema import FileInfo, JobInfo, Started, TrainRequest
 from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
@@ -123,17 +124,18 @@ JobDep = Annotated[Job, Depends(get_job)]
 
 def make_scratch(store: StoreDep) -> Iterator[pathlib.Path]:
     """Yield a temporary folder, which is deleted after the response has been sent."""
-    with tempfile.TemporaryDirectory(prefix="scratch-", dir=store.folder) as folder:
+    with tempfile.TemporaryDirectory(prefix="scratch-service-", dir=store.folder) as folder:
         yield pathlib.Path(folder)
 
 
 ScratchDep = Annotated[pathlib.Path, Depends(make_scratch)]
 
 
-def job_info(store: Store, job: Job) -> JobInfo:
-    """Return a job with its progress."""
+def job_info(store: Store, job: Job, newest: bool = False) -> JobInfo:
+    """Return a job with its progress. With `newest`, only the newest lines of its files are checked for damage."""
     stopping = job.status == "training" and job.cancelled_at is not None
     shown = {"status": job.public_status, "waiting": job.waiting, "stopping": stopping}
+    shown["damage"] = store.damage(job, newest=newest)
     return JobInfo(**vars(job) | store.progress(job) | shown, output_dir=str(store.run_folder(job.job_id)))
 
 
@@ -158,12 +160,11 @@ async def upload_data(
     """Store and check a ZIP with main.csv and images/. Return its row and image counts and its first bad rows."""
     state = request.app.state
     async with state.inspectors:
-        return await run_in_threadpool(store_upload, state, scratch / "data.zip", file)
+        return await run_in_threadpool(store_upload, state, scratch / "data.zip", file, request.state.file_id)
 
 
-def store_upload(state: State, path: pathlib.Path, file: UploadFile) -> dict:
+def store_upload(state: State, path: pathlib.Path, file: UploadFile, file_id: str) -> dict:
     """Write an uploaded ZIP to `path`, check it and add it to the store. Raises HTTPException if it is unusable."""
-    state.store.require_space(file.size)
     with path.open("wb") as target:
         shutil.copyfileobj(file.file, target)
     name = (file.filename or "").replace("\\", "/").rpartition("/")[2][:200] or "data.zip"
@@ -171,7 +172,7 @@ def store_upload(state: State, path: pathlib.Path, file: UploadFile) -> dict:
     contents = call_worker(state, INSPECT_ZIP, f"{name} could not be checked", path=str(path), name=name)
     if "error" in contents:
         raise HTTPException(400, contents["error"])
-    return state.store.add_file(path, name, contents)
+    return state.store.add_file(path, name, contents, file_id)
 
 
 def call_worker(state: State, function: str, failure: str, **arguments: object) -> Any:
@@ -262,7 +263,7 @@ async def jobs(store: StoreDep) -> Response:
 @functools.lru_cache(maxsize=1)
 def list_jobs(store: Store, changes: int, quarter_seconds: int) -> str:
     """Return all jobs as JSON. Requests within a quarter of a second share one list, unless a job changes."""
-    return json.dumps([job_info(store, job).model_dump() for job in store.jobs()])
+    return json.dumps([job_info(store, job, newest=True).model_dump() for job in store.jobs()])
 
 
 @api.get("/jobs/{job_id}")
@@ -271,10 +272,11 @@ async def job(store: StoreDep, job: JobDep) -> JobInfo:
     return job_info(store, job)
 
 
-@api.get("/jobs/{job_id}/metrics")
-def metrics(store: StoreDep, job: JobDep) -> list[dict[str, Any]]:
+@api.get("/jobs/{job_id}/metrics", response_model=list[dict[str, Any]])
+def metrics(store: StoreDep, job: JobDep) -> Response:
     """Return the metrics of every step so far."""
-    return store.metrics(job.job_id)[0]
+    # json.dumps escapes what UTF-8 cannot encode, such as half of a surrogate pair
+    return Response(json.dumps(store.metrics(job.job_id)[0]), media_type="application/json")
 
 
 @api.get("/jobs/{job_id}/logs", response_class=PlainTextResponse)
@@ -288,7 +290,7 @@ def completions(store: StoreDep, job: JobDep) -> str:
     """Return the page that shows sampled completions next to their images."""
     path = store.run_folder(job.job_id) / "completions.html"
     nothing = "<!doctype html><meta charset='utf-8'><p>Nothing has been sampled yet."
-    return path.read_text(encoding="utf-8") if path.is_file() else nothing
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else nothing
 
 
 @api.get("/jobs/{job_id}/events", response_class=EventSourceResponse)
@@ -335,6 +337,8 @@ def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
     """Return a ZIP with the trained adapter, the tokenizer and other files of the base, and the training history."""
     if job.status != "completed":
         raise HTTPException(409, f"the job is {job.status}; its result can be downloaded once it is completed")
+    if damage := store.damage(job, ADAPTER):
+        raise HTTPException(409, f"the result cannot be downloaded: {damage}")
     path = pack_result(store, job, scratch)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job.job_name).strip("-.")[:80] or "job"
     return FileResponse(path, filename=f"{name}.zip", media_type="application/zip")
@@ -415,7 +419,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
         log.error("predict %s: %s", job.job_id, done.stderr[-2000:])
         reason = next((line for line in done.stderr.splitlines() if line.startswith("error:")), "see the log")
         raise HTTPException(409, f"the model could not answer ({reason.replace(f'{scratch}/', '')[:200]})")
-    return json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0]
+    return without_marks(json.loads((scratch / "out" / "predictions.jsonl").read_text())["responses"][0])
 
 
 # --- the service ------------------------------------------------------------------------------------------------------
@@ -454,6 +458,9 @@ def make_app(cfg: Config, token: str | None) -> FastAPI:
         full_disk = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if full_disk or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             return JSONResponse({"detail": "the service's disk is full: free some space, then try again"}, 507)
+        if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+            detail = "another program has locked the service's database: try again once it has finished"
+            return JSONResponse({"detail": detail}, 503)
         raise error
 
     @app.exception_handler(RequestValidationError)

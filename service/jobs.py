@@ -24,15 +24,19 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from subprocess import DEVNULL
 from typing import Any
 
 from fastapi import HTTPException
+from safetensors import SafetensorError, safe_open
 
-from common import cli
+from common import cli, console
 from common.errors import UserError
-from common.files import lock_file
+from common.files import lock_file, parse_jsonl
+from training.report import VALID_ROWS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
@@ -43,7 +47,11 @@ MAX_LOG_BYTES = 100_000  # how much of the end of a job's log is shown
 HEADLINE = "--- attempt {} ---"  # the line in a job's log at which an attempt starts
 SAYS_WHY = re.compile("^error:|Error|out of|could not be written|with --resume$|there is no checkpoint$")
 """Finds the last line of a job that ended itself."""
-_parse = functools.partial(json.loads, parse_constant=lambda name: None)  # reads NaN and infinity as None
+NEWEST = 50  # how many lines at the end of a file are read to list all jobs
+LOCKED_WAIT = 1.0  # second to wait for another program that has locked the database; other calls wait meanwhile
+
+ADAPTER = ("final/adapter_config.json", "final/adapter_model.safetensors")
+RUN_FILES = VALID_ROWS | dict.fromkeys(("config.json", *ADAPTER), bool)  # with checks of their objects
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
@@ -121,36 +129,61 @@ class Store:
         self.folder, self.max_gigabytes = pathlib.Path(folder).resolve(), max_gigabytes
         _prepare_folder(self.folder)
         self.lock = threading.RLock()
+        self.space_lock = threading.Lock()  # taken before `lock` if both are needed
+        self.reserved: dict[str, int] = {}  # bytes of each unfinished upload, by the id that its file will have
         in_use = f"another service is running in {folder!r}: stop it, or choose another --folder"
         self.lock_file = lock_file(self.folder / "service.lock", in_use)
         path = self.folder / DATABASE
         try:
-            self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
-            self.database.row_factory = sqlite3.Row
-            self.database.execute("PRAGMA journal_mode = WAL")
-            self.database.executescript(SCHEMA)
-        except sqlite3.Error as error:
-            raise UserError(f"{path} cannot be used ({error}): restore it, or choose another --folder") from None
-        # Delete what a killed service left behind: uploads without a database row, and temporary folders.
-        names = {f"{file['file_id']}.zip" for file in self.files()}
-        for path in (self.folder / "files").glob("*.zip"):
-            if path.name not in names and re.fullmatch("[0-9a-f-]{32,36}", path.stem):
-                path.unlink()
-        for path in self.folder.glob("scratch-*"):
+            self._open_database(path)
+            known = {f"files/{file['file_id']}.zip" for file in self.files()}
+            known |= {f"jobs/{job.job_id}" for job in self.jobs()}
+        except (sqlite3.Error, ValueError, TypeError, AttributeError, LookupError) as error:
+            reason = error if isinstance(error, sqlite3.Error) else "a row is damaged"
+            advice = "close the program that has locked it" if "locked" in str(reason) else "restore it"
+            raise UserError(f"{path} cannot be used ({reason}): {advice}, or choose another --folder") from None
+        found = {f"{name}/{entry}" for name in ("files", "jobs") for entry in os.listdir(self.folder / name)}
+        self.unknown = sorted(found - known)  # nothing is deleted because the database lacks it
+        if self.unknown:
+            names = f"{len(self.unknown)} files in its folder, which stay and count as used: {', '.join(self.unknown)}"
+            console.log(f"{path} does not know {names}; restore it, or upload the ZIPs again and remove these")
+        for path in self.folder.glob("scratch-service-*"):  # of a killed service
             shutil.rmtree(path, ignore_errors=True)
+
+    def _open_database(self, path: pathlib.Path) -> None:
+        """Open the database, unless any page of it is damaged. Raises sqlite3.Error."""
+        log = pathlib.Path(f"{path}-wal")
+        if log.is_file() and log.stat().st_size and path.is_file() and not path.stat().st_size:
+            os.truncate(path, 4096)  # SQLite deletes the log beside an empty file, but replays it on a page of zeros
+        self.database = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=LOCKED_WAIT)
+        self.database.row_factory = sqlite3.Row
+        problem = self.database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise sqlite3.DatabaseError(" ".join(problem.split()))
+        self.database.execute("PRAGMA journal_mode = WAL")
+        self.database.executescript(SCHEMA)
 
     def _query(self, query: str, *values: object) -> list[sqlite3.Row]:
         with self.lock:
             return self.database.execute(query, values).fetchall()
 
     def require_space(self, needed: int = 0) -> None:
-        """Raise HTTPException if `needed` more bytes would exceed the quota or fill the disk."""
-        used = sum(used_bytes(self.folder / name) for name in ("files", "jobs"))
+        """Raise HTTPException if `needed` bytes beside the reserved ones would exceed the quota or fill the disk."""
+        used = sum(used_bytes(self.folder / name) for name in ("files", "jobs")) + sum([*self.reserved.values()])
         if used + needed > self.max_gigabytes * 1e9:
             sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
+            if self.unknown:
+                sizes += f"; {len(self.unknown)} files that the database does not know count, such as {self.unknown[0]}"
             raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
+
+    def reserve(self, file_id: str, size: int) -> None:
+        """Reserve `size` bytes in total for an upload, until it is stored. Raises HTTPException if there is no room."""
+        with self.space_lock:
+            self.reserved.pop(file_id, None)
+            self.require_space(size)
+            self.reserved[file_id] = size
 
     # --- files
 
@@ -158,13 +191,19 @@ class Store:
         """Return the path of a file's ZIP. Ids are generated by this class, so no user input is part of a path."""
         return self.folder / "files" / f"{file_id}.zip"
 
-    def add_file(self, path: pathlib.Path, filename: str, contents: dict[str, Any]) -> dict:
+    def add_file(self, path: pathlib.Path, filename: str, contents: dict[str, Any], file_id: str | None = None) -> dict:
         """Move the ZIP at `path` into the store, with its `contents`: {rows, images, usable, problems}."""
-        file_id = str(uuid.uuid4())
+        file_id = file_id or str(uuid.uuid4())
         problems = json.dumps(contents["problems"])
         counts = [contents[name] for name in ("rows", "images", "usable")]
-        path.rename(self.zip_path(file_id))  # first: the next start deletes a ZIP without a row, but not the reverse
-        self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file_id, filename, _now(), *counts, problems)
+        with self.space_lock:  # the ZIP counts once, as reserved or as stored
+            path.rename(self.zip_path(file_id))
+            self.reserved.pop(file_id, None)
+        try:
+            self._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file_id, filename, _now(), *counts, problems)
+        except sqlite3.Error:
+            self.zip_path(file_id).unlink()  # the caller learns that it was not stored
+            raise
         return self.file(file_id)
 
     def files(self) -> list[dict]:
@@ -173,7 +212,8 @@ class Store:
     def file(self, file_id: str) -> dict:
         for row in self._query("SELECT * FROM files WHERE file_id = ?", file_id):
             return _file(row)
-        raise HTTPException(404, f"no file {file_id!r}")
+        lost = f"files/{file_id}.zip" in self.unknown
+        raise HTTPException(404, f"no file {file_id!r}" + lost * f": its ZIP is there, but {DATABASE} does not know it")
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file, unless a queued or running job uses it."""
@@ -199,10 +239,10 @@ class Store:
         with self.lock:
             self.file(file_id)
             job_id = str(uuid.uuid4())
-            self.job_folder(job_id).mkdir()
             job = Job(job_id, name, file_id, model, settings, "queued", total_steps, _now(), time.time())
             values = vars(job) | {"settings": json.dumps(settings)}
             self._query(f"INSERT INTO jobs VALUES ({', '.join('?' * len(values))})", *values.values())
+            self.job_folder(job_id).mkdir(exist_ok=True)
             return job
 
     def add_or_resume(
@@ -227,7 +267,10 @@ class Store:
     def job(self, job_id: str) -> Job:
         for row in self._query("SELECT * FROM jobs WHERE job_id = ?", job_id):
             return _job(row)
-        raise HTTPException(404, f"no job {job_id!r}")
+        lost = f"jobs/{job_id}" in self.unknown
+        raise HTTPException(
+            404, f"no job {job_id!r}" + lost * f": its folder is there, but {DATABASE} does not know it"
+        )
 
     def _update(self, job: Job, **changes: object) -> Job:
         names = ", ".join(f"{name} = ?" for name in changes)
@@ -261,29 +304,36 @@ class Store:
         """Check the running job, or start the next job if none is running. `job_loop` calls this repeatedly."""
         with self.lock:
             for job in self.jobs("training"):
-                job = self._update_total_steps(job)
-                if not self._is_alive(job):
-                    self._finish(job)
-                elif job.cancelled_at is not None:
-                    self._ask_to_stop(job)
-                    if time.time() > job.cancelled_at + STOP_GRACE + 3 * self._last_metrics(job).get("step_time", 0.0):
-                        self._signal(job, signal.SIGKILL)
+                self._advance(job)
             if not self.jobs("training") and (queued := self.jobs("queued")):
-                self._start(queued[0])
+                self._advance(queued[0])
 
-    def _update_total_steps(self, job: Job) -> Job:
-        """Take the number of steps from the run itself, because the run leaves out duplicate rows."""
-        path = self.run_folder(job.job_id) / "config.json"
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist yet, or is being written
-            total_steps = json.loads(path.read_text()).get("total_steps", job.total_steps)
-            if total_steps != job.total_steps:
-                return self._update(job, total_steps=total_steps)
-        return job
+    def _advance(self, job: Job) -> None:
+        """Start a queued job or check a running one. If something is in the place of a file, only this job fails."""
+        try:
+            self._start(job) if job.status == "queued" else self._watch(job)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:  # unlike a full disk
+            self._signal(job, signal.SIGTERM)
+            name = str(error.filename).removeprefix(f"{self.folder}/")
+            reason = f"{name} cannot be used ({error.strerror}): move it away, then resume"
+            self._update(job, status="failed", error_message=reason)
+
+    def _watch(self, job: Job) -> None:
+        steps = self._read(job, "config.json")[0].get("total_steps")
+        if isinstance(steps, int) and 0 < steps < 2**53 and steps != job.total_steps:  # the run drops duplicate rows
+            job = self._update(job, total_steps=steps)
+        if not self._is_alive(job):
+            self._finish(job)
+        elif job.cancelled_at is not None:
+            self._ask_to_stop(job)
+            step_time = self._read(job, "metrics.jsonl", newest=True)[0].get("step_time") or 0.0
+            if time.time() > job.cancelled_at + STOP_GRACE + 3 * step_time:
+                self._signal(job, signal.SIGKILL)
 
     def _is_alive(self, job: Job) -> bool:
         """Return whether a process of the job still holds the job's lock."""
         folder = self.job_folder(job.job_id)
-        folder.mkdir(exist_ok=True)  # someone may have deleted it; without it, no job would ever start again
+        folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it
         with (folder / "lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,7 +343,7 @@ class Store:
 
     def _start(self, job: Job) -> None:
         folder = self.job_folder(job.job_id)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         job = self._update(job, status="training", attempt=job.attempt + 1)
         command = [sys.executable, str(ROOT / "grpo.py"), *self._flags(job), "--resume", "auto"]
         shell = ["sh", "-c", 'echo $$ > "$0"; exec nice -n 5 "$@"', str(folder / f"pid-{job.attempt}"), *command]
@@ -355,7 +405,7 @@ class Store:
     # --- output of a job
 
     def metrics(self, job_id: str, position: tuple[int, int] = (0, 0)) -> tuple[list[dict], tuple[int, int]]:
-        """Return the rows of metrics.jsonl after `position`, with NaN and infinity as None, and the new position.
+        """Return the rows of metrics.jsonl after `position`, without damaged ones, and the new position.
 
         A position is an inode and an offset in bytes. All rows are returned if a resume has replaced the file.
         """
@@ -368,7 +418,8 @@ class Store:
                 lines = [line for line in file if line.endswith(b"\n")]  # the last line may be incomplete
         except OSError:
             return [], position
-        return [_parse(line) for line in lines], (stat.st_ino, start + sum(map(len, lines)))
+        rows, _ = parse_jsonl(enumerate(lines), VALID_ROWS["metrics.jsonl"])
+        return rows, (stat.st_ino, start + sum(map(len, lines)))
 
     def log(self, job_id: str) -> str:
         """Return the end of the job's log, with only the last line of each traceback."""
@@ -380,25 +431,44 @@ class Store:
             text = file.read().decode(errors="replace")
         return TRACEBACK.sub("", text)
 
-    def _last_metrics(self, job: Job) -> dict[str, Any]:
-        path = self.run_folder(job.job_id) / "metrics.jsonl"
-        return _last_row(path, path.stat().st_mtime_ns) if path.is_file() else {}
-
     def progress(self, job: Job) -> dict[str, Any]:
         """Return the step, the finished percentage, and the newest loss and reward."""
-        last = self._last_metrics(job)
+        last, _ = self._read(job, "metrics.jsonl", newest=True)
         step = last.get("step", 0)
         progress = round(100 * min(step / job.total_steps, 1.0), 1) if job.total_steps else 0.0
         return {"current_step": step, "progress": progress, "loss": last.get("loss"), "reward": last.get("reward")}
 
+    def damage(self, job: Job, names: Iterable[str] = RUN_FILES, newest: bool = False) -> str | None:
+        """Return which files of the job's run are damaged, and where, or None. `newest`: see `_read`."""
+        found = [(name, self._read(job, name, newest)[1]) for name in names]
+        return "; ".join(f"{name} {damage}" for name, damage in found if damage) or None
 
-@functools.lru_cache(maxsize=1000)
-def _last_row(path: pathlib.Path, mtime: int) -> dict[str, Any]:
-    """Return the last complete row of a .jsonl file. The file is read only if its modification time has changed."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16_384))
-        lines = [line for line in file if line.endswith(b"\n")]
-    return _parse(lines[-1]) if lines else {}
+    def _read(self, job: Job, name: str, newest: bool = False) -> tuple[dict[str, Any], str | None]:
+        """Return the last valid object in a file of the job's run, or {}, and what is damaged in the file, or None.
+
+        With `newest`, only the last lines are read. The file is read only if its modification time has changed.
+        """
+        path = self.run_folder(job.job_id) / name
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _read_file(path, path.stat().st_mtime_ns, name, job.status in ("queued", "training"), newest)
+        return {}, "is missing" if job.status == "completed" else None
+
+
+@functools.lru_cache(maxsize=10_000)
+def _read_file(path: pathlib.Path, mtime: int, name: str, is_written: bool, newest: bool) -> tuple[dict, str | None]:
+    has_lines = path.suffix == ".jsonl"
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "np"):  # checks the header and the size
+                return {}, None
+        with path.open("rb") as file:
+            lines = deque(enumerate(file if has_lines else [file.read()], start=1), maxlen=NEWEST if newest else None)
+    except (OSError, SafetensorError) as error:
+        return {}, f"cannot be read ({getattr(error, 'strerror', error)})"
+    if is_written and has_lines and lines and not lines[-1][1].endswith(b"\n"):  # the job is writing this line
+        lines.pop()
+    rows, damage = parse_jsonl(lines, RUN_FILES[name])
+    return rows[-1] if rows else {}, damage and (f"has {damage}" if has_lines else "is damaged")
 
 
 def _file(row: sqlite3.Row) -> dict:

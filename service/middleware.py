@@ -9,17 +9,18 @@ import urllib.parse
 import uuid
 
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 log = logging.getLogger("serve")
 NO_TOKEN = "a token is needed: send Authorization: Bearer TOKEN, or open the page as /?token=TOKEN"
 TOKEN_FORM = (pathlib.Path(__file__).parent / "page" / "token.html").read_text()
+UPLOAD = "/upload-data"
+RESERVED_STEP = 1_000_000  # bytes of an upload of unknown size that may arrive before it reserves room for them
 MAX_JSON_BYTES = 1_000_000
 MAX_PICTURE_BYTES = 2**28
 POLICY = (
@@ -46,7 +47,7 @@ class OncePerSecond(logging.Filter):
 
 def max_body_size(path: str, max_upload: int) -> int:
     """Return the maximum size in bytes of the body of a request for `path`."""
-    if path == "/upload-data":
+    if path == UPLOAD:
         return max_upload
     return min(MAX_PICTURE_BYTES, max_upload) if path.endswith("/predict") else MAX_JSON_BYTES
 
@@ -55,10 +56,37 @@ def limit_bodies(app: ASGIApp, max_upload: int) -> ASGIApp:
     """Wrap `app` so that a body is refused once it exceeds its limit, even if its size was not announced."""
 
     async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-        limit = max_body_size(scope.get("path", ""), max_upload)
-        await RequestBodyLimitMiddleware(app, limit)(scope, receive, send)
+        path = scope.get("path", "")
+        inner = RequestBodyLimitMiddleware(app, max_body_size(path, max_upload))
+        await (reserve_room(inner, scope, receive, send) if path == UPLOAD else inner(scope, receive, send))
 
     return limited
+
+
+async def reserve_room(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Call `app` for an upload that reserves its size in the store, until the upload is stored or has failed.
+
+    An upload that finds no room is refused: before its body arrives if its size was announced, otherwise meanwhile.
+    """
+    store, request = scope["app"].state.store, Request(scope)
+    request.state.file_id = file_id = str(uuid.uuid4())
+    reserved, arrived = int(request.headers.get("content-length") or 0), 0
+
+    async def counted() -> Message:
+        nonlocal reserved, arrived
+        if not arrived:
+            await run_in_threadpool(store.reserve, file_id, reserved)
+        message = await receive()
+        arrived += len(message.get("body", b""))
+        if arrived > reserved + (RESERVED_STEP if message.get("more_body") else 0):
+            reserved = arrived
+            await run_in_threadpool(store.reserve, file_id, reserved)
+        return message
+
+    try:
+        await app(scope, counted, send)
+    finally:
+        store.reserved.pop(file_id, None)
 
 
 class AccessMiddleware(BaseHTTPMiddleware):
@@ -72,7 +100,7 @@ class AccessMiddleware(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         request_id, started = uuid.uuid4().hex[:12], time.perf_counter()
         try:
-            response = self._refusal(request) or await self._no_space(request) or await call_next(request)
+            response = self._refusal(request) or await call_next(request)
         except ClientDisconnect:
             response = JSONResponse({"detail": "the request was not finished"}, 408)
         except Exception:
@@ -96,16 +124,6 @@ class AccessMiddleware(BaseHTTPMiddleware):
         limit = max_body_size(request.scope["path"], self.max_upload)
         if int(request.headers.get("content-length") or 0) > limit:
             return JSONResponse({"detail": f"the body is larger than {limit / 1e6:g} MB"}, 413)
-        return None
-
-    async def _no_space(self, request: Request) -> Response | None:
-        """Refuse an upload that does not fit before its body arrives; FastAPI reads the body before it calls us."""
-        if request.scope["path"] == "/upload-data":
-            try:
-                size = int(request.headers.get("content-length") or 0)
-                await run_in_threadpool(request.app.state.store.require_space, size)
-            except HTTPException as error:
-                return JSONResponse({"detail": error.detail}, error.status_code)
         return None
 
     def _same_origin(self, request: Request) -> bool:

@@ -82,6 +82,8 @@ class JobInfo(BaseModel):
     created_at: str
     """Time in UTC, without an offset, such as 2025-01-20T10:30:00."""
     error_message: str | None
+    damage: str | None = None
+    """Which files of the job are damaged, and where. The list of all jobs covers only the newest lines of each file."""
     output_dir: str
     stopping: bool
     """Whether the job was cancelled and is still saving its checkpoint."""

@@ -319,6 +319,27 @@ def test_a_prompt_that_asks_for_the_format_is_not_asked_twice(tiny_model, ending
     assert text.count("<think>") == text.count("<answer>") == 1
 
 
+QUESTION = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("ending", "opening"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think>", "<think>"),
+        ("<|im_start|>assistant\nLet me see. <think>\nOkay,", "<think>\nOkay,"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),  # no thoughts are wanted
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>", "<answer>"),
+        ("<|im_start|>assistant\n", ""),
+    ],
+)
+@pytest.mark.parametrize("question", ["1 + 1?", "Write <think> and then think."])
+def test_what_the_chat_template_opens_belongs_to_the_completion(tiny_model, question, ending, opening):
+    processor = load_processor(tiny_model, "math")
+    processor.tokenizer.chat_template = f"{QUESTION}{{{{ {ending!r} }}}}"
+    assert encode_prompt(Sample(question, "2", [], "row 1"), processor).opening == opening
+
+
 BAD_TEMPLATES = [
     ("{{ content", "unexpected end"),
     ("{{ other }}", "is undefined"),

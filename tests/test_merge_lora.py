@@ -2,19 +2,21 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from common.errors import RunStopped, UserError
 from merge_lora import merge_lora
 from policy.lora import adapted_layers
 from policy.model import load_model
 from tests.helpers.adapters import LANGUAGE_TARGETS, copy_adapter, plain_logits, save_random_adapter
+from tests.helpers.models import save_tiny
 from tests.helpers.scripts import run_script
 
 KINDS = {
@@ -100,6 +102,77 @@ def test_the_command_with_files_of_older_releases(tiny_model, sft, prompt, tmp_p
     assert (plain_logits(model.float().eval(), prompt) - want).abs().max() < 0.1 * want.std()
     rerun = run_script("merge_lora.py", *flags)
     assert (rerun.returncode, "already exists" in rerun.stderr, "Traceback" in rerun.stderr) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    "kind", ["dora", "embedding", "full embedding and lm_head", "trained biases", "patch embedding"]
+)
+def test_adapters_saved_under_the_names_in_memory_are_merged(untied, kind, prompt, tmp_path):
+    want = plain_logits(save_random_adapter(untied, tmp_path / "adapter", **KINDS[kind]), prompt)
+
+    def in_memory(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        if re.search(r"(embed_tokens|lm_head)\.weight$", key):
+            return key.replace(".weight", ".modules_to_save.default.weight"), tensor
+        key = re.sub(r"(lora_(?:[AB]|embedding_[AB]|magnitude_vector))", r"\1.default", key)
+        return key + ".weight" * key.endswith("magnitude_vector.default"), tensor
+
+    folder = copy_adapter(tmp_path / "adapter", tmp_path / "renamed", {}, in_memory)
+    assert any(".default" in key for key in load_file(tmp_path / "renamed" / "adapter_model.safetensors"))
+    merge_lora(untied, folder, str(tmp_path / "merged"))
+    assert (plain_logits(load_model(str(tmp_path / "merged"), torch.float32).eval(), prompt) - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["internvl", "aria"])
+@pytest.mark.parametrize("kind", ["language", "lm_head"])
+def test_older_names_of_families_are_merged(family, kind, tmp_path):
+    """The names before transformers 4.52, of whole checkpoints too."""
+    base = save_tiny(family, tmp_path / "base")
+    more = {"modules_to_save": ["lm_head"]} if kind == "lm_head" else {}
+    save_random_adapter(base, tmp_path / "new", target_modules=r".*language_model.*(q|v)_proj", **more)
+    new = merge_lora(base, str(tmp_path / "new"), str(tmp_path / "a"))
+    old = copy_adapter(
+        tmp_path / "new",
+        tmp_path / "old",
+        {"modules_to_save": ["language_model.lm_head"]} if more else {},
+        lambda k, t: (
+            k.replace("model.language_model.", "language_model.model.").replace(
+                "model.lm_head", "model.language_model.lm_head"
+            ),
+            t,
+        ),
+    )
+    assert merge_lora(base, old, str(tmp_path / "b")) == new
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_added_tokens_reach_the_merged_model_with_a_base_that_has_them(tiny_model, tmp_path):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    config = AutoConfig.from_pretrained(tiny_model)
+    rows = config.text_config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_tokens([f"<{i}>" for i in range(rows - len(tokenizer))] + ["<point>"])
+    resized = load_model(tiny_model, torch.float32)
+    resized.resize_token_embeddings(rows + 8)
+    resized.save_pretrained(base)
+    save_random_adapter(
+        str(base), tmp_path / "a", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
+    )
+    tokenizer.save_pretrained(tmp_path / "a")
+    for other in (base, tiny_model):
+        with pytest.raises(UserError, match=r"its tokenizer has '<.*>' as token .*, unlike .*rows, or remove"):
+            merge_lora(str(other), str(tmp_path / "a"), str(tmp_path / "merged"))
+    tokenizer.save_pretrained(base)
+    merge_lora(str(base), str(tmp_path / "a"), str(tmp_path / "merged"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("<point>").input_ids == [rows]
+    saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    trained = next(tensor for name, tensor in saved.items() if "embed_tokens" in name)
+    merged = load_model(str(tmp_path / "merged"), torch.float32).get_input_embeddings().weight
+    assert torch.equal(merged, trained)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # an adapter without a tokenizer, but of another size
+        (tmp_path / "a" / name).unlink()
+    with pytest.raises(UserError, match=r"made for another base: size mismatch for (lm_head|.*embed_tokens)"):
+        merge_lora(tiny_model, str(tmp_path / "a"), str(tmp_path / "other"))
 
 
 def test_alphas_under_older_names_are_merged(tiny_model, prompt, tmp_path):
@@ -204,7 +277,7 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output_path .*file/merged' cannot be created \(Not a directory\)"):
         merge_lora(tiny_model, str(sft), str(tmp_path / "file" / "merged"))
-    with pytest.raises(UserError, match=r"initialised with 'pissa', which changed the base"):
+    with pytest.raises(UserError, match=r"has init_lora_weights='pissa', which is not supported"):
         merge_lora(
             tiny_model, copy_adapter(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
         )

@@ -427,6 +427,20 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
         vllm_engine._sample([prompts[0], other], [10, 11], Sampling(2, 6), continuation)
 
 
+def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine, prompts, monkeypatch):
+    openings = ["<think>\n", "", "<answer>"]
+    opened = [text_prompt(4 + i, opening=opening, expected_length=i) for i, opening in enumerate(openings)]
+    plain = [replace(prompt, opening="") for prompt in opened]
+    some, started = Sampling(2, 4), [[NOT_STARTED] * 2] * 3
+    outputs = [Output([9, 3], [-3.0, -4.0], "stop")] * 5 + [Output([9], [-3.0])]
+    monkeypatch.setattr("rollout.run_until", lambda llm, requests, count, is_enough: outputs)
+    for sampler, continuation in ((vllm_engine, None), (vllm_engine, Continuation(started, all)), (engine, None)):
+        sample = sampler._sample if sampler is vllm_engine else sampler.generate
+        groups = zip(openings, *(sample(each, [1, 2, 3], some, continuation) for each in (opened, plain)))
+        for opening, with_it, without in groups:
+            assert [r.text for r in with_it] == [opening + r.text if r.finished else "" for r in without]
+
+
 def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
     vllm_engine.flags, vllm_engine.group = EngineFlags(engine="vllm", tensor_parallel=2), None
     shares = [([text_prompt(4)], [10]), ([text_prompt(5), text_prompt(6)], [11, 12])]

@@ -8,6 +8,7 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 
 import itertools
 import pathlib
+import sys
 from dataclasses import dataclass
 from numbers import Real
 
@@ -20,8 +21,13 @@ GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
 
 def is_metrics(row: dict) -> bool:
-    """Return whether `row` is a line of `metrics.jsonl`: a step, and numbers or None."""
-    return isinstance(row.get("step"), int) and all(isinstance(value, int | float | None) for value in row.values())
+    """Return whether `row` is a line of `metrics.jsonl`: a step, and finite numbers or None."""
+    is_step = isinstance(row.get("step"), int) and row["step"] >= 0
+    return is_step and all(value is None or _is_finite(value) for value in row.values())
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an integer may be too large to convert
 
 
 def is_group(row: dict) -> bool:

@@ -325,7 +325,7 @@ function paintJob() {
   $("progress").value = job.progress;
   $("facts").replaceChildren(...facts.filter(([, text]) => text).map(fact));
   if ($("note").textContent !== noteText()) $("note").textContent = noteText(); // screen readers read out every change
-  $("error").textContent = job.error_message ?? "";
+  $("error").textContent = [job.error_message, job.damage].filter(Boolean).join("; ");
   $("cancel").hidden = !active(job);
   $("cancel").disabled = stopping(job) || job.job_id === cancelledId;
   $("resume").hidden = !["failed", "cancelled"].includes(job.status);

@@ -216,6 +216,103 @@ def test_letters_as_models_give_them(text, letter):
     assert chosen_letter(text) == letter
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("A or B", "(A) or (B)", "A, B", "A/B", "A、B", "Either A or B", "A or maybe B", "[A] or [B]", "$A$ or $B$"),
+        *("The answer is A or B", "Option A or option B", "B, C, and D", "答案是A或B", "A. cat or B. dog"),
+        *(r"\boxed{A} or \boxed{B}", r"\boxed{A, B}", r"\boxed{A \text{ or } B}", "the answer is a or b", "A and B"),
+    ],
+)
+def test_several_letters_choose_none(text):
+    assert chosen_letter(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("答案是B", "故选：B", "答案：（B）", "正确答案为B", "选项B正确", "答案不是A，而是B", "Ｂ", "（B）"),
+        *("Therefore, B is correct.", "(B) is the right choice.", "I choose B.", "I'd go with B", "The letter is B"),
+        *(
+            "The answer is not A. It is B.",
+            "The answer should be B",
+            "Final Answer: \\(B\\)",
+            "**Answer:** B",
+            "<b>B</b>",
+        ),
+        *(
+            r"\boxed{\mathbf{B}}",
+            r"$\boxed{\text{(B)}}$",
+            r"\boxed{\textbf{B. dog}}",
+            r"\mathrm{B}",
+            "It's a dog.\n\nB",
+        ),
+    ],
+)
+def test_statements_of_a_letter(text):
+    assert chosen_letter(text) == "B"
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"\boxed{A = 5}. The answer is B.", "B"),
+        (r"\boxed{x}. The answer is B.", "B"),
+        (r"I see \boxed{3} items, so (B)", "B"),
+        (r"\boxed{C \cap D}", None),
+        (r"\boxed{B} and not A", "B"),
+        ("Compared with (A), the correct option is B", "B"),
+        ("B is correct. Option A is (C) in red.", "B"),
+        ("The answer is B, C is too dark", "B"),
+        ("A and B are wrong, so the answer is C.", "C"),
+        ("It could be A or B, but I choose B", "B"),
+        ("I would not choose A", None),
+    ],
+)
+def test_strong_evidence_goes_before_a_later_or_weaker_one(text, letter):
+    assert chosen_letter(text) == letter
+
+
+@pytest.mark.parametrize(
+    "text", ["C-shaped", "Answer: A dog is shown", "X-ray", "U.S.", "The answer is B-cell lymphoma"]
+)
+def test_words_are_no_letters(text):
+    assert chosen_letter(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The dog is larger, so the right one is B.", "B"),
+        ("B. dog", "B"),
+        ("(A) cat", "A"),
+        ("D", "D"),
+        ("Each of them is shown.", None),
+    ],
+)
+@pytest.mark.parametrize("options", ["A. cat\nB. dog\n\n", "(A) cat\n(B) dog\n(C) cow\n\n", "**A)** cat\n**B)** dog\n"])
+def test_a_repeated_list_of_options_counts_for_nothing(options, text, letter):
+    assert chosen_letter(options + text) == letter
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "answer"),
+    [
+        ("gpqa_diamond", GPQA, gpqa_gold(GPQA)),
+        ("vqa_rad", {"question": "q", "answer": "left lung"}, "left lung"),
+        ("mme", {"question_id": "1", "question": "q", "answer": "Yes", "category": "OCR"}, "Yes"),
+        ("aime24", {"problem": "p", "answer": "025"}, "25"),
+        ("mathvista", VISTA | dict(question="d", answer_type="integer", answer="3"), "3"),
+        ("geometry3k", {"problem": "<image>Find x.", "answer": "4"}, "4"),
+    ],
+)
+def test_what_a_model_has_marked_is_its_answer(name, row, answer):
+    """GLM-4.6V writes these marks."""
+    marked = f"<|begin_of_box|>{answer}<|end_of_box|>"
+    responses = [marked, f"<think>7</think>\nI see 9 of A, B, C and D. {marked}", f"<answer>\n{marked}\n</answer>"]
+    assert right(name, row, *responses) == [True] * 3
+
+
 def test_gpqa_is_shuffled_once_for_each_problem():
     assert sorted(gpqa_choices(GPQA)) == ["right", "wrong 1", "wrong 2", "wrong 3"]
     letter = gpqa_gold(GPQA)

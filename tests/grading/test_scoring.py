@@ -1,5 +1,6 @@
 """Math and user-defined rewards, workers that can be killed, and texts that must not make a reward fail or hang."""
 
+import io
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from PIL import Image
 
 import rewards
 from common.errors import CallFailed, CallLost, UserError
@@ -152,7 +154,7 @@ def test_pairs_written_without_a_look_at_the_code():
             (too_much if correct else too_little).append(pair)
     for pair in pairs("vqa"):
         reward = rewards.vqa_reward(think(pair["answer"]), pair["gold"])
-        exact = rewards.vqa_exact_match(think(pair["answer"]), pair["gold"], reward)
+        exact = reward == 1.0
         if exact != pair["exact"] or (reward == 0) != pair["wrong"]:
             (too_much if exact > pair["exact"] or (reward > 0 and pair["wrong"]) else too_little).append(pair)
     assert len(too_much) <= 2, too_much
@@ -452,6 +454,13 @@ def test_columns_of_any_name_reach_a_reward(user_file):
     assert error is None
 
 
+@pytest.mark.parametrize("text", ["<|begin_of_box|>3<|end_of_box|>", "3<|end_of_box|>", "<|begin_of_box|>3"])
+def test_a_reward_of_ones_own_sees_no_marks(user_file, text):
+    _, [rewards], error = scored(user_file, "user:brief", texts=(text,))
+    assert error is None
+    assert rewards.parts["brief"] == -0.1
+
+
 def test_none_means_no_verdict(user_file):
     scorer, group, error = scored(user_file, "user:nothing")
     assert error is None
@@ -502,6 +511,46 @@ def test_a_column_that_a_reward_requires_and_a_row_lacks_is_named(tmp_path):
             UserError, match=r"--reward by_level: a\.csv row 2 has no 'level': add this column, or give"
         ):
             scorer.check_columns([complete, Sample("?", "3", [], "a.csv row 2", fields)])
+
+
+IMAGE_REWARDS = """
+def required(completion, answer, images): return sum(image.width for image in images)
+def optional(completion, answer, images=None): return len(images)
+def beside(completion, answer, images, level, **fields): return images[0].getpixel((0, 0))[0] + level
+def all_fields(completion, answer, **fields): return float("images" in fields)
+def modes(completion, answer, images, question): return float({image.mode for image in images} <= {"RGB"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "want"),
+    [("required", [100, 0]), ("optional", [2, 0]), ("beside", [255 + 5]), ("all_fields", [0, 0]), ("modes", [1, 1])],
+)
+def test_a_reward_gets_the_images_of_its_row(tmp_path, reward, want):
+    """As upright RGB images of their own size, however the row gives them; an empty list for a row without images."""
+    (tmp_path / "r.py").write_text(IMAGE_REWARDS)
+    Image.new("RGBA", (40, 20), "red").save(tmp_path / "a.png")
+    Image.new("L", (60, 20)).save(png := io.BytesIO(), "PNG")
+    images = [tmp_path / "a.png", {"bytes": png.getvalue(), "path": None}]
+    samples = [Sample("<image><image>?", "3", images, "row 1", {"level": 5}), Sample("?", "3", [], "row 2")]
+    samples = samples[: len(want)]
+    scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:{reward}",)))
+    scorer.check_columns(samples)
+    groups, error = scorer(samples, [rollouts("3", "4")] * len(samples))
+    assert error is None
+    assert [[each.parts[reward] for each in group] for group in groups] == [[value] * 2 for value in want]
+
+
+def test_images_that_a_reward_cannot_get_are_named(tmp_path):
+    (tmp_path / "r.py").write_text(IMAGE_REWARDS)
+    scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:required",)))
+    for images, message in (
+        ([], "row 1: saved predictions hold no images"),
+        ([tmp_path / "gone.png"], r"row 1: an image can no longer be read \(.*gone\.png.*: restore or replace it"),
+        ([b"nonsense"], "row 1: an image can no longer be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            scorer([Sample("<image>?", "3", images, "row 1")], [rollouts("3")])
 
 
 def test_two_rewards_of_one_name_are_refused_and_the_last_weight_of_one_counts(user_file, tmp_path):

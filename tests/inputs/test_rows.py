@@ -6,6 +6,7 @@ format of VQA-RAD on OSF are written by hand.
 
 import ast
 import base64
+import decimal
 import io
 import json
 import os
@@ -13,12 +14,14 @@ import pathlib
 import re
 import struct
 import subprocess
+import unicodedata
 import warnings
 import zipfile
 import zlib
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -928,6 +931,271 @@ def test_the_answer_to_a_users_turn(folder, row, columns):
 def test_rows_whose_answer_is_unclear_are_refused(folder, row, message):
     with pytest.raises(UserError, match=f"row 1: .*{message}"):
         load_samples(jsonl(folder / "d.jsonl", row), None)
+
+
+# --- what a file stores in another form than it means -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gold", "want"),
+    [
+        ("6.02e23", "6.02e+23"),
+        ("0.00005", "0.00005"),
+        ("1e-3", "0.001"),
+        ("1e-9", "1e-9"),
+        ("1e300", "1e+300"),
+        ("12345678.0", "12345678"),
+        ("-0.0", "0"),
+        ("2.50", "2.5"),
+        ("100000000000000000000", "100000000000000000000"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["answer", "ground_truth"])
+def test_a_number_in_json_is_written_as_a_person_would(folder, gold, want, kind):
+    column = f'"answer": {gold}' if kind == "answer" else f'"reward_model": {{"ground_truth": {gold}}}'
+    (folder / "n.jsonl").write_text(f'{{"prompt": "q", {column}}}\n')
+    assert load_samples(f"{folder}/n.jsonl", "math")[0].answer == want
+
+
+NARROW = {
+    "float32": (datasets.Value("float32"), [0.1, 5e-5, 6.02e23, 2.0, 1 / 3], "0.1 0.00005 6.02e+23 2 0.33333334"),
+    "float16": (datasets.Value("float16"), [0.1, 2.5, 3.0, 0.333, 65504.0], "0.1 2.5 3 0.333 65500"),
+    "float64": (datasets.Value("float64"), [0.1, 5e-5, 2.0**-20, 1 / 3], "0.1 0.00005 9.5367431640625e-7 0.333333"),
+    "decimal": (datasets.Value("decimal128(10, 2)"), ["0.10", "2.50", "3.00", "-1.25", "100"], "0.10 2.50 3 -1.25 100"),
+    "class": (datasets.ClassLabel(names=["cat", "dog", "no"]), [0, 1, 2, 1], "cat dog no dog"),
+    "json": (datasets.Json(), [3, "yes", 0.5, 2.0, "7 cm"], "3 yes 0.5 2 7 cm"),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_gold_answer_in_a_table_is_read_as_it_is_meant(folder, name, nested):
+    """float32 0.1 is 0.10000000149 as a float64, and a class label is stored as its index."""
+    feature, values, want = NARROW[name]
+    values = [decimal.Decimal(value) for value in values] if name == "decimal" else values
+    text = datasets.Value("string")
+    features = datasets.Features({"problem": text, "reward_model": {"ground_truth": feature}})
+    rows = {"problem": ["q"] * len(values), "reward_model": [{"ground_truth": value} for value in values]}
+    if not nested:
+        features = datasets.Features({"problem": text, "answer": feature})
+        rows = {"problem": ["q"] * len(values), "answer": values}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    table.to_parquet(f"{folder}/t.parquet")
+    table.save_to_disk(f"{folder}/saved")
+    for source in ("t.parquet", "saved"):
+        answers = " ".join(sample.answer for sample in load_samples(f"{folder}/{source}", None))
+        assert answers.startswith(want) if name == "float64" else answers == want
+
+
+def test_other_columns_of_labels_have_names_too(folder):
+    label = datasets.ClassLabel(names=["easy", "hard"])
+    rows = {"problem": ["q", "q"], "answer": ["1", "2"], "level": [1, -1], "tags": [[0, 1], None]}
+    text = datasets.Value("string")
+    features = datasets.Features(problem=text, answer=text, level=label, tags=datasets.List(label))
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(f"{folder}/t.parquet")
+    first, second = load_samples(f"{folder}/t.parquet", "math")
+    assert (first.fields, second.fields) == ({"level": "hard", "tags": ["easy", "hard"]}, {"level": None, "tags": None})
+    with pytest.raises(UserError, match="row 2: the answer is empty"):  # a row of a test split without labels
+        load_samples(f"{folder}/t.parquet", "vqa", columns=Columns(answer="level"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "named", "want"),
+    [
+        ("image_1 image_2", "image_1", "image_1 image_2"),
+        ("image_2 image_1", None, "image_1 image_2"),
+        ("image1 image2 image3", "image2", "image1 image2 image3"),
+        ("image_10 image_9 image_1", "image_1", "image_1 image_9 image_10"),
+        ("image image_2", None, "image image_2"),
+        ("scan-2 scan-1 image_id", "scan-1", "scan-1 scan-2"),
+        ("images_2 images_1", "images_1", "images_1 images_2"),
+    ],
+)
+@pytest.mark.parametrize("in_table", [False, True])
+def test_numbered_image_columns_are_all_used_in_order(folder, columns, named, want, in_table):
+    paths = {name: f"images/{i}.png" for i, name in enumerate(columns.split()) if not name.endswith("id")}
+    row = {name: paths.get(name, 7) for name in columns.split()} | {"prompt": "q", "answer": "1"}
+    source = jsonl(folder / "d.jsonl", row)
+    if in_table:
+        cells = {name: {"bytes": (folder / path).read_bytes(), "path": None} for name, path in paths.items()}
+        source = parquet(folder / "d.parquet", [row | cells])
+    (sample,) = load_samples(source, "math", columns=Columns(images=named))
+    got = [decode_image(image).tobytes() for image in sample.images]
+    assert got == [decode_image(folder / paths[name]).tobytes() for name in want.split()]
+
+
+def test_numbered_image_columns_may_be_empty_in_a_row(folder):
+    rows = [
+        {"prompt": "q", "answer": "1", "image_1": "images/0.png", "image_2": image} for image in (None, [], "x.png")
+    ]
+    assert [len(sample.images) for sample in load_samples(jsonl(folder / "d.jsonl", *rows[:2]), "math")] == [1, 1]
+    with pytest.raises(UserError, match=r"no image at .*x\.png"):
+        load_samples(jsonl(folder / "d.jsonl", *rows), "math")
+
+
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>red?"}]
+PARTS = [{"type": "image"}, {"type": "text", "text": "red?"}]
+ANSWERED = [*TURNS, {"role": "assistant", "content": "3"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": json.dumps(TURNS)},
+        {"prompt": json.dumps([{"content": turn["content"], "role": turn["role"]} for turn in TURNS], indent=2)},
+        {"prompt": f"\n {json.dumps(TURNS)} "},
+        {"messages": json.dumps(ANSWERED)},
+        {"conversations": json.dumps([{"from": "system", "value": "Be brief."}, {"from": "human", "value": "red?"}])},
+        {"prompt": json.dumps([TURNS[0], {"role": "user", "content": PARTS}])},
+        {"prompt": [TURNS[0], {"role": "user", "content": json.dumps(PARTS)}]},
+        {"prompt": json.dumps([TURNS[0], {"role": "user", "content": json.dumps(PARTS)}])},
+        {"prompt": json.dumps(TURNS[1]), "system": "Be brief."},
+    ],
+)
+def test_a_chat_that_is_stored_as_text_is_a_chat(folder, row):
+    row = {"answer": "3", "image": "images/0.png"} | row
+    for source in (jsonl(folder / "d.jsonl", row), parquet(folder / "d.parquet", [row])):
+        (sample,) = load_samples(source, "math")
+        assert (sample.prompt, sample.system, sample.answer) == ("<image>red?", "Be brief.", "3")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        str(TURNS),  # as Python prints it
+        json.dumps(TURNS)[:-9],
+        json.dumps(TURNS) + " Answer in one word.",
+        "[{'role': 'user' 'content': 'q'} {'role': 'user'}]",
+        '{"role": "user", "content": "q"',
+        "\ufeff" + json.dumps(TURNS),
+        json.dumps(json.dumps(TURNS)),
+        json.dumps([*TURNS, TURNS[1]]),
+        json.dumps(PARTS),
+    ],
+)
+def test_a_chat_as_text_that_cannot_be_read_is_refused(folder, prompt):
+    with pytest.raises(
+        UserError, match=r"row 1: a (chat is stored as text that is not JSON|prompt given as a chat must)"
+    ):
+        load_samples(jsonl(folder / "d.jsonl", {"prompt": prompt, "answer": "1"}), "math")
+
+
+@pytest.mark.parametrize(
+    "prompt", ['[{"a": 1}]', "[1, 2]", '{"type": "circle", "r": 2}: what is its area?', "{x", "[]"]
+)
+def test_a_question_that_looks_like_json_stays_text(folder, prompt):
+    assert load_samples(jsonl(folder / "d.jsonl", {"prompt": prompt, "answer": "1"}), "math")[0].prompt == prompt
+
+
+def test_the_reply_of_a_conversation_stays_as_it_is(folder):
+    reply = '[{"type": "box", "text": "cat"}]'
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}]}
+    assert load_samples(jsonl(folder / "d.jsonl", row), None)[0].answer == reply
+
+
+@pytest.fixture
+def configurations(folder):
+    """A folder with the configurations easy and hard-1.5, of which the latter has two splits."""
+    card = "---\nconfigs:\n"
+    for config, splits in (("easy", ["train"]), ("hard-1.5", ["train", "test"])):
+        card += f"- config_name: {config}\n  data_files:\n"
+        (folder / "many" / config).mkdir(parents=True)
+        for split in splits:
+            card += f"  - split: {split}\n    path: {config}/{split}-*\n"
+            row = {"problem": f"{config} {split}", "answer": "1", "images": ["images/many.png"]}
+            parquet(folder / "many" / config / f"{split}-0.parquet", [row])
+    (folder / "many" / "README.md").write_text(f"{card}---\n")
+    (folder / "many" / "images").mkdir()
+    (folder / "many" / "images" / "many.png").write_bytes(png("blue"))
+    return folder / "many"
+
+
+@pytest.mark.parametrize(
+    ("spec", "want"),
+    [
+        (":easy", ["easy train"]),
+        (":hard-1.5", ["hard-1.5 train"]),
+        (":hard-1.5@test", ["hard-1.5 test"]),
+        (":hard-1.5@train+test", ["hard-1.5 train", "hard-1.5 test"]),
+        ("/easy", ["easy train"]),
+    ],
+)
+def test_a_configuration_of_a_local_folder_is_chosen_by_its_name(configurations, spec, want):
+    samples = load_samples(f"{configurations}{spec}", "math", image_dir=str(configurations))
+    assert [sample.prompt.removeprefix("<image>") for sample in samples] == want
+    if ":" in spec:
+        assert decode_image(load_samples(f"{configurations}{spec}", "math")[0].images[0]).getpixel((0, 0)) == (
+            0,
+            0,
+            255,
+        )
+
+
+def test_configurations_that_cannot_be_chosen_are_named(configurations, folder):
+    datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(folder / "saved"))
+    (folder / "main.csv").write_text("images_path,question,answer\nimages/0.png,q,1\n")
+    jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1"})
+    for spec, message in (
+        ("many", r"has several configurations \(easy, hard-1\.5\): write .*many:CONFIG"),
+        ("many@test", r"has several configurations \(easy, hard-1\.5\)"),
+        ("many:none", r"no data in .*many:none'.*Available: \['easy', 'hard-1\.5'\]"),
+        ("many:", "has several configurations"),
+        ("saved:easy", "saved' has no configurations: remove :easy"),
+        ("d.jsonl:easy", r"d\.jsonl' has no configurations: remove :easy"),
+        (":easy", "has no configurations: remove :easy"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_samples(f"{folder}/{spec}" if spec[0] != ":" else f"{folder}{spec}", "math")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [
+        ("gbk", "苹果"),
+        ("gb18030", "㐀果"),
+        ("big5", "蘋果"),
+        ("big5", "成功"),  # its last byte is a backslash
+        ("cp932", "りんご"),
+        ("cp949", "사과"),
+        ("utf-8", "苹果"),
+        ("utf-8", "cafe\u0301"),
+        ("cp437", "café"),
+    ],
+)
+@pytest.mark.parametrize("top", ["", "a/"])
+def test_names_in_a_zip_that_are_not_marked_as_utf8_are_found(folder, encoding, name, top):
+    """As Windows packs them: bytes of the system's encoding, which Python's zipfile reads as cp437."""
+
+    class Member(zipfile.ZipInfo):
+        def _encodeFilenameFlags(self):
+            return self.filename.encode(encoding, "replace"), 0
+
+    row = unicodedata.normalize("NFC", name)
+    with zipfile.ZipFile(folder / "z.zip", "w") as archive:
+        archive.writestr(Member(f"{top}main.csv"), f"images_path,question,answer\n{row}.png,How many?,3\n")
+        archive.writestr(Member(f"{top}{name}.png"), png())
+    (sample,) = load_samples(f"{folder}/z.zip", "count")
+    assert decode_image(sample.images[0]).size == (60, 60)
+
+
+@pytest.mark.parametrize("place", ["one.parquet", "alone", "beside", "split", "groups.parquet"])
+def test_a_parquet_file_without_rows_is_named(folder, place, capfd):
+    empty = datasets.Dataset.from_dict({"problem": [], "answer": []}, features=None)
+    source = folder / place
+    if place == "groups.parquet":  # without a row group
+        pyarrow.parquet.ParquetWriter(source, pyarrow.schema({"problem": pyarrow.string()})).close()
+    elif place == "one.parquet":
+        empty.to_parquet(source)
+    else:
+        source.mkdir()
+        empty.to_parquet(source / {"alone": "train.parquet", "beside": "b.parquet", "split": "test.parquet"}[place])
+        if place != "alone":
+            parquet(
+                source / {"beside": "a.parquet", "split": "train.parquet"}[place], [{"problem": "q", "answer": "1"}]
+            )
+    with pytest.raises(UserError, match=r"\.parquet: no usable row: the file has none; remove it$"):
+        load_samples(str(source), "math")
+    assert "Failed to read" not in capfd.readouterr().err
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,15 @@ run started from, weights that drift through repeated merging, and saved adapter
 
 import copy
 import json
+import math
 import pathlib
+import re
 import shutil
 
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import grpo
@@ -421,7 +424,9 @@ def test_an_adapter_of_the_lm_head_is_left_to_merge_lora(tiny_model, tmp_path):
     save_random_adapter(tiny_model, tmp_path / "a", target_modules=r".*(lm_head|q_proj)")
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}, file)
-    with pytest.raises(UserError, match="an adapter of lm_head cannot be continued: merge it into its"):
+    with pytest.raises(
+        UserError, match=r"lm_head\.lora_A\.weight cannot be continued: merge the adapter into its base"
+    ):
         continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path / "a"))
 
 
@@ -429,7 +434,7 @@ def test_an_adapter_of_a_router_is_left_to_merge_lora(tmp_path):
     """The packed forward pass computes routers itself, from their weights alone."""
     base = save_tiny("aria", tmp_path / "aria")
     save_random_adapter(base, tmp_path / "a", target_modules=r".*(router|q_proj)")
-    with pytest.raises(UserError, match=r"an adapter of mlp\.router cannot be continued: merge it into its"):
+    with pytest.raises(UserError, match=r"mlp\.router\.lora_A\.weight cannot be continued: merge the adapter into its"):
         continue_adapter(load_model(base, torch.float32), str(tmp_path / "a"))
 
 
@@ -446,7 +451,7 @@ def test_half_of_a_layers_adapter_is_not_ignored(tiny_model, sft, tmp_path):
 def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
     save_random_adapter(tiny_model, tmp_path / "a", target_modules=["q_proj", "patch_embed.proj"])
     adapter = str(tmp_path / "a")
-    with pytest.raises(UserError, match=r"patch_embed.proj.lora_A.weight, of 5 dimensions, .*: merge it into its"):
+    with pytest.raises(UserError, match=r"patch_embed.proj.lora_A.weight cannot be continued: merge"):
         continue_adapter(load_model(tiny_model, torch.float32), adapter)
 
 
@@ -456,21 +461,12 @@ def test_a_convolution_is_left_to_merge_lora(tiny_model, tmp_path):
         (
             {"init_lora_weights": "pissa_niter_4"},
             None,
-            r"initialised with 'pissa_niter_4', which changed the base: convert",
+            r"has init_lora_weights='pissa_niter_4', which is not supported: correct it, or merge",
         ),
-        ({"init_lora_weights": "olora"}, None, r"'olora', .*path_initial_model_for_weight_conversion"),
-        (
-            {"trainable_token_indices": [3]},
-            None,
-            r"with trainable_token_indices, which is not supported: merge it with",
-        ),
-        ({"lora_bias": True}, None, r"with lora_bias, which is not supported"),
-        ({"use_dora": True}, None, r"DoRA cannot be continued: merge it into its base with merge_lora.py"),
-        ({"lora_alpha": None}, None, r"adapter_config.json has a wrong value \(unsupported operand"),
+        ({"init_lora_weights": "olora"}, None, r"has init_lora_weights='olora', which is not supported"),
+        ({"use_dora": True}, None, r"does not fit its own adapter_config.json: it lacks .*lora_magnitude_vector"),
         ({"alpha_pattern": {"(": 3}}, None, r"adapter_config.json has a wrong value \(missing \)"),
-        ({"modules_to_save": ["lm_head"]}, None, r"modules_to_save cannot be continued: merge it"),
-        ({"peft_type": "IA3"}, None, r"holds a .*IA3 adapter; only LoRA is supported"),
-        ({"peft_type": "ADALORA", "total_step": 9}, None, r"holds a .*ADALORA adapter; only LoRA is supported"),
+        ({"modules_to_save": ["lm_head"]}, None, r"made for another base: 'lm_head.weight'"),
         (
             {},
             lambda k, t: (k, t[:, :-1].contiguous() if "lora_A" in k else t),
@@ -492,6 +488,164 @@ def test_adapters_that_cannot_be_continued_say_why(tiny_model, sft, tmp_path, se
     folder = copy_adapter(sft, tmp_path / "adapter", settings, *([rename] if rename else []))
     with pytest.raises(UserError, match=message):
         continue_adapter(load_model(tiny_model, torch.float32), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "a new one"),
+        ("init_lora_weights", None),
+        ("bias", "some"),
+        ("bias", None),
+        ("lora_alpha", None),
+        ("lora_alpha", math.nan),
+        ("lora_alpha", math.inf),
+        ("lora_alpha", "16"),
+        ("lora_alpha", True),
+        ("lora_dropout", math.nan),
+        ("alpha_pattern", {"q_proj": math.nan}),
+        ("alpha_pattern", ["q_proj"]),
+        ("use_rslora", "false"),
+        ("modules_to_save", "lm_head"),
+        ("megatron_config", {"tensor_model_parallel_size": 2}),
+        ("trainable_token_indices", [3]),
+        ("layer_replication", [[0, 1]]),
+        ("lora_bias", True),
+        ("use_qalora", True),
+        ("peft_type", "IA3"),
+        ("peft_type", "ADALORA"),
+        ("peft_type", None),
+        ("a_setting_of_another_release", True),
+        ("a_setting_of_another_release", {"rank": 3}),
+        ("a_setting_of_another_release", "on"),
+    ],
+)
+def test_settings_that_are_not_followed_are_refused_by_their_name(sft, tmp_path, name, value):
+    folder = copy_adapter(sft, tmp_path / "adapter", {name: value})
+    with pytest.raises(UserError) as error:
+        read_adapter(folder)
+    assert re.search(
+        rf"adapter_config.json has {name}=.*, which is not supported: correct it, or merge", str(error.value)
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_change_nothing_are_accepted(tiny_model, sft, prompt, tmp_path):
+    settings = {"a_setting_of_another_release": False, "another": None, "group_size": 16, "more": {}, "list": []}
+    settings |= {"loftq_config": {"loftq_bits": 4}, "revision": "main", "lora_alpha": 16.0, "lora_dtype": "AUTO"}
+    settings |= {"megatron_core": "megatron.core", "layers_to_transform": [0], "layers_pattern": "layers"}
+    settings |= {"auto_mapping": {"base_model_class": "X"}, "target_modules": ["nothing"], "alpha_pattern": None}
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, copy_adapter(sft, tmp_path / "a", settings | {"alpha_pattern": {}}))
+    assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, sft, prompt))
+
+
+def test_an_adapter_without_settings_is_refused(sft, tmp_path):
+    for number, text in enumerate(("[]", "{", "3", "{}", '"x"')):
+        folder = pathlib.Path(copy_adapter(sft, tmp_path / str(number), {}))
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match=r"cannot read an adapter from|has peft_type=None, which is not supported"):
+            read_adapter(str(folder))
+
+
+OLDER = {  # family -> the names of its modules before transformers 4.52, or in a release of the decoder alone
+    "internvl": ("model.language_model.", "language_model.model.", "model.vision_tower.", "vision_tower."),
+    "aria": ("model.language_model.", "language_model.model.", "model.vision_tower.", "vision_tower."),
+    "qwen2_vl": ("model.language_model.", "model.", "model.visual.", "visual."),
+    "qwen2_5_vl": ("model.language_model.", "model.", "model.visual.", "visual."),
+    "qwen3_5": ("model.language_model.", "model.", "model.visual.", "model.visual."),
+    "qwen2_5": ("model.layers.", "layers.", "", ""),
+}
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("family", OLDER)
+def test_adapters_with_older_names_are_read_as_whole_checkpoints_are(tmp_path, family, in_memory):
+    """Every linear layer is adapted, the vision tower's too. In memory, names hold that of the adapter: `default`."""
+    base = save_tiny(family, tmp_path / "base")
+    settings = {"exclude_modules": r".*(router|lm_head|projector).*", "use_rslora": True}
+    adapted = save_random_adapter(base, tmp_path / "new", target_modules="all-linear", **settings)
+    new, old, new_vision, old_vision = OLDER[family]
+
+    def older(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        key = key.replace(new_vision, old_vision) if new_vision and new_vision in key else key.replace(new, old)
+        return re.sub(r"(lora_[AB])\.", r"\1.default.", key) if in_memory else key, tensor
+
+    folder = copy_adapter(tmp_path / "new", tmp_path / "old", {"target_modules": ["q_proj"]}, older)
+    model = load_model(base, torch.float32)
+    lora.load_adapter(model, *read_adapter(folder), [lora.POLICY], folder)
+    want = {k.replace(".default.", ".policy."): v for k, v in adapted.get_base_model().state_dict().items()}
+    got = model.state_dict()
+    assert any("lora_B" in name for name in want)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert {layer.scaling["policy"] for layer in lora.adapted_layers(model).values()} == {4.0}
+
+
+@pytest.mark.parametrize("name", ["default", "policy", "sft_2", "weights"])
+def test_the_name_of_the_adapter_in_its_keys_does_not_matter(tiny_model, sft, prompt, tmp_path, name):
+    def in_memory(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return re.sub(r"(lora_[AB])\.", rf"\1.{name}.", key), tensor
+
+    model = load_model(tiny_model, torch.float32)
+    continue_adapter(model, copy_adapter(sft, tmp_path / "a", {}, in_memory))
+    assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, sft, prompt))
+
+
+def test_a_file_with_two_adapters_is_refused(tiny_model, sft, tmp_path):
+    folder = copy_adapter(sft, tmp_path / "two", {})
+    file = tmp_path / "two" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    other = {key.replace("lora_A.", "lora_A.other."): tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors | other, file)
+    with pytest.raises(UserError, match="holds several adapters: save the one to use alone"):
+        continue_adapter(load_model(tiny_model, torch.float32), folder)
+
+
+def add_tokens(folder: pathlib.Path, base: str, *tokens: str, special: bool = False, **more: str) -> None:
+    """Save the tokenizer of `base` with these tokens added in `folder`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(list(tokens), special_tokens=special)
+    tokenizer.add_special_tokens(more)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"),
+    [
+        (["<point>"], {}),
+        (["<point>", "</point>"], {}),
+        (["<point>"], {"special": True}),
+        ([], {"pad_token": "[PAD]"}),
+        (["Röntgen"], {}),
+    ],
+)
+def test_tokens_that_the_base_lacks_are_not_lost(tiny_model, sft, prompt, tmp_path, tokens, settings):
+    """They are refused, and with a base that has them, the adapter is continued."""
+    folder = pathlib.Path(copy_adapter(sft, tmp_path / "adapter", {}))
+    add_tokens(folder, tiny_model, *tokens, **settings)
+    first = (tokens or ["[PAD]"])[0]
+    size = len(transformers.AutoTokenizer.from_pretrained(folder))
+    with pytest.raises(
+        UserError,
+        match=rf"its tokenizer has {re.escape(repr(first))} as token .* at least {size} rows, or remove those",
+    ):
+        continue_adapter(load_model(tiny_model, torch.float32), str(folder))
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    add_tokens(base, tiny_model, *tokens, **settings)
+    model = load_model(str(base), torch.float32)
+    continue_adapter(model, str(folder))
+    assert torch.equal(plain_logits(model, prompt), peft_logits(tiny_model, sft, prompt))
+
+
+def test_the_tokenizer_of_an_adapter_that_adds_nothing_is_ignored(tiny_model, sft, tmp_path):
+    folder = pathlib.Path(copy_adapter(sft, tmp_path / "adapter", {}))
+    add_tokens(folder, tiny_model)
+    (folder / "chat_template.jinja").write_text("another")
+    continue_adapter(load_model(tiny_model, torch.float32), str(folder))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"cannot compare the tokenizers of .*/adapter and .*model: "):
+        continue_adapter(load_model(tiny_model, torch.float32), str(folder))
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -26,9 +27,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import requests
 from fastapi import HTTPException
+from safetensors.numpy import save_file
 from starlette.requests import Request
 
 import grpo
@@ -676,14 +679,21 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path):
     assert (tmp_path / "files" / "my_photos.zip").read_text() == "mine" and not (tmp_path / "jobs").exists()
 
 
-def test_only_uploads_are_deleted_at_the_start(tmp_path):
+def test_what_the_database_lacks_is_named_at_the_start(tmp_path, capsys):
     Store(str(tmp_path)).database.close()
     release_locks()
-    for name in ("files/my_photos.zip", f"files/{'0' * 32}.zip"):
-        (tmp_path / name).touch()
-    (tmp_path / "files" / "folder").mkdir()
-    Store(str(tmp_path))
-    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["folder", "my_photos.zip"]
+    names = ["files/folder", "files/my_photos.zip", f"files/{'0' * 32}.zip", f"files/{uuid.uuid4()}.zip", "jobs/old"]
+    names += [f"files/{i:02}.zip" for i in range(20)]
+    for name in [*names, "scratch-service-abc", "scratch-of-mine"]:
+        (tmp_path / name).mkdir()
+    store = Store(str(tmp_path))
+    assert all((tmp_path / name).exists() for name in [*names, "scratch-of-mine"])
+    assert not (tmp_path / "scratch-service-abc").exists(), "only the service's own temporary folders are deleted"
+    assert store.unknown == sorted(names)
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"does not know {len(names)} files in its folder, which stay and count as used: files/00.zip, " in message
+    assert all(name in message for name in names)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
@@ -828,6 +838,406 @@ def test_two_services_in_one_folder(service, tiny_model):
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def uploads(service: Service) -> dict[str, bytes]:
+    return {path.stem: path.read_bytes() for path in (service.folder / "files").iterdir()}
+
+
+def use_copy_without_log(folder: pathlib.Path) -> None:
+    """Replace the folder of a killed service by a copy of it without the database's write-ahead log."""
+    shutil.copytree(folder, folder.with_name("copy"), ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+
+
+def empty_database(folder: pathlib.Path, *others: str) -> None:
+    os.truncate(folder / "service.sqlite", 0)
+    for name in others:
+        (folder / f"service.sqlite{name}").unlink()
+
+
+def execute(path: pathlib.Path, script: str) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.executescript(script)
+
+
+LOST: dict[str, Callable[[pathlib.Path], None]] = {
+    "a copy without the log": use_copy_without_log,
+    "an empty database": lambda folder: empty_database(folder, "-wal", "-shm"),
+    "an empty database with an empty log": lambda folder: [
+        empty_database(folder, "-shm"),
+        os.truncate(folder / "service.sqlite-wal", 0),
+    ],
+    "a database without rows": lambda folder: execute(folder / "service.sqlite", "DELETE FROM files"),
+    "a new database": lambda folder: [
+        (folder / f"service.sqlite{name}").unlink(missing_ok=True) or (folder / "service.sqlite").touch()
+        for name in ("-wal", "-shm", "")
+    ],
+}
+
+
+@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
+def test_a_database_that_lost_its_rows_costs_no_upload(service, archive, lose):
+    file_ids = {service.upload(archive)["file_id"] for _ in range(3)}
+    before = uploads(service)
+    service.kill()
+    lose(service.folder)
+    service.start()
+    assert uploads(service) == before and before.keys() == file_ids
+    assert service.call("GET", "/files", 200).json() == []
+    log = (service.folder.parent / "service.log").read_text()
+    for file_id in file_ids:
+        assert f"files/{file_id}.zip" in log.split("does not know")[1]
+        detail = service.call("GET", f"/files/{file_id}/picture/0", 404).json()["detail"]
+        assert detail == f"no file {file_id!r}: its ZIP is there, but service.sqlite does not know it"
+    new = service.upload(archive)["file_id"]
+    service.kill()
+    service.start()
+    assert uploads(service).keys() == file_ids | {new}
+
+
+def test_an_empty_database_is_restored_from_its_log(service, archive):
+    """SQLite would delete the log of a database file that was emptied, and with it every row."""
+    file = service.upload(archive)
+    service.kill()
+    assert (service.folder / "service.sqlite-wal").stat().st_size > 0
+    empty_database(service.folder)
+    service.start()
+    assert service.call("GET", "/files", 200).json() == [file]
+
+
+def overwrite(path: pathlib.Path, start: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(content)
+
+
+MALFORMED: dict[str, Callable[[pathlib.Path], object]] = {
+    "text": lambda path: path.write_text("damaged" * 1000),
+    "zeros": lambda path: path.write_bytes(bytes(8192)),
+    "no header": lambda path: overwrite(path, 0, bytes(100)),
+    "a damaged page": lambda path: overwrite(path, 4096, b"\xff" * 4096),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "a folder": lambda path: [path.unlink(), path.mkdir()],
+    "another table": lambda path: execute(path, "DROP TABLE files; CREATE TABLE files (a)"),
+    "a damaged row": lambda path: execute(path, "UPDATE files SET problems = '['"),
+    "an empty row": lambda path: execute(path, "INSERT INTO jobs (job_id) VALUES ('x')"),
+}
+
+
+@pytest.mark.parametrize("damage", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_database_ends_in_one_line(tmp_path, tiny_model, archive, damage):
+    store = Store(str(tmp_path / "service"))
+    (tmp_path / "a.zip").write_bytes(archive)
+    store.add_file(tmp_path / "a.zip", "a.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
+    store.database.close()
+    release_locks()
+    path = tmp_path / "service" / "service.sqlite"
+    damage(path)
+    before = path.read_bytes() if path.is_file() else None
+    service = Service(tmp_path / "service", tiny_model)
+    assert service.process.wait(10) == 2
+    lines = (tmp_path / "service.log").read_text().splitlines()
+    assert len(lines) == 1
+    assert re.fullmatch(rf"error: {path} cannot be used \(.+\): restore it, or choose another --folder", lines[0])
+    assert list(uploads(service).values()) == [archive]
+    assert before is None or path.read_bytes() == before
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
+def test_a_kill_during_an_upload_costs_no_earlier_one(service, archive, seconds):
+    """The kill comes while bodies arrive, or while ZIPs are checked or stored."""
+    file = service.upload(archive)
+    with ThreadPoolExecutor(4) as pool:
+        replies = [
+            pool.submit(service.call, "POST", "/upload-data", files={"file": ("a.zip", archive)}) for _ in "1234"
+        ]
+        half = socket.create_connection(("127.0.0.1", service.port))
+        half.sendall(upload_head(len(archive)) + archive[: len(archive) // 2])
+        time.sleep(seconds)
+        service.kill()
+        stored = [reply.result().json()["file_id"] for reply in replies if not reply.exception()]
+    half.close()
+    before = uploads(service)
+    service.start()
+    assert uploads(service) == before
+    assert {file["file_id"], *stored} <= {each["file_id"] for each in service.call("GET", "/files", 200).json()}
+    assert {file["file_id"], *stored} <= before.keys()
+    assert not list(service.folder.glob("scratch-*"))
+
+
+def upload_head(size: int | None) -> bytes:
+    """Return the start of a request for an upload of `size` bytes, or of a size that is not announced."""
+    length = f"Content-Length: {size}" if size is not None else "Transfer-Encoding: chunked"
+    head = f"POST /upload-data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x\r\n{length}"
+    return head.encode() + b"\r\n\r\n"
+
+
+# --- the quota while uploads arrive
+
+
+def padded(archive: bytes, size: int) -> bytes:
+    """Return a ZIP like `archive` of about `size` bytes."""
+    data = io.BytesIO(archive)
+    with zipfile.ZipFile(data, "a") as padded_zip:
+        padded_zip.writestr("padding", os.urandom(size - len(archive)))
+    return data.getvalue()
+
+
+def chunked(archive: bytes) -> Iterator[bytes]:
+    """Yield the body of an upload whose size is not announced."""
+    yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.zip"\r\n\r\n'
+    yield from (archive[i : i + 100_000] for i in range(0, len(archive), 100_000))
+    yield b"\r\n--x--\r\n"
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory, tiny_model) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("limited") / "service", tiny_model, "--max_storage=0.02")
+    yield service
+    end(service)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize(
+    ("count", "megabytes", "accepted"), [(6, 15, 1), (6, 9, 2), (6, 3, 6), (8, 6, 3), (3, 19, 1), (2, 21, 0)]
+)
+def test_uploads_at_once_never_exceed_the_quota(limited, archive, count, megabytes, accepted, announced):
+    content = padded(archive, megabytes * 1_000_000)
+    chunks = {"headers": {"Content-Type": "multipart/form-data; boundary=x"}}
+
+    def send(_: int) -> requests.Response:
+        body = {"files": {"file": ("a.zip", content)}} if announced else chunks | {"data": chunked(content)}
+        return limited.call("POST", "/upload-data", **body)
+
+    with ThreadPoolExecutor(count) as pool:
+        replies = list(pool.map(send, range(count)))
+    stored = [reply.json()["file_id"] for reply in replies if reply.status_code == 200]
+    assert {reply.status_code for reply in replies} <= {200, 507}
+    assert uploads(limited).keys() == set(stored)
+    assert sum(map(len, uploads(limited).values())) <= 20_000_000
+    # uploads of unannounced size may refuse each other, because each has reserved a part
+    assert len(stored) == accepted or (not announced and len(stored) < accepted)
+    for file_id in stored:
+        limited.call("DELETE", f"/files/{file_id}", 200)
+    after = limited.upload(padded(archive, 19_000_000))  # every reservation was given back
+    limited.call("DELETE", f"/files/{after['file_id']}", 200)
+
+
+@pytest.mark.parametrize("sent", [0, 100, 1_000_000, 10_000_000, 14_999_999])
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_upload_that_is_cut_off_gives_its_room_back(limited, archive, sent, announced):
+    content = padded(archive, 15_000_000)
+    body = b"".join(chunked(content))
+    with socket.create_connection(("127.0.0.1", limited.port)) as client:
+        client.sendall(upload_head(len(body) if announced else None))
+        part = body[:sent]
+        client.sendall(part if announced or not part else f"{sent:x}\r\n".encode() + part)
+        if announced:
+            wait_for(lambda: limited.call("POST", "/upload-data", files={"file": content}).status_code == 507, 10)
+    wait_for(lambda: limited.call("POST", "/upload-data", files={"file": content}).status_code == 200, 20)
+    stored = limited.call("GET", "/files", 200).json()
+    assert uploads(limited).keys() == {file["file_id"] for file in stored}
+    for file in stored:
+        limited.call("DELETE", f"/files/{file['file_id']}", 200)
+
+
+def test_a_refused_upload_gives_its_room_back(limited, archive):
+    for content in (b"", b"no zip", os.urandom(15_000_000), padded(archive, 15_000_000)[:-100], zipped(ROOT / "docs")):
+        assert limited.call("POST", "/upload-data", files={"file": ("a.zip", content)}).status_code in (400, 422)
+    limited.call("POST", "/upload-data", 422, data={"file": "x" * 15_000})
+    file = limited.upload(padded(archive, 19_000_000))
+    limited.call("DELETE", f"/files/{file['file_id']}", 200)
+
+
+LOCKS = [
+    "BEGIN IMMEDIATE",
+    "BEGIN EXCLUSIVE",
+    "BEGIN; DELETE FROM files",
+    "BEGIN; DELETE FROM jobs; DELETE FROM files",
+    "BEGIN IMMEDIATE; INSERT INTO jobs (job_id) VALUES ('x')",
+]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_locked_database_refuses_uploads_soon(service, archive, lock):
+    kept = service.upload(archive)
+    with contextlib.closing(sqlite3.connect(service.folder / "service.sqlite", isolation_level=None)) as other:
+        other.executescript(lock)
+        start = time.monotonic()
+        with ThreadPoolExecutor(6) as pool:
+            replies = list(pool.map(lambda _: service.call("POST", "/upload-data", files={"file": archive}), "123456"))
+        body = {"job_name": "j", "data_file_id": kept["file_id"]}
+        replies.append(service.call("POST", "/train", json=body))
+        assert time.monotonic() - start < 20
+        assert [reply.status_code for reply in replies] == [503] * 7
+        assert "another program has locked" in replies[0].json()["detail"]
+        assert service.call("GET", "/files", 200).json() == [kept]
+        assert uploads(service).keys() == {kept["file_id"]}
+        assert not list((service.folder / "jobs").iterdir())
+        other.rollback()
+    service.upload(archive)
+
+
+def test_a_locked_database_is_named_at_the_start(service, tiny_model):
+    service.kill()
+    with contextlib.closing(sqlite3.connect(service.folder / "service.sqlite", isolation_level=None)) as other:
+        other.executescript("PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = DELETE; BEGIN EXCLUSIVE")
+        service.start()
+        assert service.process.wait(20) == 2
+    last = (service.folder.parent / "service.log").read_text().splitlines()[-1]
+    assert last.endswith("(database is locked): close the program that has locked it, or choose another --folder")
+
+
+# --- damaged files of a job
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_model, archive) -> Iterator[tuple[Service, str, str]]:
+    """Yield a service with two completed jobs, and the ids of the jobs."""
+    folder = tmp_path_factory.mktemp("finished")
+    store = Store(str(folder / "service"))
+    (folder / "a.zip").write_bytes(archive)
+    file = store.add_file(folder / "a.zip", "a.zip", {"rows": 8, "images": 8, "usable": 8, "problems": []})
+    jobs = []
+    for name in ("damaged", "whole"):
+        settings = {"flags": {"max_side": 128}, "request": {"job_name": name}}
+        job = store.add_job(name, file["file_id"], tiny_model, settings, 8)
+        store._update(job, status="completed")
+        run = store.run_folder(job.job_id)
+        (run / "final").mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"total_steps": 8}) + "\n")
+        rows = [{"step": step, "reward": 0.5, "loss": 0.1, "step_time": 1.0} for step in range(1, 9)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"step": 5, "images": [], "completions": []}]
+        (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "completions.html").write_text("<p>sampled")
+        (run / "final" / "adapter_config.json").write_text('{"r": 4}')
+        save_file({"a": numpy.zeros(4)}, run / "final" / "adapter_model.safetensors")
+        (store.job_folder(job.job_id) / "log.txt").write_text("step 8/8\n")
+        jobs.append(job.job_id)
+    store.database.close()
+    release_locks()
+    service = Service(folder / "service", tiny_model)
+    yield service, *jobs
+    end(service)
+
+
+@contextlib.contextmanager
+def damaged_file(path: pathlib.Path, content: bytes | None) -> Iterator[None]:
+    """Give a file other content, or put a folder in its place."""
+    before = path.read_bytes()
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.rmdir() if content is None else path.unlink()
+        path.write_bytes(before)
+
+
+def check_job(service: Service, job_id: str, download: int = 200) -> tuple[dict, list[dict]]:
+    """Call everything that reads the files of a job. Return the job and its metrics."""
+    job = service.job(job_id)
+    wait_for(lambda: job in service.call("GET", "/jobs", 200).json(), 5)  # the list may be a quarter of a second old
+    rows = service.call("GET", f"/jobs/{job_id}/metrics", 200).json()
+    with service.call("GET", f"/jobs/{job_id}/events", 200, stream=True) as stream:
+        lines = list(stream.iter_lines(decode_unicode=True))
+    sent = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert sent == [job, *([rows] if rows else [])]
+    service.call("GET", f"/jobs/{job_id}/logs", 200)
+    service.call("GET", f"/jobs/{job_id}/completions", 200)
+    reply = service.call("GET", f"/jobs/{job_id}/download", download)
+    if download == 200:
+        history = json.loads(zipfile.ZipFile(io.BytesIO(reply.content)).read("trainer_state.json"))["log_history"]
+        assert history == rows
+    return job, rows
+
+
+BAD_LINES = [
+    b"garbage", b"", b"   ", b"\0" * 40, b"\xff\xfe\x80", b"5", b"[]", b"null", b'"text"', b"{}", b'{"step": 4',
+    b'{"step": "4"}', b'{"step": null}', b'{"step": 4.5}', b'{"step": -4}', b'{"step": 4, "loss": "low"}',
+    b'{"step": 4, "reward": [1]}', b'{"step": 4, "loss": 1e999}', b'{"step": 1' + b"0" * 400 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}", b"[" * 100_000, b'{"loss": 0.5}', b'{"step": 4, "loss": {"a": 1}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [1, 4, 8])
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: repr(line[:20]))
+def test_a_damaged_line_of_metrics_leaves_the_others(finished, line, place):
+    service, damaged, whole = finished
+    path = service.folder / "jobs" / damaged / "run" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[place - 1] = line
+    with damaged_file(path, b"\n".join([*lines, b""])):
+        job, rows = check_job(service, damaged)
+        assert [row["step"] for row in rows] == [step for step in range(1, 9) if step != place]
+        assert job["damage"] == f"metrics.jsonl has the damaged line {place} (1 in total)"
+        assert job["current_step"] == (7 if place == 8 else 8)
+        assert check_job(service, whole)[0]["damage"] is None
+
+
+def test_half_a_surrogate_pair_in_a_name_is_answered(finished):
+    service, damaged, _ = finished
+    path = service.folder / "jobs" / damaged / "run" / "metrics.jsonl"
+    with damaged_file(path, b'{"step": 1, "\\ud800": 1.0}\n{"step": 2, "loss": NaN, "reward": -Infinity}\n'):
+        job, rows = check_job(service, damaged)
+        assert (job["current_step"], job["loss"], job["reward"], len(rows)) == (2, None, None, 2)
+
+
+GARBAGE = [b"garbage", b"", b"\0" * 4000, b"\xff\xfe", b"[1]", b"5", b"null", b'{"total_steps": "many"}', None]
+NAMES = ["config.json", "metrics.jsonl", "completions.jsonl", "final/adapter_config.json"]
+
+
+@pytest.mark.parametrize("content", GARBAGE, ids=lambda content: repr(content and content[:24]))
+@pytest.mark.parametrize("name", [*NAMES, "completions.html", "final/adapter_model.safetensors", "../log.txt"])
+def test_any_damaged_file_of_a_job_leaves_the_rest(finished, name, content):
+    service, damaged, whole = finished
+    is_valid = name.endswith("config.json") and content == GARBAGE[-2]  # the number of steps is not taken from it
+    status = 409 if name.startswith("final/") and not is_valid else 200
+    with damaged_file(service.folder / "jobs" / damaged / "run" / name, content):
+        job, _ = check_job(service, damaged, status)
+        if not is_valid and name not in ("completions.html", "../log.txt") and (content or not name.endswith("l")):
+            assert job["damage"].startswith(name)
+        assert check_job(service, whole)[0]["damage"] is None
+    assert check_job(service, damaged)[0]["damage"] is None
+
+
+IN_THE_WAY: dict[str, Callable[[pathlib.Path], object]] = {
+    "a folder as lock": lambda folder: (folder / "lock").mkdir(),
+    "a folder as log": lambda folder: (folder / "log.txt").mkdir(),
+    "a file as folder": lambda folder: [folder.rmdir(), folder.write_text("mine")],
+    "a bad config": lambda folder: [(folder / "run").mkdir(), (folder / "run" / "config.json").write_text("[1]")],
+    "no config object": lambda folder: [
+        (folder / "run").mkdir(), (folder / "run" / "config.json").write_text('{"total_steps": "many"}')
+    ],
+    "a bad pid": lambda folder: (folder / "pid-0").write_text("none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_a_spoilt_job_does_not_stop_the_next(tmp_path, spoil):
+    """The jobs' processes do not run: a job that was training has ended, and the next one is started and ends."""
+    store = Store(str(tmp_path / "service"))
+    (tmp_path / "a.zip").touch()
+    file = store.add_file(tmp_path / "a.zip", "a.zip", {"rows": 8, "images": 8, "usable": 8, "problems": []})
+    for status in ("training", "queued"):
+        spoilt, following = (store.add_job(name, file["file_id"], "m", {"flags": {}}, 8) for name in "ab")
+        spoil(store.job_folder(spoilt.job_id))
+        store._update(spoilt, status=status)
+        if status == "training":
+            (store.run_folder(following.job_id) / "final").mkdir(parents=True)
+        store._update(following, status="training" if status == "training" else "cancelled")
+        store.poll()
+        spoilt, following = store.job(spoilt.job_id), store.job(following.job_id)
+        assert following.status in ("completed", "cancelled")
+        job_info(store, spoilt)
+        if spoilt.status == "failed":
+            in_the_way = r"jobs/\S+ cannot be used \(.+\): move it away, then resume"
+            assert re.search(f"{in_the_way}|was killed at step 0", spoilt.error_message)
+        for job in (spoilt, following):
+            store._update(job, status="cancelled")
 
 
 @pytest.mark.slow
