@@ -132,7 +132,7 @@ def _max_chars(gold: str) -> int:
 
 def find_answer(text: str, gold: str) -> str | None:
     """Return the part of an answer that equals the gold answer, or None. Used in training and in evaluation."""
-    candidates = answers.math_candidates(text, _max_chars(gold))
+    candidates = answers.math_candidates(text, _max_chars(gold), answers.count_values(gold))
     return next((candidate for candidate in candidates if same_answer(candidate, gold)), None)
 
 

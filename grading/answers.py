@@ -58,6 +58,11 @@ _NUMBER = re.compile(
 )
 
 
+def half_width(text: str) -> str:
+    """Replace full-width letters, digits and signs with ordinary ones."""
+    return "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
+
+
 def first_count(text: str) -> int | None:
     """Return the first whole number in the first `<answer>` block, or in the whole text if there is no block.
 
@@ -65,8 +70,7 @@ def first_count(text: str) -> int | None:
     not whole numbers. Full-width digits and digits next to CJK characters are accepted. Only the first 18 digits are
     read.
     """
-    text = next(iter(answer_blocks(text)), text)
-    text = "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
+    text = half_width(next(iter(answer_blocks(text)), text))
     number = next((match[1] for match in _NUMBER.finditer(text) if not match[2]), None)
     return int(number.replace(",", "")[:18]) if number else None
 
@@ -235,16 +239,21 @@ def chosen_letter(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """Return the body of the last `\\boxed{…}` with balanced braces, or None. In nested boxes, the inner one counts."""
+    return next((text[start:end] for start, end in reversed(_boxes(text))), None)
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """Return the start and end of the body of each balanced `\\boxed{…}` that contains no other, in order."""
     opened: list[re.Match] = []  # boxes and braces that are not closed yet
-    start, body = -1, None
+    spans: list[tuple[int, int]] = []
     for token in re.finditer(r"\\boxed\s*+\{|\\.|[{}]", text, re.DOTALL):
         if token[0] == "}" and opened:
             opening = opened.pop()
-            if opening[0] != "{" and opening.end() > start:
-                start, body = opening.end(), text[opening.end() : token.start()]
+            if opening[0] != "{" and opening.end() > (spans[-1][0] if spans else -1):
+                spans.append((opening.end(), token.start()))
         elif token[0] == "{" or token[0].startswith("\\boxed"):
             opened.append(token)
-    return body
+    return spans
 
 
 def balanced(text: str) -> bool:
@@ -279,7 +288,7 @@ def short_answer(text: str) -> tuple[str, bool]:
     The core is the last box, else the text after the last "answer is" or "answer:", else the whole text. The first two
     forms are explicit.
     """
-    text = text.replace("**", "")
+    text = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", text)  # bold type, but not x**2
     if (boxed := last_boxed(text)) is not None:
         return boxed.strip(), True
     stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
@@ -301,8 +310,8 @@ def math_answers(text: str) -> list[str]:
     answer in any text, and it would take seconds for a page.
     """
     answer, explicit = short_answer(text)
-    if last_boxed(text) is not None:
-        return [answer[: 20 * SHORT]] if answer else []
+    if boxes := _boxes(text):
+        return [answer[: 20 * SHORT] + _unit_after_box(answer, text[boxes[-1][1] + 1 :])] if answer else []
     is_prose = len(answer) > SHORT or count_words(answer) >= (1 if explicit and re.search(r"\d", answer) else 2)
     candidates = [answer] if answer and not is_prose else []
     formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", answer, re.DOTALL)
@@ -327,14 +336,38 @@ def _unit_after(text: str) -> str:
     return unit[0] if is_unit else ""
 
 
-def math_candidates(text: str, max_chars: int) -> list[str]:
-    """Return the texts that may equal the gold answer, without repeats; all of them are compared.
+def _unit_after_box(answer: str, rest: str) -> str:
+    """Return the unit or percent sign that follows a box with a number, as in `\\boxed{5}\\text{ km}`, else ""."""
+    if not re.search(r"[\d})]\Z", answer):
+        return ""
+    rest = re.sub(r"\\[,;:! ]|\\?\$|\\[()\]]|~", " ", rest[:SHORT]).lstrip()
+    if sign := re.match(r"\\?%|\^\s*\{?\\circ\}?|°", rest):
+        return sign[0]
+    text = re.match(r"\\(?:text|mathrm|textrm)\s*\{\s*([^{}]+)\}((?:\^\{?\d\}?)?)", rest)
+    return f" {text[1]}{text[2]}" if text else _unit_after(" " + rest)
+
+
+def count_values(gold: str) -> int:
+    """Return the number of values in a list or set such as "3, 5" or "3 and 5"; a tuple or interval is one value."""
+    depth, values = 0, 1
+    for token in re.findall(r"\\.|[()\[\]{}]|(?:[,;]\s*)?\b(?:and|or)\b|[,;]", gold, re.DOTALL):
+        depth += (token in "([{") - (token in ")]}")
+        values += depth == 0 and token[0] in ",;ao"
+    return values
+
+
+def math_candidates(text: str, max_chars: int, values: int = 1) -> list[str]:
+    """Return the texts that may equal a gold answer with that many values, without repeats; all are compared.
 
     They are the whole text, the text after "answer:", and the results of `math_answers`. If the text has a box or is
-    longer than `max_chars`, only the latter are returned.
+    longer than `max_chars`, only the latter are returned. The bodies of several boxes, as a list, are one more
+    candidate if there are as many boxes as values; otherwise, listing guesses would pay.
     """
-    candidates = math_answers(text)
-    if last_boxed(text) is None and len(text) <= max_chars:
+    text = half_width(text)
+    candidates, boxes = math_answers(text), _boxes(text)
+    if len(boxes) == values > 1:
+        candidates.append(", ".join(text[start:end] for start, end in boxes)[: 20 * SHORT])
+    if not boxes and len(text) <= max_chars:
         stated, explicit = short_answer(text)
         candidates = [text.strip(), *([stated] if explicit else []), *candidates]
     return list(dict.fromkeys(candidates))

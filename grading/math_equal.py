@@ -8,12 +8,14 @@ import contextlib
 import logging
 import re
 import resource
-import unicodedata
 
 from latex2sympy2_extended.math_normalization import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, grader, parse, verify
+from sympy import Basic, Float, MatrixBase
 
-from grading.answers import count_words, unit_symbol
+from grading.answers import count_words
+from grading.notation import RELATION, joined_numbers, normalise, solution_set, without_names
+from grading.units import split_unit
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
@@ -22,93 +24,106 @@ NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=
 EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALISATION),)  # never the number at the end of a text
 # math-verify ignores the text on one side of each of these symbols.
 SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "\\approx", "≈", "\\equiv", "¬")
-SUBSCRIPT = re.compile(r"_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
+SUBSCRIPT = re.compile(r"(?<!\\log)_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
+PRIMES = re.compile(r"(?<=[A-Za-z)}])'+")  # and these: f'(x) would equal f(x)
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
-SYMBOLS = str.maketrans(
-    {"°": "\\degree ", "º": "\\degree ", "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/"}
-    | {"π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm "}
-    | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "→": "\\to "}
+CHOICE_PREFIX = re.compile(
+    r"\A(?i:(?:the )?(?:correct )?(?:option|choice|answer)s?(?: is| are)?\b[\s:]*)(?=\(?[A-Z]\b)"
 )
-REWRITES = [  # (pattern, replacement), applied in this order
-    (r"^\s*(?:=|≈|\\approx\b)", ""),
-    (r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\!", ""),
-    (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
-    (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
-    (r"\\varnothing\b|\\\{\s*\\\}|\b(?:the )?empty set\b", r"\\emptyset "),
-    (r"(?<!\d)(\d++)\.(\d*+)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
-    (r"\b([ap])\.\s?m\b", r"\1m"),  # "p.m" becomes "pm"
-    (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
-    (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),  # a mixed number
-    (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
-    (r"\^\s*(-?\d+)", r"^{\1}"),  # in plain text, `x^10` means x^{10}
-    (r"(?<![A-Za-z])\\?sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"(?<![A-Za-z])\\?sqrt\s*(\d+(?:\.\d+)?|[A-Za-z]\b)", r"\\sqrt{\1}"),
-]
-# A number or the end of a formula, followed by a unit: a word, two words ("m/s", "m per s") or degrees, maybe a power.
-UNIT = re.compile(
-    r"(.*(?:[\d)}!]|\\pi))(\s*)(\\degree(?:\s*[CF])?|(?:(square|cubic|sq|cu)\.? )?([A-Za-zµμΩ]+)\.?"
-    r"(?:\s*(?:/|\bper\b)\s*([A-Za-z]+))?)(?:(?:\s*\^\s*)?\{?([23])\}?)?\s*",
-    re.DOTALL,
-)
-UNIT_LETTERS = "mgshlLNJWVK"  # single letters that may be units; other letters are variables
-NOT_UNITS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "squared", "cubed", "mod"}
+FORMULA = re.compile(r"\d*(?=.*[A-Za-z)]\d)[A-Za-z\d()]+")  # H2O
+ROMAN = re.compile(r"\(?(?=[^IVX]*[IVX])[IVXLCDM]{2,}\)?|\(?[ivx]{2,}\)?")  # IX; CD is a product
+LETTER = r"(?:[A-Z]|\([A-Z]\))"
+LETTERS = re.compile(rf"{LETTER}(?:(?:\s*(?:,|;|&|\band\b)\s*)+{LETTER})+|[A-Z]{{2,}}")  # "A, B and D"
 
 
 def math_equal(candidate: str, gold: str) -> bool:
     """Return whether `candidate` equals `gold`: numbers, expressions, sets, intervals, matrices or choice letters.
 
-    - A unit counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not `5 km`. Units are not
-      converted: 1 km does not equal 1000 m. A single letter is a unit only after a space (`5 m`, but not `5m`).
-    - If the gold answer is prose, the words must be the same. Otherwise, math-verify reads a word as a product of
-      letters, so `BC` equals `CB`.
-    - If the gold answer is a capital letter, "A. 5 cm" counts as A.
+    - A unit or a percent sign counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not
+      `5 km`. Units are not converted. 50% equals 50 and 0.5.
+    - If the gold answer is prose, the words must be the same. Formulas such as H2O and Roman numerals are compared as
+      text. Otherwise, math-verify reads a word as a product of letters, so `BC` equals `CB`.
+    - If the gold answer is a capital letter, "A. 5 cm" and "Option A" count as A. Several letters are a set.
+    - Dates, ranges and clock times are not computed, and inequalities equal the intervals of their solutions.
     - Answers that math-verify would misread, such as "1 2" or those with signs that it ignores, never equal a number.
     """
-    candidate, gold = _normalise(candidate), _normalise(gold)
+    candidate, gold = normalise(candidate), normalise(gold)
     if not candidate:
         return False
     if _compact(candidate) == _compact(gold):
         return True
-    if letter := re.fullmatch(r"\(?([A-Z])\)?", gold):
-        candidate = _choice(candidate) or candidate
-        gold = letter[1]
+    (chosen, candidate_text), (letter, gold_text) = _choice(candidate), _choice(gold)
+    if chosen and letter:
+        return chosen == letter and (not (candidate_text and gold_text) or math_equal(candidate_text, gold_text))
+    if candidate_text or gold_text:
+        return math_equal(candidate_text or candidate, gold_text or gold)
+    if _letters(candidate) == _letters(gold) != "" and re.search(r"\W", candidate + gold):
+        return True
+    gold = letter or gold
     if _is_words(gold):
         return _plain_words(candidate) == _plain_words(gold)
-    if _is_ambiguous(candidate, gold):
-        return False
-    (candidate, unit), (gold, gold_unit) = _split_unit(candidate), _split_unit(gold)
+    if any(FORMULA.fullmatch(text) or ROMAN.fullmatch(text) for text in (candidate, gold)):
+        return re.sub(r"[\s_{}\\]", "", candidate).strip("()") == re.sub(r"[\s_{}\\]", "", gold).strip("()")
+    if bool(RELATION.search(candidate)) != bool(RELATION.search(gold)):
+        candidate, gold = solution_set(candidate), solution_set(gold)
+    unnamed = without_names(candidate, gold)
+    return unnamed is not None and not _is_ambiguous(*unnamed) and _same_value(*unnamed)
+
+
+def _same_value(candidate: str, gold: str) -> bool:
+    """Compare two answers without names, with math-verify if they are to be computed."""
+    (candidate, unit), (gold, gold_unit) = split_unit(candidate), split_unit(gold)
     if unit and gold_unit and unit != gold_unit:
         return False
+    (kind, parts), (gold_kind, gold_parts) = joined_numbers(candidate), joined_numbers(gold)
+    kinds = {kind, gold_kind}
+    if kinds != {"time", "ratio"} and (kinds & {"date", "range", "time"} or kinds == {"difference"}):
+        return parts == gold_parts and (len(kinds) == 1 or kinds == {"time", "fraction"})
+    if _verify(candidate, gold):
+        return True
+    if {unit, gold_unit} != {"%", None}:  # 50% equals 50 and 0.5
+        return False
+    hundredth = f"\\frac{{{candidate if unit else gold}}}{{100}}"
+    return _verify(hundredth, gold) if unit else _verify(candidate, hundredth)
+
+
+def _verify(candidate: str, gold: str) -> bool:
     # Each answer is put in a box, because `12 \\sqrt{3}` would otherwise be parsed as 3.
     boxed = [parse("\\boxed{" + text + "}", EXTRACTION, parsing_timeout=None) for text in (gold, candidate)]
     return bool(verify(*boxed, timeout_seconds=None))
 
 
-def _normalise(text: str) -> str:
-    """Return `text` in one notation: LaTeX for symbols, roots, powers and fractions; `\\degree`; no delimiters."""
-    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda match: "\\frac{" + _nfkc(match[0].strip()).replace("⁄", "}{") + "}", text)
-    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda match: "^{" + _nfkc(match[0]) + "}", text)
-    text = _strip_delimiters(text).translate(SYMBOLS)
-    for pattern, replacement in REWRITES:
-        text = re.sub(pattern, replacement, text)
-    return text.strip()
+def _same_number(a: Basic, b: Basic, *_: int) -> bool:
+    """Return whether two numbers, matrices of numbers or expressions are equal; replaces math-verify's comparison.
+
+    math-verify compares to a fixed number of decimals, so that all tiny numbers are equal. Here, a decimal equals a
+    number if both have the same six decimals and differ by less than 1e-5 of their size. Exact numbers are compared to
+    50 digits, and 12 if they contain decimals.
+    """
+    if isinstance(a, MatrixBase) or isinstance(b, MatrixBase):
+        return _compare_matrices(a, b, 6, 15)
+    percents = [grader.get_pct_val(each) for each in (a, b)]
+    if (percents[0] is None) != (percents[1] is None) and _same_number(percents[0] or a, percents[1] or b):
+        return True  # 9% equals 9
+    is_decimal = any(grader.is_atomic_or_pct_atomic(each, Float) for each in (a, b))
+    a, b = grader.safe_sympy_doit(a), grader.safe_sympy_doit(b)
+    if a.is_Rational and b.is_Rational:
+        return a == b
+    try:
+        if a.free_symbols or b.free_symbols:
+            terms = [each.evalf(30).as_coefficients_dict() for each in (a, b)]
+            return all(_are_close(terms[0][key], terms[1][key], 1e-12) for key in {*terms[0], *terms[1]})
+        if is_decimal:
+            return a.round(6) == b.round(6) and _are_close(a, b, 1e-5)
+        return _are_close(a, b, 1e-12 if a.has(Float) or b.has(Float) else 1e-50)
+    except (ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):  # it cannot be evaluated
+        return False
 
 
-def _repeating(whole: str, decimals: str, repeated: str) -> str:
-    """Write a repeating decimal as a fraction: ("0", "1", "6") → (16 − 1) / 90."""
-    numerator = int(whole + decimals + repeated) - int(whole + decimals)
-    return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(decimals)}}}"
-
-
-def _nfkc(text: str) -> str:
-    return unicodedata.normalize("NFKC", text)
-
-
-def _strip_delimiters(text: str) -> str:
-    text = re.sub(r"\\?\$|(?<!\\)\\[()]", " ", text)
-    return re.sub(r"\A\s*\\\[(.*)\\\]", r"\1", text, flags=re.DOTALL).strip().strip("*").rstrip(".。").strip()
+def _are_close(a: Basic, b: Basic, tolerance: float) -> bool:
+    """Return whether two finite numbers differ by at most `tolerance`, relative to the larger one."""
+    size = max(abs(a.evalf()), abs(b.evalf()))
+    return bool(size.is_finite and abs((a - b).evalf()) <= tolerance * size)
 
 
 def _compact(text: str) -> str:
@@ -116,11 +131,21 @@ def _compact(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
-def _choice(text: str) -> str | None:
-    """Return the letter with which `text` starts, as in "A. 5 cm", unless it mentions another choice."""
-    match = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", text, re.DOTALL)
-    others = match and re.search(r"\(?\b[A-Z][.):]|\b(?:or|and)\s+\(?[A-Z]\b|[,;/]\s*\(?[A-Z]\b", match[2])
-    return match[1] if match and not others else None
+def _choice(text: str) -> tuple[str, str]:
+    """Return the letter and the text of a choice such as "B", "Option B" or "A. 5 cm"; ("", "") for any other text.
+
+    A text that mentions another choice is none.
+    """
+    match = re.fullmatch(r"\(?([A-Z])(?:\)?|[.):]\s*(.*))", CHOICE_PREFIX.sub("", text), re.DOTALL)
+    if not match or re.search(r"\(?\b[A-Z][.):]|\b(?:or|and)\s+\(?[A-Z]\b|[,;/]\s*\(?[A-Z]\b", match[2] or ""):
+        return "", ""
+    return match[1], match[2] or ""
+
+
+def _letters(text: str) -> str:
+    """Return the letters of a choice of several letters in alphabetical order: "ABD" for "A, D and B"; else ""."""
+    text = CHOICE_PREFIX.sub("", text)
+    return "".join(sorted(re.findall(r"[A-Z]", text))) if LETTERS.fullmatch(text) else ""
 
 
 def _plain_words(text: str) -> str:
@@ -143,28 +168,14 @@ def _is_ambiguous(candidate: str, gold: str) -> bool:
         return True
     if "=" in candidate and re.search(r"\d\s+(?!and\b|or\b)[a-z][a-z\s]*\s\d", candidate):  # "2 because 3 + 4 = 7"
         return True
+    if PRIMES.findall(candidate) != PRIMES.findall(gold):
+        return True
     sides = candidate.split("=")
     return any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1])  # "1 = 5"
 
 
-def _split_unit(text: str) -> tuple[str, str | None]:
-    """Return the value and the unit, as in ("5", "cm^2"), or `text` and None if it does not end with a unit."""
-    match = UNIT.fullmatch(text)
-    if match is None:
-        return text, None
-    value, space, unit, power_word, name, per, power = match.groups()
-    if unit.startswith("\\degree"):
-        return value, "".join(unit.split()).replace("\\degree", "degree")
-    symbol = unit_symbol(name)
-    is_unit = symbol is not None if not space else symbol is not None or (len(name) > 2 and name not in NOT_UNITS)
-    if len(name) == 1:
-        is_unit = bool(space) and name in UNIT_LETTERS
-    if not is_unit:
-        return text, None
-    power = power or {"sq": "2", "cu": "3"}.get((power_word or "")[:2], "")
-    return value, (symbol or name.lower().rstrip("s")) + power + (f"/{unit_symbol(per) or per}" if per else "")
-
-
+_compare_matrices = grader.sympy_numeric_eq  # compares the elements with `_same_number`
+grader.sympy_numeric_eq = _same_number
 # Limit memory, so that a runaway call raises MemoryError before the machine runs out of memory.
 with contextlib.suppress(ValueError):  # a lower hard limit is already set
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))

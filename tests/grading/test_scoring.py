@@ -26,6 +26,7 @@ from rewards import Scorer
 from tests.helpers.scripts import ROOT, VECTORS
 
 CASES = [json.loads(line) for line in (VECTORS / "math.jsonl").read_text().splitlines()]
+NOTATION = [json.loads(line) for line in (VECTORS / "math_notation.jsonl").read_text().splitlines()]
 
 
 def think(answer: str) -> str:
@@ -158,6 +159,15 @@ def test_pairs_written_without_a_look_at_the_code():
             (too_much if exact > pair["exact"] or (reward > 0 and pair["wrong"]) else too_little).append(pair)
     assert len(too_much) <= 2, too_much
     assert len(too_little) <= 5, too_little
+
+
+@pytest.mark.parametrize("kind", sorted({row["kind"] for row in NOTATION}))
+def test_answers_in_many_notations(kind):
+    """Each file row is one form in which models write an answer, or a wrong answer that looks similar."""
+    rows = [row for row in NOTATION if row["kind"] == kind]
+    wrong = [row for row in rows if (rewards.math_reward(think(row["answer"]), row["gold"]) == 1.0) != row["equal"]]
+    assert len(rows) >= 5
+    assert not wrong
 
 
 def test_the_verifier_gets_the_last_box_alone():

@@ -1,0 +1,187 @@
+"""Write mathematical answers in one notation, as text: LaTeX for symbols, roots, powers, fractions and functions."""
+
+import re
+import unicodedata
+
+_GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "θ": "theta", "λ": "lambda", "ρ": "rho", "σ": "sigma"}
+_GREEK |= {"φ": "phi", "ω": "omega", "π": "pi"}
+_SYMBOLS = str.maketrans(
+    {"°": "\\degree ", "º": "\\degree ", "℃": "\\degree C", "℉": "\\degree F", "−": "-", "–": "-", "‐": "-"}
+    | {"×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∶": ":", "√": "\\sqrt ", "∛": "\\sqrt[3] "}
+    | {"∜": "\\sqrt[4] ", "∞": "\\infty ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ", "∈": "\\in "}
+    | {"≤": "\\le ", "≥": "\\ge ", "≦": "\\le ", "≧": "\\ge ", "⩽": "\\le ", "⩾": "\\ge ", "≠": "\\ne ", "→": "\\to "}
+    | {"ℝ": "\\mathbb{R}", "∠": "\\angle ", "′": "'", "’": "'", "、": ", ", "或": " or ", "和": " and "}
+    | {letter: f"\\{name} " for letter, name in _GREEK.items()}
+)
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log|exp"
+_MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
+_MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
+_NESTED = r"\(((?:[^()]|\([^()]*\))*)\)"  # the parentheses of an argument
+_REWRITES = [  # (pattern, replacement), applied in this order
+    (r"\\f?box(?:ed)?\s*(?=[^\s{])", ""),
+    (r"```\w*\n?|`|^#+\s|__", " "),
+    (r"^\s*(?:答案|故选|选)\s*[是为选]?\s*:?", ""),
+    (r"^\s*(?:=|≈|\\approx\b)", ""),
+    (r"\\(?:text|textrm|textbf|mathrm|mathbf|operatorname|mbox|rm)\s*\{([^{}]*)\}", r" \1 "),
+    (r"^\s*(['\"])(.*)\1\s*$", r"\2"),
+    (r"\\!", ""),
+    (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
+    (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
+    (r"(?<!\\)\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
+    (r"\s*(?:\\?%|\b(?:percent|per cent|pct)\b)", r"\\%"),
+    (r"\\prime\b\s*", "'"),
+    (r"\^\s*\{?\s*('+)\s*\}?", r"\1"),
+    (r"\\varnothing\b|\\\{\s*\\\}|\b(?:the )?empty set\b|(?i:^\s*no (?:real )?(?:solutions?|roots?)$)", r"\\emptyset "),
+    (r"(?i:^\s*(?:the set of )?all real(?: number)?s$)", r"\\mathbb{R}"),
+    (r"(?<!\d)(\d++)\.(\d*+)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
+    (r"\b([apAP])\.\s?([mM])\b\.?", r"\1\2"),  # "p.m." becomes "pm"
+    (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
+    (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\w.])(\d++)\s*\\frac\{(\d++)\}\{(\d++)\}", lambda match: _mixed(*map(int, match.groups()))),
+    (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
+    (rf"(?<=[\d)}}])\s*({'|'.join(_MAGNITUDES)})(?![A-Za-z])", lambda match: f"\\times {_MAGNITUDES[match[1]]}"),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({\\-])", "^"),
+    (r"\^\s*(-?\d+)|_\s*(\d+)", lambda match: match[0][0] + "{" + (match[1] or match[2]) + "}"),  # `x^10` means x^{10}
+    (rf"\^\s*{_NESTED}", r"^{\1}"),
+    (r"<=|=<|\\leq?(?:slant)?(?![A-Za-z])", r"\\le "),
+    (r">=|\\geq?(?:slant)?(?![A-Za-z])", r"\\ge "),
+    (r"\+/?-", r"\\pm "),
+    (r"(?<![\\A-Za-z])(?:oo|inf(?:inity)?)(?![A-Za-z])", r"\\infty "),
+    (rf"(?<![\\A-Za-z])({'|'.join(_GREEK.values())})(?![A-Za-z]|\s+[A-Za-z]{{2}})", r"\\\1 "),
+    (r"(?<![\\A-Za-z])log_?(\d+)\s*(?=\()", r"\\log_{\1}"),
+    (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?=\s*(?:[\d(^_\\|]|[A-Za-z]\b))", r"\\\1 "),
+    (r"(?<![A-Za-z])abs\s*\(([^()]*)\)", r"|\1|"),
+    (r"(?<![A-Za-z])cbrt\b", r"\\sqrt[3]"),
+    (rf"(?<![A-Za-z])\\?sqrt\s*(\[\d+\])?\s*{_NESTED}", r"\\sqrt\1{\2}"),
+    (r"(?<![A-Za-z])\\?sqrt\s*(\[\d+\])?\s*(\d+(?:\.\d+)?|[A-Za-z]\b)", r"\\sqrt\1{\2}"),
+]
+
+
+def normalise(text: str) -> str:
+    """Return `text` in LaTeX without delimiters, boxes and markup; full-width characters become ordinary ones."""
+    text = re.sub(r" ?[¼-¾⅐-⅞]", lambda match: "\\frac{" + _nfkc(match[0].strip()).replace("⁄", "}{") + "}", text)
+    text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda match: "^{" + _nfkc(match[0]) + "}", text)
+    text = re.sub(r"[₀-₉ₙ]+", lambda match: "_{" + _nfkc(match[0]) + "}", text)
+    text = _strip_delimiters(_nfkc(text.translate(_SYMBOLS)))
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text)
+    return text.strip().rstrip(".。").strip()
+
+
+def _repeating(whole: str, decimals: str, repeated: str) -> str:
+    """Write a repeating decimal as a fraction: ("0", "1", "6") → (16 − 1) / 90."""
+    numerator = int(whole + decimals + repeated) - int(whole + decimals)
+    return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(decimals)}}}"
+
+
+def _mixed(whole: int, numerator: int, denominator: int) -> str:
+    return f"\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
+def _nfkc(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
+def _strip_delimiters(text: str) -> str:
+    text = re.sub(r"\\?\$|(?<!\\)\\[()]", " ", text)
+    return re.sub(r"\A\s*\\\[(.*)\\\]", r"\1", text, flags=re.DOTALL).strip().strip("*").rstrip(".。").strip()
+
+
+# --- dates, ranges and clock times ------------------------------------------------------------------------------------
+
+_JOINED = re.compile(
+    r"(\d+(?:\.\d+)?)(?:\\%)?\s*(-|/|:|to\b)\s*(\d+(?:\.\d+)?)(?:\s*\2\s*(\d+(?:\.\d+)?))?(?:\\%)?\s*([ap]m)?",
+    re.IGNORECASE,
+)
+
+
+def joined_numbers(text: str) -> tuple[str, list[float | str]]:
+    """Return what a text of numbers joined by `-`, `/`, `:` or "to" is, and its parts; ("", []) for any other text.
+
+    A "date" (three numbers), an ascending "range" and a "time" such as 8:20 are not to be computed. A "difference"
+    descends; it may be a range. A "ratio" is any other a:b.
+    """
+    text = re.sub(r"\A(\d+)\.(\d+)\.(\d+)\Z", r"\1-\2-\3", text.strip("()[]"))
+    match = _JOINED.fullmatch(re.sub(r"\A\\frac\{(\d+)\}\{(\d+)\}\Z", r"\1/\2", text))
+    if match is None:
+        return "", []
+    first, sign, second, third, half = match.groups()
+    parts = [*(float(number) for number in (first, second, third) if number), *([half.lower()] if half else [])]
+    if third:
+        return "date", parts
+    if sign == ":" or half:
+        return "time" if half or re.fullmatch(r"\d\d?:[0-5]\d", f"{first}:{second}") else "ratio", parts
+    if sign == "/":
+        return "fraction", parts
+    return "range" if sign != "-" or parts[0] < parts[1] else "difference", parts
+
+
+# --- named values and inequalities ------------------------------------------------------------------------------------
+
+_NAME = r"\\?[A-Za-z]+\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
+_POINT = re.compile(r"(?<![\w\\])[A-Z]'*(?:_\s*(?:\{\w\}|\w))?\s*(?=\([^()]*,)")  # the name in A(1,2)
+_VARIABLE = re.compile(r"(?!\\pi|\\infty)(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w\}?)?")
+RELATION = re.compile(r"\s*(<|>|\\le\b|\\ge\b|\\ne\b)\s*")
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "\\ne": "\\ne"}
+_BRACKETS = {">": "(", "\\ge": "[", "<": ")", "\\le": "]"}
+
+
+def without_names(candidate: str, gold: str) -> tuple[str, str] | None:
+    """Return both answers without the names of their values, or None if the names differ.
+
+    Values of one letter are a set, with or without indices: "x_1=3, x_2=5" becomes "3, 5". Values of several letters
+    become a tuple in the order of the letters. Single values keep their names if both have one.
+    """
+    if gold.startswith("(") != candidate.startswith("("):
+        candidate, gold = (_POINT.sub("", text) for text in (candidate, gold))
+    texts, named = (candidate, gold), (_named(candidate), _named(gold))
+    if all(len(pairs) == 1 for pairs in named) or any(not pairs and "=" in text for text, pairs in zip(texts, named)):
+        return texts
+    letters = [{re.sub(r"_.*", "", name) for name, _ in pairs} for pairs in named]
+    is_set = all(len(each) <= 1 for each in letters)
+    names = letters if is_set else [sorted(name for name, _ in pairs) for pairs in named]
+    if all(named) and names[0] != names[1]:
+        return None
+    values = [", ".join(value for _, value in (pairs if is_set else sorted(pairs))) for pairs in named]
+    candidate, gold = (
+        text if not pairs else each if is_set else f"({each})" for text, pairs, each in zip(texts, named, values)
+    )
+    return candidate, gold
+
+
+def _named(text: str) -> list[tuple[str, str]]:
+    """Return the (name, value) pairs of "x_1=3, x_2=5" or "(x, y) = (3, 5)"; [] if not every value has a name."""
+    if tuples := re.fullmatch(r"\(([^()=]+)\)\s*=\s*\(([^()=]+)\)", text):
+        names, values = (re.split(r"\s*,\s*", part.strip()) for part in tuples.groups())
+        return list(zip(names, values)) if len(names) == len(values) else []
+    parts = re.split(rf"\s*(?:[,;]|\band\b|\bor\b)[\s,;]*(?={_NAME}\s*=)", text)
+    pairs = [re.fullmatch(rf"\s*({_NAME})\s*=([^=]+)", part, re.DOTALL) for part in parts]
+    return [] if None in pairs else [(re.sub(r"[\s{}\\]", "", pair[1]), pair[2].strip()) for pair in pairs]
+
+
+def solution_set(text: str) -> str:
+    """Write inequalities of one variable as intervals: "x<1 or x>=3" → (-∞, 1) ∪ [3, ∞). Other text stays."""
+    text = re.sub(r"\A\\\{.*?(?:\||\\mid\b|:)(.*)\\\}\Z", r"\1", text)
+    intervals = [_interval(part) for part in re.split(r",?\s*(?:\bor\b|\\cup\b|\\lor\b)", text)]
+    return text if None in intervals else "\\cup ".join(intervals)
+
+
+def _interval(text: str) -> str | None:
+    """Write `a < x`, `x < b`, `a < x < b` or `a < x and x < b`, with any relations, as an interval; else None."""
+    bounds = []
+    for inequality in re.split(r",?\s*(?:\band\b|\\cap\b|\\land\b)", text):
+        parts = RELATION.split(inequality.strip())
+        if len(parts) == 3 and _VARIABLE.fullmatch(parts[0]):
+            bounds += [(parts[1], parts[2])]
+        elif len(parts) in (3, 5) and _VARIABLE.fullmatch(parts[2]):
+            bounds += [(_FLIPPED[parts[1]], parts[0]), *zip(parts[3::2], parts[4::2])]
+        else:
+            return None
+    low = [_BRACKETS[relation] + value for relation, value in bounds if relation in (">", "\\ge")]
+    high = [value + _BRACKETS[relation] for relation, value in bounds if relation in ("<", "\\le")]
+    other = [value for relation, value in bounds if relation == "\\ne"]
+    if other:
+        return f"(-\\infty, {other[0]})\\cup ({other[0]}, \\infty)" if len(bounds) == 1 else None
+    return None if len(low) > 1 or len(high) > 1 else ", ".join((low or ["(-\\infty"]) + (high or ["\\infty)"]))
