@@ -94,7 +94,8 @@ def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[
     recipe = shlex.split((HERE.parent / "recipes" / "real.flags").read_text(), comments=True)
     files = {"model": "model", "data": "train.jsonl", "eval_data": "test.jsonl"}
     settings: dict[str, Any] = {name: f"{cfg.data}/{file}" for name, file in files.items()}
-    settings |= {"output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps, "save_every": 0, "report_every": 0}
+    settings |= {"output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
+    settings |= {"eval_every": 20, "save_every": 0, "report_every": 0}
     settings |= {"gpu_memory": GIB_TOGETHER} if cfg.together > 1 else {}
     settings |= dict(flag.split("=", 1) for flag in cfg.flags)
     given = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())

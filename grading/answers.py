@@ -348,7 +348,12 @@ def _unit_after_box(answer: str, rest: str) -> str:
 
 
 def count_values(gold: str) -> int:
-    """Return the number of values in a list or set such as "3, 5" or "3 and 5"; a tuple or interval is one value."""
+    """Return the number of values in a list or set such as "3, 5" or "3 and 5".
+
+    A tuple, an interval or a sentence is one value.
+    """
+    if re.search(r"(?<![\\A-Za-z])(?!and\b|or\b)[a-z]{2,} [a-z]", gold):
+        return 1
     depth, values = 0, 1
     for token in re.findall(r"\\.|[()\[\]{}]|(?:[,;]\s*)?\b(?:and|or)\b|[,;]", gold, re.DOTALL):
         depth += (token in "([{") - (token in ")]}")

@@ -18,7 +18,7 @@ _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "millio
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
 _NESTED = r"\(((?:[^()]|\([^()]*\))*)\)"  # the parentheses of an argument
 _REWRITES = [  # (pattern, replacement), applied in this order
-    (r"\\f?box(?:ed)?\s*(?=[^\s{])", ""),
+    (r"\\f?box(?:ed)?(?![A-Za-z])\s*(?=[^\s{])", ""),
     (r"```\w*\n?|`|^#+\s|__", " "),
     (r"^\s*(?:答案|故选|选)\s*[是为选]?\s*:?", ""),
     (r"^\s*(?:=|≈|\\approx\b)", ""),

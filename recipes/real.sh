@@ -11,6 +11,7 @@ if [ ! -d $folder/data/model ]; then
   show .venv/bin/python -m demo.real --parts "$parts" --output $folder/data
 fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/real.flags | xargs -n 1)
+train_flags+=(--eval_every 20)
 if ! nvidia-smi -L > /dev/null 2>&1; then
   # a lower rate, because with few prompts and in float32 the reward often falls at 5e-6
   echo "There is no GPU: 30 smaller steps instead of 200, which take about a quarter of an hour on two cores."

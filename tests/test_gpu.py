@@ -381,16 +381,17 @@ def test_an_overflow_on_the_device_shrinks_the_budget(tiny_model, shapes, tmp_pa
 
 
 def test_a_real_model_learns_to_add(tmp_path):
-    """`./run.sh real` for 60 steps of its 200. Seeds 0 to 2 reach REACHED (docs/real.md)."""
+    """`./run.sh real` for 60 steps of its 200. There, seeds 0 to 5 have reached 0.43 to 0.55 (docs/real.md)."""
     data = ROOT / "runs" / "real" / "data"
     if not (data / "model").is_dir():
         pytest.skip("runs/real/data has no model: ./run.sh real makes it")
     recipe = shlex.split((ROOT / "recipes" / "real.flags").read_text(), comments=True)
     files = ["--model", f"{data}/model", "--data", f"{data}/train.jsonl", "--eval_data", f"{data}/test.jsonl"]
-    process = run("grpo.py", *recipe, *files, "--output", str(tmp_path), "--max_steps", "60", "--save_every", "0")
+    files += ["--output", str(tmp_path), "--save_every", "0", "--eval_every", "20"]
+    process = run("grpo.py", *recipe, *files, "--max_steps", "60")
     assert process.returncode == 0, process.stderr[-3000:]
     scores = [
         row["eval/reward"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row.get("eval/reward") is not None
     ]
     assert scores[0] < 0.2, "the pretrained model"
-    assert scores[-1] > 0.25, scores
+    assert scores[-1] > 0.33, scores
