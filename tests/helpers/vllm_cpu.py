@@ -2,10 +2,9 @@
 
     python tests/helpers/vllm_cpu.py grpo.py --engine vllm ...
 
-vLLM runs as on a GPU, apart from this: a CPU has no sleep mode, so going to sleep overwrites the weights and buffers;
-whatever a sync leaves out then spoils the next completions. Matrix products are plain ones, because vLLM's packed
-weights cannot be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing
-is compiled.
+vLLM runs as on a GPU, apart from this: a CPU has no sleep mode, so going to sleep overwrites the weights; whatever a
+sync leaves out then spoils the next completions. Matrix products are plain ones, because vLLM's packed weights cannot
+be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing is compiled.
 """
 
 import contextlib
@@ -29,11 +28,12 @@ import rollout
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Overwrite what vLLM's `model` would lose on a GPU when it goes to sleep."""
-    for module in model.modules():
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None:
-                tensor.data.fill_(math.nan if tensor.is_floating_point() else 0)
+    """Overwrite the weights of vLLM's `model`, which a sync has to send again after a sleep.
+
+    The buffers stay: on a GPU, `policy.vllm_worker` restores them.
+    """
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan if parameter.is_floating_point() else 0)
 
 
 class SleepingLLM(vllm.LLM):
