@@ -9,7 +9,6 @@ its group. Each reward's docstring gives its range, an example, and the exploits
 math-verify and the verifier model are in `grading/`.
 """
 
-import itertools
 import math
 import re
 import reprlib
@@ -362,14 +361,15 @@ class Scorer:
             for (name, chunk), results in zip(jobs, pool.map(lambda job: self._values(*job), jobs)):
                 values[name] += results
                 bar.update(len(chunk))
-        errors, scored, place = [], [], itertools.count()
+        errors, scored, results = [], [], zip(*values.values())
         for sample, group in zip(samples, rollouts):
             scored.append([])
-            for rollout, i in zip(group, place):
-                parts = {name: values[name][i][0] for name in self.weights}
+            for rollout in group:
+                found = dict(zip(values, next(results)))
                 for name, function in self.user_functions.items():
-                    if problem := values[name][i][1]:
+                    if problem := found[name][1]:
                         errors.append(f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}")
+                parts = {name: value for name, (value, _) in found.items()}
                 scored[-1].append(self._sum(parts, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
 

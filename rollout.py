@@ -150,8 +150,8 @@ def make_engine(
 
 
 @contextlib.contextmanager
-def undo_global_changes(model: str) -> Iterator[None]:
-    """Undo what loading vLLM for `model` changes in the whole process.
+def undo_global_changes(config: transformers.PreTrainedConfig) -> Iterator[None]:
+    """Undo what loading vLLM for a model with this `config` changes in the whole process.
 
     For torch.compile, vLLM allows a single compile thread and sets its own cache folder. With the environment variables
     restored, the trainer compiles as it would without vLLM, and a later run can reuse the trainer's compile cache.
@@ -160,7 +160,6 @@ def undo_global_changes(model: str) -> Iterator[None]:
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
-    config = load_config(model)
     try:
         yield
     finally:
@@ -171,29 +170,33 @@ def undo_global_changes(model: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def model_options(config: transformers.PreTrainedConfig, processor: Processor, limits: RequestLimits) -> dict[str, Any]:
+    """Return the options of vLLM that depend on the model and on what is installed."""
+    options: dict[str, Any] = {}
+    if limits.tokens <= (getattr(config, "sliding_window", None) or 0):  # no sequence is longer than the window
+        options["hf_overrides"] = {"sliding_window": None}  # else, vLLM manages a KV cache for each kind of layer
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
+    if processor.image_processor is not None:
+        options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
+        options["enable_mm_embeds"] = True
+        options["mm_processor_kwargs"] = processor.preparation.vllm_options
+    return options
+
+
 def start_vllm(
     flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, weight_bytes: int
 ) -> Any:
     """Start vLLM in this process and return its `vllm.LLM`. Raises UserError if it does not start."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    options: dict[str, Any] = {}
-    config = load_config(model)
-    if limits.tokens <= (getattr(config, "sliding_window", None) or 0):
-        options["hf_overrides"] = {
-            "sliding_window": None
-        }  # vLLM would keep a KV cache of its own for each kind of layer
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
     for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
         os.environ.setdefault(name, "0")
-    if processor.image_processor is not None:
-        options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
-        options["enable_mm_embeds"] = True
-        options["mm_processor_kwargs"] = processor.preparation.vllm_options
+    config = load_config(model)
+    options = model_options(config, processor, limits)
     try:
-        with undo_global_changes(model):
+        with undo_global_changes(config):
             import vllm
 
             if "mm_device_do_normalize" in vllm.EngineArgs.__dataclass_fields__:  # releases after 0.25

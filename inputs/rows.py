@@ -79,14 +79,8 @@ CHAT_TEXT = re.compile(
 )
 OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
-ZIP_ENCODINGS = (
-    "utf-8",
-    "gb18030",
-    "big5hkscs",
-    "cp932",
-    "cp949",
-    "cp866",
-)  # of names that a ZIP does not mark as UTF-8
+# of names that a ZIP does not mark as UTF-8
+ZIP_ENCODINGS = ("utf-8", "gb18030", "big5hkscs", "cp932", "cp949", "cp866")
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
 
 

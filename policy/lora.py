@@ -240,18 +240,17 @@ SETTINGS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["modules_to_save", "target_parameters"], lambda value: isinstance(value, list | None)),
 }
 # These say where the adapter comes from and how it was made.
-NO_EFFECT = (
-    "auto_mapping base_model_name_or_path corda_config eva_config exclude_modules fan_in_fan_out inference_mode "
-)
-NO_EFFECT += "layers_pattern layers_to_transform loftq_config lora_dtype lora_ga_config megatron_core peft_version "
-NO_EFFECT += "rank_pattern revision runtime_config target_modules task_type"
+NO_EFFECT = {"auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules"}
+NO_EFFECT |= {"fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dtype"}
+NO_EFFECT |= {"lora_ga_config", "megatron_core", "peft_version", "rank_pattern", "revision", "runtime_config"}
+NO_EFFECT |= {"target_modules", "task_type"}
 
 
 def _check_settings(settings: dict, source: str) -> None:
     """Raise UserError for the first setting in an adapter_config.json that `load_adapter` does not follow."""
     for name, value in settings.items():
         is_off = value in (None, False, "", [], {}) or _is_finite(value)  # no number alone is a switch
-        if name not in NO_EFFECT.split() and not (SETTINGS[name](value) if name in SETTINGS else is_off):
+        if name not in NO_EFFECT and not (SETTINGS[name](value) if name in SETTINGS else is_off):
             problem = f"its adapter_config.json has {name}={reprlib.repr(value)}, which is not supported"
             raise UserError(f"{source!r}: {problem}: correct it, or merge the adapter with PEFT")
 

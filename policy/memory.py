@@ -205,11 +205,16 @@ def fits_beside_sampler(policy: Policy, cfg: Config, device: torch.device, shard
     free, total = torch.cuda.mem_get_info(device)
     state = sum(process_bytes(policy, cfg, bool(cfg.beta), device, sharding))
     gathered = compute_dtype(cfg.dtype, device).itemsize * num_weights(policy)
-    logits = 28 * LOGIT_ROWS * language_model(policy.model).config.vocab_size
+    logits = logits_bytes(policy, cfg.compile)
     tokens = cfg.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
     activations = tokens * bytes_per_token(policy, 0, cfg.compile, compute_dtype(cfg.dtype, device))
     too_large = state + gathered + logits + activations > free - MARGIN * total
     return not distributed.all_max(torch.tensor(int(too_large)))
+
+
+def logits_bytes(policy: Policy, compiled: bool) -> int:
+    """Return what the float32 logits of `LOGIT_ROWS` tokens and their derivatives take."""
+    return (12 if compiled else 28) * LOGIT_ROWS * language_model(policy.model).embed_tokens.weight.shape[0]
 
 
 def memory_saving_flags(cfg: Config, sharding: str) -> list[str]:
@@ -328,7 +333,7 @@ def measure_memory(
     if is_quantised(policy):
         gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
     head = policy.model.lm_head.weight
-    logits = (12 if flags.compile else 28) * LOGIT_ROWS * decoder.embed_tokens.weight.shape[0]
+    logits = logits_bytes(policy, flags.compile)
     total = min(limit * 2**30 or gpu_size, in_use + free)
     return MemoryBudget(
         total=total,

@@ -573,7 +573,7 @@ def test_what_vllm_changes_in_the_process_is_undone(tiny_model, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", "/before")
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    with undo_global_changes(tiny_model):
+    with undo_global_changes(load_config(tiny_model)):
         monkeypatch.setenv("TRITON_CACHE_DIR", "/vllm")
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         AutoConfig.register("qwen2_5_vl", VLLMConfig, exist_ok=True)

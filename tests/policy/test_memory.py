@@ -367,7 +367,7 @@ def test_the_sampler_stays_awake_where_the_largest_micro_batch_fits_beside_it(po
     needed = sum(memory.process_bytes(policy, cfg, False, GPU, "full")) + 2 * sum(
         p.numel() for p in policy.parameters()
     )
-    needed += 28 * memory.LOGIT_ROWS * 264 + memory.MAX_MICRO_BATCH_TOKENS * memory.bytes_per_token(policy, 0, True)
+    needed += 12 * memory.LOGIT_ROWS * 264 + memory.MAX_MICRO_BATCH_TOKENS * memory.bytes_per_token(policy, 0, True)
     needed += memory.MARGIN * total
     for free, flags, stays in (
         (needed + 1, {}, True),
