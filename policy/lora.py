@@ -6,8 +6,8 @@
 Routed experts lie in one tensor (experts, in, out). If they are adapted, each has its own A and B, which PEFT keeps one
 after another in two matrices and adds to the tensor before it is used.
 
-The sampler receives adapted weights, which are recomputed from the base for every sync. Nothing is ever merged into the
-base, so rounding errors do not accumulate. The reference of the KL term is the same model with a different adapter: the
+The sampler receives adapted weights, which are recomputed from the base for every sync (`adapted_weights`). Nothing is
+ever merged into the base, so rounding errors do not accumulate. The reference of the KL term is the same model with a different adapter: the
 adapter that training started from, or none if training started with a new adapter. There is no second copy of the base.
 """
 
@@ -315,10 +315,11 @@ def reference_weights(model: nn.Module) -> Iterator[None]:
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the base, full tensor) for every parameter of the base, with the adapter added.
 
-    Each tensor has the dtype of the parameter in the base. A 4-bit weight is dequantised as in the forward pass.
-    Gathering is collective: every process must iterate to the end.
+    Each tensor has the dtype of the parameter in the base, rounded by `round_at_random`, the same way every time. A
+    4-bit weight is dequantised as in the forward pass. Gathering is collective: every process must iterate to the end.
     """
     layers = adapted_layers(model)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
@@ -327,7 +328,8 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         layer = layers.get(name) or layers.get(name.removesuffix(".weight"))
         if layer is not None:
             factors = (distributed.full_tensor(factor[POLICY].weight) for factor in (layer.lora_A, layer.lora_B))
-            weight = _adapted(weight, *factors, layer.scaling[POLICY]).to(weight.dtype)
+            adapted = _adapted(weight, *factors, layer.scaling[POLICY])
+            weight = round_at_random(adapted, weight.dtype, generator)
         yield name, weight
 
 
@@ -342,6 +344,20 @@ def _adapted(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     experts = len(weight)
     a, b = a.float().unflatten(0, (experts, -1)), b.float().unflatten(1, (-1, experts))
     return torch.baddbmm(weight.float(), b.permute(2, 0, 1), a, alpha=scaling)
+
+
+def round_at_random(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return the float32 `tensor` in `dtype`, each number rounded up or down at random, so that the mean is exact.
+
+    The weights of a base in bfloat16 lie on its grid. W + δ, rounded to the nearest number of that grid, would be W
+    again for each δ of less than half a step, and the sampler would not see the first updates: with Gemma 3 270M, one
+    at a learning rate of 1e-5 lost 71 % of its effect on the log-probabilities, but here 5 % (docs/log.md).
+    """
+    dropped = 23 + int(math.log2(torch.finfo(dtype).eps))  # bits of the mantissa that `dtype` lacks: 16 of bfloat16
+    if not dropped:
+        return tensor.to(dtype)
+    noise = torch.randint(2**dropped, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int32)
+    return (noise + tensor.view(torch.int32)).bitwise_and_(-(2**dropped)).view(torch.float32).to(dtype)
 
 
 def dequantised(parameter: Tensor) -> Tensor:

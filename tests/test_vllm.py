@@ -94,7 +94,10 @@ def test_completions_depend_on_their_seeds_alone(engine):
 
 @gpu_only
 def test_sleep_gives_memory_back(engine):
-    assert all(r["freed_gib"] > 5 for r in engine["rounds"])
+    held = sum(map(sum, engine["mib_of_blocks"].values()))
+    freed = [r["freed_mib"] for r in engine["rounds"]]
+    assert held > 10
+    assert min(freed) > 0.9 * held, (freed, engine["mib_of_blocks"])
     large = {tag: sum(size > 2 for size in blocks) for tag, blocks in engine["mib_of_blocks"].items()}
     assert large["kv_cache"] == 1, "vLLM takes the memory of its KV cache block by block"
     assert large["weights"] <= 1, "the tiny model's weights may all lie in blocks for small tensors"

@@ -81,6 +81,7 @@ def main(model: str, data: str, out: str) -> None:
             for parameter in policy.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * parameter.abs().mean() * 0.1 * number)
+        torch.cuda.empty_cache()
         asleep = torch.cuda.mem_get_info()[0] if on_gpu else 0
         engine.wake_up()
         engine.sync_weights(policy)
@@ -100,7 +101,7 @@ def main(model: str, data: str, out: str) -> None:
         results["rounds"].append(
             {
                 "features": prompts[0].features is not None,
-                "freed_gib": (asleep - awake) / 2**30,
+                "freed_mib": (asleep - awake) / 2**20,
                 "difference": differences(policy, prompts, groups),
                 "greedy_difference": differences(policy, prompts, greedy),
                 "repeated_fraction": sum(torch.equal(a.ids, b.ids) for a, b in zip(rollouts, repeated)) / len(rollouts),
