@@ -7,8 +7,9 @@ Routed experts lie in one tensor (experts, in, out). If they are adapted, each h
 after another in two matrices and adds to the tensor before it is used.
 
 The sampler receives adapted weights, which are recomputed from the base for every sync (`adapted_weights`). Nothing is
-ever merged into the base, so rounding errors do not accumulate. The reference of the KL term is the same model with a different adapter: the
-adapter that training started from, or none if training started with a new adapter. There is no second copy of the base.
+ever merged into the base, so rounding errors do not accumulate. The reference of the KL term is the same model with a
+different adapter: the adapter that training started from, or none if training started with a new adapter. There is no
+second copy of the base.
 """
 
 import contextlib

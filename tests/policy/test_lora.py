@@ -185,7 +185,7 @@ def test_changes_far_below_the_rounding_step_reach_the_sampler_in_the_mean(tiny_
     for layer in lora.adapted_layers(policy.model).values():
         layer.lora_A["policy"].weight.data = torch.full_like(layer.lora_A["policy"].weight, 0.1)
         layer.lora_B["policy"].weight.data = torch.full_like(layer.lora_B["policy"].weight, 0.01 * step / 0.8)
-    base = {name: p for name, p in load_model(tiny_model, dtype).named_parameters()}
+    base = dict(load_model(tiny_model, dtype).named_parameters())
     sent, again = dict(adapted_weights(policy.model)), dict(adapted_weights(policy.model))
     assert all(torch.equal(sent[name], again[name]) for name in sent), "a sync must not depend on earlier ones"
     changes = [(sent[name].float() - base[name].float()).flatten() for name in sent]
