@@ -388,12 +388,11 @@ class GRPOFlags:
 
     loss_type: str = "grpo"
     """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`. Dr. GRPO itself also needs
-    scale_rewards none."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
-    gdpo: bool = False
-    """Normalise each reward in its group before the weighted sum (GDPO, arXiv:2601.05242). Without this flag, the
-    weighted sum is normalised."""
+    advantage none."""
+    advantage: str = "group"
+    """The advantage: a reward minus the mean of its group, divided by the standard deviation of the rewards in the
+    group, in the batch, or by nothing (none); or gdpo: each reward is normalised in its group before the weighted sum
+    (GDPO, arXiv:2601.05242); or one that you add to `ADVANTAGES`."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
     the advantages of their groups."""

@@ -22,6 +22,8 @@ from config import Config, with_recipe
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
     ARGS = cli.parse(Config, with_recipe)
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,15 +39,19 @@ from common.records import Completion, Group, GroupRewards, ScoredGroup
 from packing import PackedBatch
 from training.loop import Run
 from training.run import start
+from training.spans import of_completions, spread_over_tokens
 
 # --- advantages -------------------------------------------------------------------------------------------------------
 
 
 def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config) -> Tensor:
-    """Return the advantages (P, G) of `rewards`. Dynamic sampling keeps the groups in which one is not zero."""
-    if cfg.gdpo:
-        return gdpo_advantages(rewards.parts, weights, cfg.scale_rewards)
-    return group_advantages(rewards.total, cfg.scale_rewards)
+    """Return the advantages of `rewards`, (P, G) or, of each token, (P, G, L); NaN leaves a completion out.
+
+    `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
+    """
+    advantage = ADVANTAGES[cfg.advantage]
+    of_spans = functools.partial(advantage, weights=weights)
+    return spread_over_tokens(advantage(rewards, weights), rewards, of_spans, cfg.max_completion_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -63,7 +69,7 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
 
 
-def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: str = "group") -> Tensor:
+def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
     """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
     Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
@@ -72,9 +78,17 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float], scale: 
     weights = {name: weight for name, weight in weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
     rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
-    sums = sum(weight * group_advantages(rewards[name], scale) for name, weight in weights.items())
+    sums = sum(weight * group_advantages(rewards[name]) for name, weight in weights.items())
     std = deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1))
     return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
+
+
+ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float]], Tensor]] = {  # from rewards and their weights
+    "group": lambda rewards, weights: group_advantages(rewards.total, "group"),
+    "batch": lambda rewards, weights: group_advantages(rewards.total, "batch"),
+    "none": lambda rewards, weights: group_advantages(rewards.total, "none"),
+    "gdpo": lambda rewards, weights: gdpo_advantages(rewards.parts, weights),
+}
 
 
 # --- the objective of a token -----------------------------------------------------------------------------------------
@@ -89,10 +103,11 @@ class Loss:
     clip_low: float  # the default of `--clip_low`
     clip_high: float  # the default of `--clip_high`
     ratio: Literal["token", "sequence"] = "token"  # "sequence": the geometric mean over the completion
+    needs_entropy: bool = False  # whether `objective` gets each token's `entropy` (C,), with its gradient
 
 
 def clipped_objective(
-    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, cfg: Config
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, batch: PackedBatch, cfg: Config
 ) -> tuple[Tensor, Tensor]:
     """Return min(r·A, clip(r)·A), and whether a clip bound decides. All tensors are (C,).
 
@@ -110,7 +125,7 @@ def clipped_objective(
 
 
 def cispo_objective(
-    logp: Tensor, log_ratio: Tensor, advantages: Tensor, row_of_token: Tensor, cfg: Config
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, batch: PackedBatch, cfg: Config
 ) -> tuple[Tensor, Tensor]:
     """Return stop_gradient(clip(r)) · A · log π_θ, and whether r was clipped (CISPO eq. 4, arXiv:2506.13585)."""
     ratio = log_ratio.exp()
@@ -120,7 +135,7 @@ def cispo_objective(
 
 LOSSES = {
     "grpo": Loss(clipped_objective, "sequences", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300
-    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783, with --scale_rewards none
+    "dr_grpo": Loss(clipped_objective, "constant", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783, with --advantage none
     "dapo": Loss(clipped_objective, "tokens", 0.2, 0.28),  # DAPO, arXiv:2503.14476
     "gspo": Loss(clipped_objective, "sequences", 3e-4, 4e-4, ratio="sequence"),  # GSPO eq. 5 and 7, arXiv:2507.18071
     "cispo": Loss(cispo_objective, "tokens", 1.0, 4.0),  # CISPO, arXiv:2506.13585
@@ -166,8 +181,10 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     return torch.where(lengths > 0, 1 / divisors[LOSSES[loss_type].average], 0.0).float()
 
 
-def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of one micro-batch, and sums over its tokens for the metrics. `logp` (C,) is that of π_θ.
+def batch_loss(
+    cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of one micro-batch, and sums over its tokens. `logp` and `entropy` (C,) are those of π_θ.
 
     With token weight w, the loss is Σ w · (β · KL − importance · objective). The objective is that of `LOSSES`, a
     function of the ratio r = π_θ / π_old and the advantage. π_old is the policy before the step's
@@ -185,7 +202,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor) -> tuple[Tensor, d
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
         log_ratio = mean_by_row(log_ratio, rows)
-    objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, rows, cfg)
+    options = {"entropy": entropy} if loss_type.needs_entropy else {}
+    objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         importance, is_capped = importance_weights(
@@ -237,23 +255,24 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    These are scored and have a non-zero advantage or a KL term. The rest is left out, but counts in the divisors of the
-    weights, so the gradient stays the same. A truncated completion is trained on like any other. With `mask_truncated`,
-    its tokens are neither trained on nor counted; it counts as a sequence (DAPO, arXiv:2503.14476, section 3.4).
+    Unscored ones, and those with an advantage of NaN, neither train nor count. The others count in the divisors of the
+    weights; those whose advantages are all 0 are left out unless a KL or entropy term needs them, so the gradient stays
+    the same. A truncated completion is trained on like any other. With `mask_truncated`, its tokens are neither trained
+    on nor counted; it counts as a sequence (DAPO, arXiv:2503.14476, section 3.4).
     """
-    pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards)]
-    lengths = torch.tensor([0 if math.isnan(rewards.total) else len(rollout.ids) for rollout, rewards in pairs]).long()
-    masked = torch.tensor([cfg.mask_truncated and rollout.truncated for rollout, _ in pairs], dtype=torch.bool)
+    everyone = [pair for group in groups for pair in zip(group.rollouts, of_completions(group, advantages))]
+    lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for rollout, own in everyone]).long()
+    masked = torch.tensor([cfg.mask_truncated and rollout.truncated for rollout, _ in everyone], dtype=torch.bool)
     unmasked = lengths.masked_fill(masked, 0)
     totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
-    weights = iter(weights.tolist())
-    needed = []
+    remaining = zip(everyone, weights.tolist())
+    needs_all, needed = cfg.beta or LOSSES[cfg.loss_type].needs_entropy, []
     for group in groups:
         completions = [
-            Completion(rollout.ids, rollout.sampling_logp, advantage, weight, rollout.num_stale)
-            for rollout, advantage, weight in zip(group.rollouts, advantages[group.index].tolist(), weights)
-            if weight and (advantage or cfg.beta)
+            Completion(rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale)
+            for (rollout, own), weight in itertools.islice(remaining, len(group.rollouts))
+            if weight and (needs_all or own.any())
         ]
         if completions:
             needed.append(Group(group.prompt, completions, group.index))
@@ -262,11 +281,11 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
 
 def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
     """Add the gradient of one micro-batch; return its sums over tokens, and the log-probabilities (C,)."""
-    logp, entropy = run.policy(batch, run.cfg.temperature)
-    loss, sums = batch_loss(run.cfg, batch, logp)
+    logp, entropy = run.policy(batch, run.cfg.temperature, LOSSES[run.cfg.loss_type].needs_entropy)
+    loss, sums = batch_loss(run.cfg, batch, logp, entropy)
     # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
     (loss * distributed.world_size()).backward()
-    return sums | {"entropy": (entropy * (batch.values.weights > 0)).sum()}, logp.detach()
+    return sums | {"entropy": (entropy.detach() * (batch.values.weights > 0)).sum()}, logp.detach()
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -274,8 +293,9 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
 
 def resolve_loss(cfg: Config) -> None:
     """Set unset clip bounds to the loss type's defaults. Raises UserError for flags that do not fit the loss type."""
-    if cfg.loss_type not in LOSSES:
-        raise UserError(f"--loss_type {cfg.loss_type}: choose one of {', '.join(LOSSES)}")
+    for flag, table in (("loss_type", LOSSES), ("advantage", ADVANTAGES)):
+        if (name := getattr(cfg, flag)) not in table:
+            raise UserError(f"--{flag} {name}: choose one of {', '.join(table)}")
     loss = LOSSES[cfg.loss_type]
     cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
     cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high

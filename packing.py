@@ -190,7 +190,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
 
     return TokenValues(
         sampling_logp=torch.cat([completion.sampling_logp for completion in completions]),
-        advantages=torch.tensor([completion.advantage for completion in completions]).repeat_interleave(repeats),
+        advantages=torch.cat([torch.as_tensor(each.advantage).expand(n) for n, each in zip(lengths, completions)]),
         weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor(has_image).repeat_interleave(repeats),
         stale=torch.cat([torch.arange(n) < completion.num_stale for n, completion in zip(lengths, completions)]),

@@ -3,26 +3,29 @@
 A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
 decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
 the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
-its group. Each reward's docstring gives its range, an example, and the exploits that the reward guards against.
+its group. A reward of parts of the completion, such as steps, returns `[(start, end, value), ...]` with indices of
+characters; its number is the sum of the values (training/spans.py). Each reward's docstring gives its range, an
+example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
 math-verify and the verifier model are in `grading/`.
 """
 
+import itertools
 import math
 import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
 
 from common import console
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
-from common.records import TAG, Rewards, Rollout, Sample
+from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
@@ -33,7 +36,7 @@ from inputs.images import decode_image
 
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
-Reward = Callable[..., float | None]
+Reward = Callable[..., float | list[tuple[int, int, float]] | None]
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
 
@@ -261,6 +264,15 @@ def _decoded_images(sample: Sample) -> list[Image.Image]:
         raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
 
 
+@dataclass(frozen=True)
+class Value:
+    """What a reward has returned for a completion."""
+
+    number: float = math.nan  # NaN if the completion is unscored
+    spans: tuple[tuple[int, int, float], ...] = ()  # (start, end, value), in order
+    error: str = ""
+
+
 class Scorer:
     """Score completions with all rewards of a run.
 
@@ -353,7 +365,7 @@ class Scorer:
             jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
         uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
         threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
-        values: dict[str, list[tuple[float, str | None]]] = {name: [] for name in self.weights}
+        values: dict[str, list[Value]] = {name: [] for name in self.weights}
         with (
             ThreadPoolExecutor(threads) as pool,
             console.progress(desc="rewards", total=len(pairs) * len(values)) as bar,
@@ -366,12 +378,23 @@ class Scorer:
             scored.append([])
             for rollout in group:
                 found = dict(zip(values, next(results)))
-                for name, function in self.user_functions.items():
-                    if problem := found[name][1]:
-                        errors.append(f"--reward {function} on {sample.source}, {rollout.text[:60]!r}: {problem}")
-                parts = {name: value for name, (value, _) in found.items()}
-                scored[-1].append(self._sum(parts, len(rollout.ids), max_length))
+                for name, value in found.items():
+                    if value.error:
+                        reward = f"--reward {self.user_functions.get(name, name)}"
+                        errors.append(f"{reward} on {sample.source}, {rollout.text[:60]!r}: {value.error}")
+                scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
+
+    def _rewards(self, found: dict[str, Value], length: int, max_length: int | None) -> Rewards:
+        """Return the rewards of a completion of `length` tokens, and of each part of it that has its own."""
+        parts = {name: value.number for name, value in found.items()}
+        edges = sorted({edge for value in found.values() for *place, _ in value.spans for edge in place})
+        spans = []
+        for start, end in itertools.pairwise(edges):
+            own = {name: x for name, value in found.items() for a, b, x in value.spans if a <= start < b}
+            if own:
+                spans.append(Span(start, end, self._sum(parts | own, length, max_length)))
+        return replace(self._sum(parts, length, max_length), spans=tuple(spans))
 
     def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
         """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""
@@ -381,11 +404,8 @@ class Scorer:
         penalty = overlong_penalty(length, max_length, self.overlong_buffer)
         return Rewards(raw + penalty, raw, parts | {"overlong": penalty})
 
-    def _values(self, name: str, pairs: list[tuple[Sample, Rollout]]) -> list[tuple[float, str | None]]:
-        """Compute one reward of each completion and return its (value, error).
-
-        The value is NaN if the completion is unscored. The error is that of a user-defined reward, or None.
-        """
+    def _values(self, name: str, pairs: list[tuple[Sample, Rollout]]) -> list[Value]:
+        """Compute one reward of each completion."""
         calls = []
         images: dict[str, list[Image.Image]] = {}  # by row, so that the calls for its completions share them
         for sample, rollout in pairs:
@@ -398,41 +418,51 @@ class Scorer:
                 images[sample.source] = fields["images"]
             calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
-            return [(self._built_in_value(name, fields), None) for fields in calls]
+            return [self._built_in_value(name, fields) for fields in calls]
         parameters = self.parameters[name]
         calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
         results = self.workers.call_all(self.user_functions[name], self.flags.reward_timeout, calls)
-        return [self._user_value(name, result) for result in results]
+        return [self._judge(self.user_functions[name], result) for result in results]
 
-    def _built_in_value(self, name: str, fields: dict[str, Any]) -> float:
-        """Compute the reward of a task or `format_reward`; NaN if the completion is unscored."""
+    def _built_in_value(self, name: str, fields: dict[str, Any]) -> Value:
+        """Compute the reward of a task or `format_reward`."""
         try:
             value = self.built_in[name](**fields | {"verifier": self.verifier})
         except WorkerLost as error:
             self.why_none = f"{name}: {error}"
-            return math.nan
-        if value is not None:
-            return value
-        self.why_none = f"{name} returned None"
-        if name == "math":  # it does so only if the verifier gives no verdict
+            return Value()
+        if value is None and name == "math":  # it does so only if the verifier gives no verdict
             self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
-        return math.nan
+            return Value()
+        return self._judge(name, value)
 
-    def _user_value(self, name: str, value: Any) -> tuple[float, str | None]:
-        """Judge what a user-defined reward has returned; see `_values`."""
-        function = self.user_functions[name]
-        if isinstance(value, CallLost):
-            self.why_none = f"{function} {value}"
-            return math.nan, None
-        if isinstance(value, CallFailed):
-            return math.nan, str(value)
-        if value is None:
+    def _judge(self, function: str, returned: Any) -> Value:
+        """Check what a reward has returned."""
+        if isinstance(returned, CallLost):
+            self.why_none = f"{function} {returned}"
+            return Value()
+        if isinstance(returned, CallFailed):
+            return Value(error=str(returned))
+        if returned is None:
             self.why_none = f"{function} returned None"
-            return math.nan, None
+            return Value()
         try:
-            if isinstance(value, int | float) and abs(value) < MAX_REWARD:
-                return float(value), None
-            shown = reprlib.repr(value)
+            if isinstance(returned, int | float) and abs(returned) < MAX_REWARD:
+                return Value(float(returned))
+            if isinstance(returned, list) and _are_spans(returned):
+                return Value(float(sum(value for *_, value in returned)), tuple(map(tuple, returned)))
+            shown = reprlib.repr(returned)
         except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
             shown = "an integer above 1e308"
-        return math.nan, f"it returned {shown}; expected a finite number"
+        expected = "a finite number, or spans [(start, end, value), …] in order that do not overlap"
+        return Value(error=f"it returned {shown}; expected {expected}")
+
+
+def _are_spans(value: list) -> bool:
+    """Return whether `value` lists (start, end, reward) in order, without overlap."""
+    if not all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
+        return False
+    edges = [edge for start, end, _ in value for edge in (start, end)]
+    are_numbers = all(isinstance(x, int | float) and abs(x) < MAX_REWARD for *_, x in value)
+    are_ordered = all(isinstance(edge, int) for edge in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
+    return are_numbers and are_ordered and all(start < end for start, end, _ in value)

@@ -128,6 +128,16 @@ class Rewards:
     total: float = math.nan  # weighted sum of the rewards
     raw: float = math.nan  # the weighted sum before the overlong penalty
     parts: dict[str, float] = field(default_factory=dict)  # each reward by name; NaN if it gave none, or failed
+    spans: tuple[Span, ...] = ()  # parts of the completion that have rewards of their own
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a completion with rewards of its own, such as a step of a solution."""
+
+    start: int  # of its characters in the text that rewards see, or of its tokens in `GroupRewards`
+    end: int  # exclusive
+    rewards: Rewards  # what the completion would get if each reward were that of this part
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,8 @@ class GroupRewards:
     total: Tensor  # (groups, G) weighted sums of the rewards
     raw: Tensor  # (groups, G) the same before the overlong penalty
     parts: dict[str, Tensor]  # (groups, G) each reward by name
+    spans: list[list[tuple[Span, ...]]] = field(default_factory=list)
+    """The spans of each completion, in tokens; empty if no completion of these groups has any."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,7 @@ class Completion:
 
     ids: Tensor  # (L,) token ids
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
-    advantage: float = 0.0  # advantage of the completion within its group
+    advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
     weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
     trainer_logp: Tensor | None = None

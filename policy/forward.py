@@ -144,11 +144,13 @@ def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor
 # --- log-probabilities ---------------------------------------------------------------------------------------------
 
 
-def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    model: nn.Module, batch: PackedBatch, temperature: float = 1.0, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every completion token and the entropy of its distribution, (C,) float32 each.
 
-    Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries no gradient. The
-    lm_head runs only on completion tokens; see `_TokenLogprobs`.
+    Both values refer to the sampling distribution, softmax(logits / temperature). The entropy carries a gradient only
+    with `entropy_gradient`. The lm_head runs only on completion tokens; see `_TokenLogprobs`.
     """
     no_masks = dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"))
     hidden = language_model(model)(
@@ -164,9 +166,10 @@ def token_logprobs(model: nn.Module, batch: PackedBatch, temperature: float = 1.
     # A model with trained weights computes derivatives even in a forward pass without gradients: a function compiled
     # without them could round the log-probabilities differently, and the initial ratio would then not be exactly 1.
     derive = any(parameter.requires_grad for parameter in model.parameters())
-    keep = torch.is_grad_enabled() and not model.is_gradient_checkpointing
+    keep = torch.is_grad_enabled() and not (model.is_gradient_checkpointing or entropy_gradient)
     from_logits = functools.partial(model.from_logits, dtype=hidden.dtype if derive else None)
-    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, from_logits, keep)
+    logp, entropy = _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, from_logits, keep)
+    return logp, entropy if entropy_gradient else entropy.detach()
 
 
 def _decoder_inputs(
@@ -242,6 +245,14 @@ def _from_logits(
     return logp, entropy, ((is_target.float() - p) / temperature).to(dtype)
 
 
+def _entropy_derivatives(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return the derivatives of the entropies with respect to the `logits` (rows, V): −p · (log p + H) / T."""
+    logp = (logits / temperature).log_softmax(-1)
+    p = logp.exp()
+    entropy = -(p * logp).sum(-1, keepdim=True)
+    return -p * (logp + entropy) / temperature
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities and entropies (C,) of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
@@ -262,19 +273,22 @@ class _TokenLogprobs(torch.autograd.Function):
                 derivatives[rows] = row_derivatives
         ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
         ctx.from_logits, ctx.keep = from_logits, keep
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # without a gradient of the entropy, nothing is computed for it
         return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
         hidden_grad, weight_grad = torch.empty_like(hidden), None
         for rows in _row_slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
                 logits = float32_logits(hidden[rows], weight)
                 derivatives = ctx.from_logits(logits, targets[rows], temperature)[2]
-            scale = grad[rows, None]
+            if entropy_grad is not None:
+                of_entropy = _entropy_derivatives(logits, temperature) * entropy_grad[rows, None]
+                derivatives = (derivatives * grad[rows, None] + of_entropy).to(hidden.dtype)
+            scale = grad[rows, None] if entropy_grad is None else 1.0
             hidden_grad[rows] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
                 chunk_grad = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)

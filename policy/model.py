@@ -49,9 +49,11 @@ class Policy(nn.Module):
         self.num_shards = 1
         """Number of processes that share one copy of the weights; see `PolicyFlags.sharding`."""
 
-    def forward(self, batch: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: PackedBatch, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities (C,) and entropies (C,) of the completion tokens; see `token_logprobs`."""
-        return token_logprobs(self.model, batch, temperature)
+        return token_logprobs(self.model, batch, temperature, entropy_gradient)
 
     def next_token_logits(self, **inputs: object) -> tuple[Tensor, transformers.Cache]:
         """Call `forward.next_token_logits` as a second forward method, before which FSDP gathers weights, too."""

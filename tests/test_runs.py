@@ -159,7 +159,7 @@ def test_gdpo_keeps_groups_whose_rewards_differ_although_their_sum_does_not(brie
     code += "def even(completion, answer):\n    return 2.0 - 2 * (len(completion) % 2)\n"
     (tmp_path / "r.py").write_text(code)
     rewards = ("count=0", f"{tmp_path}/r.py:odd", f"{tmp_path}/r.py:even=0.5")
-    flags = dict(reward=rewards, gdpo=True, dynamic_sampling=True, dynamic_sampling_rounds=2, num_generations=8)
+    flags = dict(reward=rewards, advantage="gdpo", dynamic_sampling=True, dynamic_sampling_rounds=2, num_generations=8)
     grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, **flags))
     (row,) = metrics(tmp_path / "run")
     assert row["reward"] == 1 and row["groups_drawn"] == 4 and row["grad_norm"] > 0
@@ -234,7 +234,7 @@ def test_two_processes_make_the_same_run(tiny_model, shapes, tmp_path):
 # --- variants ---------------------------------------------------------------------------------------------------------
 
 VARIANTS = {
-    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"),
+    "dr_grpo": dict(loss_type="dr_grpo", advantage="none"),
     "dapo": dict(loss_type="dapo", dynamic_sampling=True, dynamic_sampling_rounds=3),
     "gspo": dict(loss_type="gspo", num_iterations=2),
     "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
@@ -243,7 +243,7 @@ VARIANTS = {
         beta=0.01,
         unbiased_kl=True,
         dual_clip=3.0,
-        gdpo=True,
+        advantage="gdpo",
         reward=("format",),
         importance_mode="sequence_mask",
         drop_last=True,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import distributed, signals
 from common.errors import StepFailed
-from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup
+from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup, Span
 from config import Config
 from policy.continuation import Continuation
 from policy.model import Policy, cache_image_features
@@ -22,9 +22,10 @@ from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, prompt_seed
 from training.metrics import Clock, sampling_metrics
 from training.prompt_stream import DrawnPrompt, PromptStream
+from training.spans import as_tensors, in_tokens, without_penalty
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
-"""Returns the advantages (groups, G) of groups, given their rewards and the weight of each reward."""
+"""Returns the advantages, (groups, G) or (groups, G, L), given the rewards of groups and the weight of each reward."""
 
 
 class Collector:
@@ -88,7 +89,8 @@ class Collector:
             self.engine.sleep()
         self.rewards, self.num_rounds = concatenate(rounds), len(rounds)
         chosen = kept or list(range(len(self.rewards.total)))[-self.cfg.prompts_per_step :]
-        chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]))
+        spans = [self.rewards.spans[i] for i in chosen] if kept else []
+        chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]), spans)
         groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
         self.rollouts = [rollout for group in groups for rollout in group.rollouts]
         return groups, chosen_rewards
@@ -97,9 +99,8 @@ class Collector:
         """Return the indices of the groups that dynamic sampling keeps; without it, all."""
         if not self.cfg.dynamic_sampling:
             return list(range(len(rewards.total)))
-        without_penalty = replace(rewards, total=rewards.raw)
-        advantages = advantages_of(without_penalty, self.scorer.weights, self.cfg)
-        return advantages.any(dim=1).nonzero()[:, 0].tolist()
+        advantages = advantages_of(without_penalty(rewards), self.scorer.weights, self.cfg)
+        return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
@@ -163,20 +164,14 @@ class Collector:
     def _gather(self, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
         """Gather the rewards of all processes' groups, in prompt order, and record the lengths of their completions."""
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
-        local = [(g.index, position, sizes, g.rewards) for g, position, sizes in zip(groups, positions, lengths)]
+        spans = [in_tokens(group, self.stream.processor) for group in groups]
+        local = [(g.index, *each, g.rewards) for g, *each in zip(groups, positions, lengths, spans)]
         everyone = [row for rows in distributed.all_gather(local) for row in rows]
         everyone.sort(key=lambda row: row[0])  # by index within the round
-        for _, position, sizes, _ in everyone:
+        for _, position, sizes, *_ in everyone:
             self.stream.record_length(position, sizes)
         rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
-        return GroupRewards(
-            total=torch.tensor([[each.total for each in group] for group in rewards]),
-            raw=torch.tensor([[each.raw for each in group] for group in rewards]),
-            parts={
-                name: torch.tensor([[each.parts[name] for each in group] for group in rewards])
-                for name in self.scorer.all_weights
-            },
-        )
+        return replace(as_tensors(rewards), spans=[spans for *_, spans, _ in everyone])
 
     def _check_scored(self, rewards: GroupRewards) -> None:
         """Raise StepFailed when too many of the step's completions are unscored."""
@@ -196,13 +191,16 @@ class Collector:
         return sampling_metrics(self.rollouts, self.rewards, self.clock)
 
 
-def change(rewards: GroupRewards, function: Callable[[Tensor], Tensor]) -> GroupRewards:
-    """Return `rewards` with `function` applied to each tensor."""
+def change(
+    rewards: GroupRewards, function: Callable[[Tensor], Tensor], spans: list[list[tuple[Span, ...]]]
+) -> GroupRewards:
+    """Return `rewards` with `function` applied to each tensor, and with these `spans`."""
     parts = {name: function(values) for name, values in rewards.parts.items()}
-    return GroupRewards(function(rewards.total), function(rewards.raw), parts)
+    return GroupRewards(function(rewards.total), function(rewards.raw), parts, spans)
 
 
 def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
     """Join the rewards of several rounds of sampling."""
     parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
-    return GroupRewards(torch.cat([each.total for each in rewards]), torch.cat([each.raw for each in rewards]), parts)
+    total, raw = (torch.cat(tensors) for tensors in zip(*((each.total, each.raw) for each in rewards)))
+    return GroupRewards(total, raw, parts, [group for each in rewards for group in each.spans])

@@ -1,8 +1,8 @@
 """Checks before an optimizer step: a non-finite loss, disagreement of sampler and trainer, a gradient norm spike."""
 
-import math
 import statistics
 
+import torch
 from torch import Tensor
 
 from common import distributed
@@ -27,7 +27,7 @@ def describe_nonfinite(
     for (group, completion), logp in zip(pairs, logps):
         tensors = [logp, completion.sampling_logp, completion.trainer_logp, completion.ref_logp]
         finite = all(tensor.isfinite().all() for tensor in tensors if tensor is not None)
-        if not (finite and math.isfinite(completion.advantage)):
+        if not (finite and torch.as_tensor(completion.advantage).isfinite().all()):
             bad_rows.append(group.prompt.source or f"prompt {group.index}")
     names = sorted({name for names in distributed.all_gather(bad_rows) for name in names})
     rows = f" ({', '.join(names[:5])})" if names else ""

@@ -38,7 +38,7 @@ def is_group(row: dict) -> bool:
 
 
 def _is_completion(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("advantage"), Real):
+    if not isinstance(value, dict) or not isinstance(value.get("advantage", ""), Real | None):
         return False
     return isinstance(value.get("reward", ""), Real | None)
 

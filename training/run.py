@@ -30,6 +30,7 @@ from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
+from training.collect import Collector
 from training.loop import Loop, Run, load_state
 from training.metrics import Clock
 from training.partial_rollouts import check_lengths, make_collector
@@ -75,7 +76,7 @@ def start(cfg: Config) -> Run:
     if resume.checkpoint:
         load_checkpoint(resume.checkpoint, policy, optimizer)
     resumed_step = state["step"] if resume.continues_output else None
-    log = prepare_output(cfg, folder, resumed_step, collector.total_steps)
+    log = prepare_output(cfg, folder, resumed_step, collector)
     checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
     before_change = checkpoints.wait_until_read
     updater = Updater(cfg, policy, optimizer, scheduler, micro_batch_tokens, clock, interrupted, before_change)
@@ -180,13 +181,14 @@ def load_models(
     return policy, reference, engine, tokens
 
 
-def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, total_steps: int) -> RunLog:
+def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, collector: Collector) -> RunLog:
     """Delete what an earlier run has left in the output folder (`RunFolder.prepare`), and begin or continue its log."""
     folder.prepare(resumed_step)
     with distributed.shared_errors():
         if console.is_main():
             settings_folder(cfg.model, cfg.output, keep=True)
-    return RunLog(cfg.output, asdict(cfg) | {"total_steps": total_steps}, cfg.report_every, resumed_step)
+    config, decode = asdict(cfg) | {"total_steps": collector.total_steps}, collector.stream.processor.tokenizer.decode
+    return RunLog(cfg.output, config, cfg.report_every, resumed_step, decode)
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:

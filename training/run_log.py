@@ -7,6 +7,7 @@ starts. With `--log_to`, the same rows go to W&B or TensorBoard (see `trackers.p
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import shlex
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +30,7 @@ from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import TAG, ScoredGroup
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 from training.run_folder import checkpoints_by_step
+from training.spans import of_completions
 from training.trackers import Trackers
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -37,11 +40,20 @@ GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 class RunLog:
     """Writes the log files of a run on the main process; does nothing on other processes."""
 
-    def __init__(self, folder: str, config: dict[str, Any], every: int, resumed_step: int | None = None):
+    def __init__(
+        self,
+        folder: str,
+        config: dict[str, Any],
+        every: int,
+        resumed_step: int | None = None,
+        decode: Callable[[list[int]], str] = str,
+    ):
         """Create the log files of a new run, or continue those of a run resumed after `resumed_step`.
 
-        `every`: steps between two reports; 0 for none. Raises UserError when the folder cannot be written to.
+        `every`: steps between two reports; 0 for none. `decode` returns the text of tokens. Raises UserError when the
+        folder cannot be written to.
         """
+        self.decode = decode
         self.folder, self.every, self.resumed_step = pathlib.Path(folder), every, resumed_step
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
@@ -122,13 +134,13 @@ class RunLog:
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log the first groups of the main process and write the page, at step 1 and every `every` steps.
 
-        `advantages` (P, G) are those of all groups of the step.
+        `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
         if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
         for group in groups[:GROUPS_PER_REPORT]:
-            scored = zip(group.rollouts, group.rewards, advantages[group.index].tolist(), strict=True)
+            scored = zip(group.rollouts, group.rewards, of_completions(group, advantages), strict=True)
             row = {
                 "step": step,
                 "source": group.sample.source,
@@ -136,7 +148,8 @@ class RunLog:
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
                 "completions": [
-                    {"text": r.text, "reward": _finite(rewards.total), "advantage": advantage, "truncated": r.truncated}
+                    {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
+                    | self._advantage(r.ids, advantage)
                     for r, rewards, advantage in scored
                 ],
             }
@@ -145,6 +158,17 @@ class RunLog:
         self.trackers.completions(rows)
         with contextlib.suppress(OSError):  # the next report writes it again
             write_page(self.folder)
+
+    def _advantage(self, ids: Tensor, advantage: Tensor) -> dict[str, Any]:
+        """Return the advantage of a completion, null if it is left out, and the parts of its text that have their own.
+
+        If the tokens have advantages of their own, that of the completion is their mean.
+        """
+        fields: dict[str, Any] = {"advantage": _finite(advantage.mean().item())}
+        if advantage.ndim:
+            runs = itertools.groupby(zip(ids.tolist(), advantage.tolist()), key=lambda pair: pair[1])
+            fields["parts"] = [(self.decode([token for token, _ in run]), _finite(value)) for value, run in runs]
+        return fields
 
     def refresh(self) -> None:
         """Redraw `curves.png`, and try to write the lines kept in memory."""

@@ -140,7 +140,7 @@ class TensorBoard:
 
         for i, row in enumerate(rows):
             parts = [f"{row['question']}\n\ngold answer: {row['answer']}"]
-            parts += [f"reward {c['reward']}, advantage {c['advantage']:.3f}:\n{c['text']}" for c in row["completions"]]
+            parts += [f"reward {c['reward']}, advantage {c['advantage']}:\n{c['text']}" for c in row["completions"]]
             code = "\n\n---\n\n".join("    " + part.replace("\n", "\n    ") for part in parts)  # no Markdown
             self.writer.add_text(f"completions/{i}", code, step)
             for j, image in enumerate(row["images"]):
