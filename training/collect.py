@@ -46,11 +46,13 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the stream has been read, for a checkpoint, or to undo a step."""
-        return {"position": self.position, "lengths": dict(self.stream.lengths)}
+        stream = {"lengths": dict(self.stream.lengths), "rewarded": dict(self.stream.rewarded)}
+        return {"position": self.position} | stream
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.position, self.stream.lengths = state["position"], dict(state["lengths"])
+        self.stream.rewarded = {row: tuple(each) for row, each in state.get("rewarded", {}).items()}
 
     def steps_left(self, step: int) -> int:
         """Return the number of steps left after `step`. Without `max_steps`, every P prompts drawn count as one."""
@@ -107,15 +109,14 @@ class Collector:
         drawn = self.draw(step)
         local_indices = self.assign(drawn)
         self.position = max(self.position, drawn[-1].position + 1)
-        local_positions = [drawn[i].position for i in local_indices]
+        mine = [drawn[i] for i in local_indices]
         with self.clock("prompts"):
-            prompts = dict(zip(local_positions, self.stream.get(local_positions)))
+            prompts = dict(zip((each.position for each in mine), self.stream.get(mine)))
             cache_image_features(policy, list(prompts.values()), self.features)
         with self.clock("rollout"):
             chosen = self.sample(drawn, local_indices, list(prompts.values()), step)
         local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
-        positions = [each.position for each in local.values()]
-        samples, rollouts = self.stream.rows(positions), [list(each.rollouts) for each in local.values()]
+        samples, rollouts = self.stream.rows(local.values()), [list(each.rollouts) for each in local.values()]
         with self.clock("reward"):
             rewards, error = self.scorer(samples, rollouts, self.cfg.max_completion_length)
         distributed.raise_first_error(error, StepFailed)
@@ -123,19 +124,19 @@ class Collector:
             ScoredGroup(sample, prompts[each.position], completions, scores, index)
             for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
         ]
-        all_rewards = self._gather(groups, positions)
+        all_rewards = self._gather(groups, [each.row for each in local.values()])
         self.prefetch(step)
         return groups, all_rewards
 
     def draw(self, step: int) -> list[DrawnPrompt]:
         """Return the prompts of the next round; none after the last. Nothing changes until they are sampled."""
         count = self.cfg.prompts_per_step if self.steps_left(step) > 0 else 0
-        return [DrawnPrompt(self.position + i, step) for i in range(count)]
+        return self.stream.draw(range(self.position, self.position + count), step)
 
     def prefetch(self, step: int) -> None:
         """Start encoding this process's prompts of the next round, while this step trains."""
         drawn = self.draw(step)
-        self.stream.prefetch([drawn[i].position for i in self.assign(drawn)])
+        self.stream.prefetch([drawn[i] for i in self.assign(drawn)])
 
     def assign(self, drawn: list[DrawnPrompt]) -> list[int]:
         """Return the indices of the prompts in `drawn` that this process samples."""
@@ -161,16 +162,19 @@ class Collector:
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         return self.engine.generate(prompts, seeds, sampling, continuation)
 
-    def _gather(self, groups: list[ScoredGroup], positions: list[int]) -> GroupRewards:
-        """Gather the rewards of all processes' groups, in prompt order, and record the lengths of their completions."""
+    def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> GroupRewards:
+        """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.
+
+        `rows` are those of the groups of this process.
+        """
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
         spans = [in_tokens(group, self.stream.processor) for group in groups]
-        local = [(g.index, *each, g.rewards) for g, *each in zip(groups, positions, lengths, spans)]
-        everyone = [row for rows in distributed.all_gather(local) for row in rows]
-        everyone.sort(key=lambda row: row[0])  # by index within the round
-        for _, position, sizes, *_ in everyone:
-            self.stream.record_length(position, sizes)
+        local = [(g.index, *each, g.rewards) for g, *each in zip(groups, rows, lengths, spans)]
+        everyone = [group for part in distributed.all_gather(local) for group in part]
+        everyone.sort(key=lambda group: group[0])  # by index within the round
         rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
+        for (_, row, sizes, *_), of_group in zip(everyone, rewards):
+            self.stream.record(row, sizes, [each.total for each in of_group])
         return replace(as_tensors(rewards), spans=[spans for *_, spans, _ in everyone])
 
     def _check_scored(self, rewards: GroupRewards) -> None:

@@ -46,7 +46,7 @@ class PartialCollector(Collector):
 
     def state_dict(self) -> dict[str, Any]:
         in_flight = [
-            {"position": each.position, "step": each.step, "rollouts": [vars(rollout) for rollout in each.rollouts]}
+            vars(each) | {"rollouts": [vars(rollout) for rollout in each.rollouts]}
             for each in self.in_flight  # not `asdict`, which would copy every tensor before every step
         ]
         return super().state_dict() | {"in_flight": in_flight}
@@ -54,7 +54,12 @@ class PartialCollector(Collector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.in_flight = [
-            DrawnPrompt(each["position"], each["step"], tuple(Rollout(**rollout) for rollout in each["rollouts"]))
+            DrawnPrompt(
+                each["position"],
+                each["step"],
+                each["row"] if "row" in each else self.stream.shuffled(each["position"]),  # older checkpoints
+                tuple(Rollout(**rollout) for rollout in each["rollouts"]),
+            )
             for each in state.get("in_flight", [])
         ]
 
@@ -73,7 +78,7 @@ class PartialCollector(Collector):
         if not (self.cfg.max_steps and self.cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
             target = min(target, self.steps_left(step) * self.cfg.prompts_per_step)
         new = range(self.position, self.position + max(target - len(self.in_flight), 0))
-        return [*self.in_flight, *(DrawnPrompt(position, step) for position in new)]
+        return [*self.in_flight, *self.stream.draw(new, step)]
 
     def sample(
         self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ class DrawnPrompt:
 
     position: int  # in the stream
     step: int  # number of steps that were complete when it was drawn
+    row: int  # index of its row in `PromptStream.samples`
     rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
 
     @property
@@ -56,16 +57,22 @@ class PromptStream:
                 f"--drop_last drops every row: prompts_per_step is {batch}, and there are {len(samples)} rows"
             )
         self.epoch_length = epoch_length(len(samples), batch, drop_last)
-        self.row_at = functools.partial(  # the index in `samples` of the row at a position
+        self.shuffled = functools.partial(
             row_at, sizes=self.sizes, seed=seed, weights=weights, batch=batch, drop_last=drop_last
         )
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
-        self.prefetched: dict[int, Future[Prompt]] = {}  # by position
+        self.prefetched: dict[tuple[int, int], Future[Prompt]] = {}  # by position and row
         self.lengths: dict[str, float] = {}
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
         text, because a checkpoint holds this dict as JSON."""
+        self.rewarded: dict[str, tuple[int, float]] = {}
+        """How each row was rewarded so far: its scored completions, and the mean of their rewards; keys as above."""
+
+    def draw(self, positions: Iterable[int], step: int) -> list[DrawnPrompt]:
+        """Draw the prompts at `positions` after `step` steps; `ORDERS` decides which rows they are."""
+        return [DrawnPrompt(position, step, ORDERS["default"](self, position)) for position in positions]
 
     def assign_prompts(
         self, drawn: Sequence[DrawnPrompt], generations: int, max_length: int, tensor_parallel: int = 1
@@ -79,46 +86,55 @@ class PromptStream:
         mean = sum(self.lengths.values()) / len(self.lengths) if self.lengths else max_length
         costs = []
         for each in drawn:
-            row = self.row_at(each.position)
-            expected = self.lengths.get(str(row), mean)
+            expected = self.lengths.get(str(each.row), mean)
             tokens = sum(_expected_tokens(rollout, expected, max_length) for rollout in each.rollouts)
-            costs.append(self.samples[row].tokens + (tokens if each.rollouts else generations * expected))
+            costs.append(self.samples[each.row].tokens + (tokens if each.rollouts else generations * expected))
         engine, member = divmod(distributed.rank(), tensor_parallel)
         engine_prompts = partition_lpt(costs, distributed.world_size() // tensor_parallel)[engine]
         return engine_prompts[member::tensor_parallel]
 
-    def record_length(self, position: int, lengths: Sequence[int]) -> None:
-        """Record the completion `lengths`, in tokens, of the prompt at `position`."""
-        self.lengths[str(self.row_at(position))] = sum(lengths) / len(lengths)
+    def record(self, row: int, lengths: Sequence[int], rewards: Sequence[float]) -> None:
+        """Record the lengths, in tokens, and the rewards of the completions of a row; NaN: unscored."""
+        self.lengths[str(row)] = sum(lengths) / len(lengths)
+        count, mean = self.rewarded.get(str(row), (0, 0.0))
+        if scored := [reward for reward in rewards if not math.isnan(reward)]:
+            total = count + len(scored)
+            self.rewarded[str(row)] = (total, mean + sum(reward - mean for reward in scored) / total)
 
-    def rows(self, positions: Sequence[int]) -> list[Sample]:
-        """Return the samples at `positions`."""
-        return [self.samples[self.row_at(position)] for position in positions]
+    def rows(self, drawn: Sequence[DrawnPrompt]) -> list[Sample]:
+        """Return the rows of the prompts in `drawn`."""
+        return [self.samples[each.row] for each in drawn]
 
-    def prefetch(self, positions: Sequence[int]) -> None:
-        """Start encoding the prompts at `positions` in a background thread.
+    def prefetch(self, drawn: Sequence[DrawnPrompt]) -> None:
+        """Start encoding the prompts in `drawn` in a background thread.
 
         More threads would compete with the training step for the GIL: 0.2 s per step of W1 (docs/log.md).
         """
-        rows = self.rows(positions)
         self.prefetched = {
-            position: self.thread.submit(encode_prompt, row, self.processor) for position, row in zip(positions, rows)
+            (each.position, each.row): self.thread.submit(encode_prompt, row, self.processor)
+            for each, row in zip(drawn, self.rows(drawn))
         }
 
-    def get(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at `positions`; encode those now that were not prefetched. Call it on every process.
+    def get(self, drawn: Sequence[DrawnPrompt]) -> list[Prompt]:
+        """Return the prompts in `drawn`; encode those now that were not prefetched. Call it on every process.
 
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
-        started = {position: future for position, future in self.prefetched.items() if not future.cancel()}
+        started = {place: future for place, future in self.prefetched.items() if not future.cancel()}
         self.prefetched = {}
-        missing = [position for position in positions if position not in started]
+        places = [(each.position, each.row) for each in drawn]
+        missing = [each for each, place in zip(drawn, places) if place not in started]
         with distributed.shared_errors(StepFailed):
-            encoded = dict(zip(missing, encode_prompts(self.rows(missing), self.processor)))
-            prompts = [started[each].result() if each in started else encoded[each] for each in positions]
-        for position, prompt in zip(positions, prompts):
-            prompt.expected_length = self.lengths.get(str(self.row_at(position)), 0.0)
+            encoded = iter(encode_prompts(self.rows(missing), self.processor))
+            prompts = [started[place].result() if place in started else next(encoded) for place in places]
+        for each, prompt in zip(drawn, prompts):
+            prompt.expected_length = self.lengths.get(str(each.row), 0.0)
         return prompts
+
+
+ORDERS: dict[str, Callable[[PromptStream, int], int]] = {"default": lambda stream, position: stream.shuffled(position)}
+"""The entry "default" returns the row, an index in `stream.samples`, of the prompt at a position. It may depend on how
+rows were rewarded so far (`stream.rewarded`), and on nothing else that changes."""
 
 
 def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:

@@ -78,8 +78,8 @@ def sampled(lengths_by_step: dict[int, int], extra: int = 0, finished: bool = Tr
 def test_ages_are_counted_in_steps():
     """By hand, in step 7: 20 tokens of this step, 10 of the last, 5 and 1 of earlier ones, and 4 without a record."""
     rollouts = [sampled({6: 10, 7: 12}), sampled({3: 1, 5: 5, 7: 8}), sampled({}, extra=4)]
-    waiting = DrawnPrompt(0, 6, (rollouts[0],))
-    unfinished = DrawnPrompt(1, 6, (rollouts[0], sampled({6: 3}, finished=False)))
+    waiting = DrawnPrompt(0, 6, 0, (rollouts[0],))
+    unfinished = DrawnPrompt(1, 6, 1, (rollouts[0], sampled({6: 3}, finished=False)))
     got = partial_metrics(rollouts, [waiting, unfinished, unfinished], step=7, max_staleness=2)
     shares = {f"partial/tokens_of_age_{age}": pytest.approx(tokens / 40) for age, tokens in enumerate((24, 10, 6))}
     assert got == shares | {"partial/groups_waiting": 1, "partial/groups_unfinished": 2}
@@ -88,13 +88,13 @@ def test_ages_are_counted_in_steps():
 def test_an_unfinished_completion_needs_room_for_a_token():
     """The longest unfinished completion counts. Without room, sampling would never end."""
     unfinished, shorter, finished = sampled({0: 9}, finished=False), sampled({0: 3}, finished=False), sampled({0: 10})
-    in_flight = [DrawnPrompt(3, 1, (finished, unfinished, shorter))]
-    cfg, stream = Config(data="x", max_steps=1), SimpleNamespace(lengths={})
+    in_flight = [DrawnPrompt(3, 1, 5, (finished, unfinished, shorter))]
+    cfg, stream = Config(data="x", max_steps=1), SimpleNamespace(lengths={}, rewarded={})
     one, two = (PartialCollector(cfg, stream, None, None, None, []) for _ in range(2))
     one.in_flight = in_flight
     two.load_state_dict(one.state_dict())
     (restored,) = two.in_flight
-    assert (restored.position, restored.step, restored.is_whole) == (3, 1, False)
+    assert (restored.position, restored.step, restored.row, restored.is_whole) == (3, 1, 5, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
     with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
         check_lengths(one.state_dict()["in_flight"], max_length=9)

@@ -32,18 +32,18 @@ def same(a, b) -> bool:
 
 
 def test_prepared_or_not_the_prompts_are_the_same(stream):
-    positions = [5, 6, 7, 200]
-    want = encode_prompts(stream.rows(positions), stream.processor)
-    assert same(stream.get(positions), want)
-    stream.prefetch(positions)
-    assert same(stream.get(positions), want)
-    stream.prefetch([7, 1, 2, 200])  # a retried step needs positions that were not prefetched
-    assert same(stream.get(positions), want)
+    drawn = stream.draw([5, 6, 7, 200], 0)
+    want = encode_prompts(stream.rows(drawn), stream.processor)
+    assert same(stream.get(drawn), want)
+    stream.prefetch(drawn)
+    assert same(stream.get(drawn), want)
+    stream.prefetch(stream.draw([7, 1, 2, 200], 0))  # a retried step needs positions that were not prefetched
+    assert same(stream.get(drawn), want)
 
 
 def test_what_is_not_encoded_when_it_is_needed_is_encoded_in_all_threads(stream, monkeypatch):
-    positions, begun, go_on = [5, 6, 7], threading.Event(), threading.Event()
-    want = encode_prompts(stream.rows(positions), stream.processor)
+    drawn, begun, go_on = stream.draw([5, 6, 7], 0), threading.Event(), threading.Event()
+    want = encode_prompts(stream.rows(drawn), stream.processor)
 
     def encode(sample, processor):
         begun.set()
@@ -57,25 +57,25 @@ def test_what_is_not_encoded_when_it_is_needed_is_encoded_in_all_threads(stream,
 
     monkeypatch.setattr(prompt_stream, "encode_prompt", encode)
     monkeypatch.setattr(prompt_stream, "encode_prompts", encode_now)
-    stream.prefetch(positions)
+    stream.prefetch(drawn)
     assert begun.wait(10)
-    assert same(stream.get(positions), want)
+    assert same(stream.get(drawn), want)
 
 
 def test_a_picture_lost_after_loading_stops_the_step_that_needs_it(stream, tmp_path):
-    position = next(p for p in range(1000) if stream.rows([p])[0].source.endswith("row 4"))
+    drawn = [each for each in stream.draw(range(1000), 0) if stream.rows([each])[0].source.endswith("row 4")][:1]
     for file in (tmp_path / "shapes" / "images").iterdir():
         file.unlink()
-    stream.prefetch([position])
+    stream.prefetch(drawn)
     with pytest.raises(StepFailed, match=r"row 4: image .*it passed the check at the start"):
-        stream.get([position])
+        stream.get(drawn)
 
 
 def test_a_row_that_another_process_cannot_read_stops_this_one_too(stream, monkeypatch):
     """Otherwise, this process would wait for the other one."""
     monkeypatch.setattr(distributed, "all_gather", lambda value: [value, "row 9: lost"])
     with pytest.raises(StepFailed, match="row 9: lost"):
-        stream.get([0])
+        stream.get(stream.draw([0], 0))
 
 
 def test_another_prompt_or_answer_makes_another_data_set(stream):
@@ -94,7 +94,7 @@ def test_engines_of_several_processes_get_equal_shares(stream, monkeypatch):
     assigned = []
     for rank in range(4):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        assigned.append(stream.assign_prompts([DrawnPrompt(i, 0) for i in range(6)], 8, 100, tensor_parallel=2))
+        assigned.append(stream.assign_prompts(stream.draw(range(6), 0), 8, 100, tensor_parallel=2))
     assert sorted(i for indices in assigned for i in indices) == list(range(6))
     assert len(assigned[0] + assigned[1]) == len(assigned[2] + assigned[3]) == 3
 
@@ -112,13 +112,12 @@ def shares_of_two(stream: PromptStream, drawn: list[DrawnPrompt], monkeypatch) -
 
 def test_what_took_long_is_expected_to_take_long(stream, monkeypatch):
     """Otherwise, some processes would wait for others. A row that was never sampled counts as one of mean length."""
-    drawn = [DrawnPrompt(i, 0) for i in range(4)]
+    drawn = stream.draw(range(4), 0)
     assert [len(indices) for indices in shares_of_two(stream, drawn, monkeypatch)] == [2, 2]
-    stream.record_length(0, [20, 40])
-    stream.record_length(1, [20, 40])
-    stream.record_length(2, [600, 800])
+    for each, lengths in zip(drawn, ([20, 40], [20, 40], [600, 800])):
+        stream.record(each.row, lengths, [1.0, 0.0])
     assert shares_of_two(stream, drawn, monkeypatch) == [[2], [0, 1, 3]]
-    (prompt,) = stream.get([2])
+    (prompt,) = stream.get(drawn[2:3])
     assert prompt.expected_length == 700
 
 
@@ -188,3 +187,12 @@ def test_a_run_may_be_resumed_after_hundreds_of_epochs():
     begun = 500 * 601 % 512
     before = [row_at(500 * 601 - 1 - i, [601], seed=3, batch=512) for i in range(begun)]
     assert not {*before} & {*epoch[: 512 - begun]}
+
+
+def test_rewards_of_a_row_are_counted_and_an_order_sees_them(stream, monkeypatch):
+    (drawn,) = stream.draw([3], 0)
+    stream.record(drawn.row, [4, 4, 4], [1.0, 0.0, float("nan")])
+    stream.record(drawn.row, [4, 4], [1.0, 1.0])
+    assert stream.rewarded == {str(drawn.row): (4, pytest.approx(0.75))}
+    monkeypatch.setitem(prompt_stream.ORDERS, "default", lambda stream, position: len(stream.rewarded) + position)
+    assert [each.row for each in stream.draw([0, 2], 1)] == [1, 3]
