@@ -22,8 +22,6 @@ from config import Config, with_recipe
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
     ARGS = cli.parse(Config, with_recipe)
 
-import functools
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +34,11 @@ from common import distributed
 from common.errors import UserError
 from common.group_stats import EPSILON, deviation, is_varied, mean_by_row, sum_by_row
 from common.records import Completion, Group, GroupRewards, ScoredGroup
+from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
 from training.loop import Run
+from training.metrics import logp_difference
 from training.run import start
-from training.spans import of_completions, spread_over_tokens
 
 # --- advantages -------------------------------------------------------------------------------------------------------
 
@@ -50,8 +49,8 @@ def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config)
     `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
     advantage = ADVANTAGES[cfg.advantage]
-    of_spans = functools.partial(advantage, weights=weights)
-    return spread_over_tokens(advantage(rewards, weights), rewards, of_spans, cfg.max_completion_length)
+    advantages, max_length = advantage(rewards, weights), cfg.max_completion_length
+    return spread_over_tokens(advantages, rewards, lambda spans: advantage(spans, weights), max_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -220,15 +219,6 @@ def batch_loss(
     return loss, sums | logp_difference(batch, trainer_logp)
 
 
-def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
-    """Return the sum and maximum of |log π_trainer − log π_sampler| over the trained tokens; `trainer_logp` is (C,)."""
-    fresh = (batch.values.weights > 0) & ~batch.values.stale  # no error: an earlier policy has sampled the stale ones
-    with_image = batch.values.has_image & fresh
-    difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
-    sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
-    return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}
-
-
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
@@ -266,12 +256,11 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     unmasked = lengths.masked_fill(masked, 0)
     totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
-    remaining = zip(everyone, weights.tolist())
-    needs_all, needed = cfg.beta or LOSSES[cfg.loss_type].needs_entropy, []
+    remaining, needed, needs_all = iter(weights.tolist()), [], cfg.beta or LOSSES[cfg.loss_type].needs_entropy
     for group in groups:
         completions = [
             Completion(rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale)
-            for (rollout, own), weight in itertools.islice(remaining, len(group.rollouts))
+            for rollout, own, weight in zip(group.rollouts, of_completions(group, advantages), remaining)
             if weight and (needs_all or own.any())
         ]
         if completions:

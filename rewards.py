@@ -4,7 +4,7 @@ A reward is a plain function of text, `fn(completion, answer, **sample_fields) -
 decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
 the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
 its group. A reward of parts of the completion, such as steps, returns `[(start, end, value), ...]` with indices of
-characters; its number is the sum of the values (training/spans.py). Each reward's docstring gives its range, an
+characters; its number is the sum of the values (training/offsets.py). Each reward's docstring gives its range, an
 example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,

@@ -15,14 +15,15 @@ from torch import Tensor
 from common import distributed, signals
 from common.errors import StepFailed
 from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup, Span
+from common.spans import as_tensors, without_penalty
 from config import Config
 from policy.continuation import Continuation
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED, Scorer
 from rollout import Engine, prompt_seed
 from training.metrics import Clock, sampling_metrics
+from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
-from training.spans import as_tensors, in_tokens, without_penalty
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
 """Returns the advantages, (groups, G) or (groups, G, L), given the rewards of groups and the weight of each reward."""

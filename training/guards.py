@@ -10,7 +10,7 @@ from common.records import Group
 
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
 DIFFERENCES = ("difference", "difference_max", "fresh_tokens", "image_fresh_tokens", "image_difference")
-"""What `grpo.logp_difference` returns."""
+"""What `metrics.logp_difference` returns."""
 
 
 def describe_nonfinite(

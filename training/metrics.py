@@ -11,6 +11,7 @@ from torch import Tensor
 from common import distributed
 from common.group_stats import deviation, is_varied
 from common.records import GroupRewards, Rollout
+from packing import PackedBatch
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -126,3 +127,12 @@ def peak_flops() -> float:
     """Return this GPU's peak dense bfloat16 FLOP/s, or NaN for a GPU that is not listed."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), math.nan)
+
+
+def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
+    """Return the sum and maximum of |log π_trainer − log π_sampler| over the trained tokens; `trainer_logp` is (C,)."""
+    fresh = (batch.values.weights > 0) & ~batch.values.stale  # no error: an earlier policy has sampled the stale ones
+    with_image = batch.values.has_image & fresh
+    difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
+    sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
+    return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}

@@ -50,7 +50,7 @@ class PromptStream:
         drop_last: bool = False,
     ):
         """`batch` is the number of prompts that are drawn at a time; for `drop_last`, see `row_at`."""
-        self.samples, self.processor = samples, processor
+        self.samples, self.processor, self.seed = samples, processor, seed
         self.sizes = source_sizes(samples, weights)
         if drop_last and batch > len(samples):
             raise UserError(

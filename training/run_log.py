@@ -28,9 +28,9 @@ from common.errors import UserError
 from common.figures import thumbnail
 from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import TAG, ScoredGroup
+from common.spans import of_completions
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 from training.run_folder import checkpoints_by_step
-from training.spans import of_completions
 from training.trackers import Trackers
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from grpo import logp_difference
 from packing import pack
 from tests.helpers.models import groups_of
 from training.guards import check_logp_difference
+from training.metrics import logp_difference
 
 
 def test_differences_of_rows_with_and_without_images_are_apart():

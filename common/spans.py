@@ -1,47 +1,16 @@
-"""Rewards of parts of a completion: which tokens a span of its text has, and the advantage of each token.
+"""Rewards and advantages of parts of a completion (`Span`).
 
-A reward may return spans of the text instead of a number: [(start, end, value), ...]. A token belongs to the span that
-holds the character of its first byte. Tokens outside all spans have the completion's own advantage.
+Shapes: P prompts with G completions each, L tokens in one completion.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from common.errors import StepFailed
-from common.records import GroupRewards, Rewards, Rollout, ScoredGroup, Span
-from data import Processor
-from grading.answers import without_marks
-
-
-def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]]:
-    """Return the spans of each completion of `group`, counted in its tokens. Those without a token are left out."""
-    found = []
-    for rollout, rewards in zip(group.rollouts, group.rewards):
-        starts = token_starts(rollout, group.prompt.opening, processor) if rewards.spans else []
-        tokens = [replace(s, start=bisect_left(starts, s.start), end=bisect_left(starts, s.end)) for s in rewards.spans]
-        found.append(tuple(span for span in tokens if span.start < span.end))
-    return found
-
-
-def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[int]:
-    """Return for each token the index, in the text that rewards see, of the character that holds its first byte.
-
-    The text of the completion begins with `opening`. Raises StepFailed if the tokenizer decodes differently token by
-    token.
-    """
-    stream, text, starts = DecodeStream(skip_special_tokens=False), opening, []
-    for token in rollout.ids.tolist():
-        starts.append(len(without_marks(text)))
-        text += stream.step(processor.tokenizer.backend_tokenizer, token) or ""  # None inside a character
-    if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
-        raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
-    return starts
+from common.records import GroupRewards, Rewards, ScoredGroup
 
 
 def spread_over_tokens(
@@ -49,7 +18,8 @@ def spread_over_tokens(
 ) -> Tensor:
     """Return `advantages` (P, G) with those of spans in their tokens, (P, G, `max_length`); unchanged without spans.
 
-    `advantages_of_spans` gets the rewards of all spans of a group in one row, as (P, spans), filled up with NaN.
+    Tokens outside all spans have the completion's own. `advantages_of_spans` gets the rewards of all spans of a group
+    in one row, as (P, spans), filled up with NaN.
     """
     rows = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
     if not any(rows):

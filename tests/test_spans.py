@@ -1,0 +1,203 @@
+"""Rewards of parts of a completion, and an advantage for each token."""
+
+import math
+
+import pytest
+import torch
+
+import grpo
+from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, Sample, ScoredGroup, Span
+from common.spans import as_tensors, spread_over_tokens, without_penalty
+from config import Config
+from data import load_processor
+from packing import pack
+from policy.forward import _from_logits, _TokenLogprobs
+from rewards import Scorer
+from training.offsets import in_tokens, token_starts
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model):
+    return load_processor(tiny_model, "count")
+
+
+def rollout_of(text: str, processor, opening: str = "") -> Rollout:
+    ids = torch.tensor(processor.tokenizer(text, add_special_tokens=False).input_ids)
+    return Rollout(ids, torch.zeros(len(ids)), text=opening + text)
+
+
+def prompt(opening: str = "") -> Prompt:
+    return Prompt(torch.arange(3), [0, 1, 2], torch.arange(3)[None], opening=opening)
+
+
+# --- from characters to tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_a_token_starts_at_the_character_that_holds_its_first_byte(processor, opening):
+    """The tiny tokenizer has a token for each byte."""
+    rollout = rollout_of("aé答b", processor, opening)
+    n = len(opening)
+    assert token_starts(rollout, opening, processor) == [n, n + 1, n + 1, n + 2, n + 2, n + 2, n + 3]
+
+
+def test_marks_that_rewards_do_not_see_have_no_characters(processor):
+    rollout = rollout_of("x<|begin_of_box|>5<|end_of_box|>y", processor)
+    starts = token_starts(rollout, "", processor)
+    assert [starts[0], starts[1], starts[-1]] == [0, 1, 2]
+
+
+def test_spans_are_counted_in_tokens_and_those_without_a_token_are_left_out(processor):
+    rollout = rollout_of("答ab", processor)
+    spans = tuple(Span(start, end, Rewards(1.0, 1.0)) for start, end in ((0, 1), (1, 3), (7, 9)))
+    group = ScoredGroup(Sample("q", "a", [], "x"), prompt(), [rollout], [Rewards(1.0, 1.0, {}, spans)], 0)
+    ((first, second),) = in_tokens(group, processor)
+    assert (first.start, first.end, second.start, second.end) == (0, 3, 3, 5)
+
+
+# --- what a reward may return -----------------------------------------------------------------------------------------
+
+
+def scorer(tmp_path, body: str, *more: str) -> Scorer:
+    (tmp_path / "own.py").write_text(f"def own(completion, answer):\n    return {body}\n")
+    flags = Config(data="x", reward=("count=0", f"{tmp_path}/own.py:own=2", *more))
+    return Scorer("count", flags, overlong_buffer=0)
+
+
+def test_the_number_of_a_reward_of_spans_is_their_sum(tmp_path):
+    score = scorer(tmp_path, "[(0, 2, 0.5), (4, 5, -1)]", "format")
+    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    (((rewards,),), error) = score([sample], [[Rollout(torch.arange(4), torch.zeros(4), text="3 abc")]])
+    assert error is None
+    assert rewards.total == 2 * -0.5
+    assert [(s.start, s.end, s.rewards.total) for s in rewards.spans] == [(0, 2, 1.0), (4, 5, -2.0)]
+
+
+@pytest.mark.parametrize(
+    "body", ["[(0, 2)]", "[(2, 1, 0.5)]", "[(0, 3, 1), (2, 4, 1)]", "[(0, 1, float('nan'))]", "[(-1, 1, 1)]"]
+)
+def test_spans_out_of_order_are_named(tmp_path, body):
+    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    _, error = scorer(tmp_path, body)([sample], [[Rollout(torch.arange(4), torch.zeros(4), text="3 abc")]])
+    assert "own.py:own on rows.jsonl row 1" in error and "in order that do not overlap" in error
+
+
+def test_two_rewards_of_spans_are_added_where_they_overlap(tmp_path):
+    (tmp_path / "other.py").write_text("def other(completion, answer):\n    return [(1, 4, 10.0)]\n")
+    score = scorer(tmp_path, "[(0, 2, 1.0)]", f"{tmp_path}/other.py:other")
+    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    (((rewards,),), _) = score([sample], [[Rollout(torch.arange(5), torch.zeros(5), text="abcde")]])
+    # outside its own spans, a reward counts with its number: 2 · 1 and 10
+    assert [(s.start, s.end, s.rewards.total) for s in rewards.spans] == [(0, 1, 12.0), (1, 2, 12.0), (2, 4, 12.0)]
+
+
+# --- advantages -------------------------------------------------------------------------------------------------------
+
+
+def group_rewards(spans: list[list[tuple[Span, ...]]], totals: list[list[float]]) -> GroupRewards:
+    rewards = as_tensors([[Rewards(total, total, {"own": total}) for total in row] for row in totals])
+    return GroupRewards(rewards.total, rewards.raw, rewards.parts, spans)
+
+
+def span(start: int, end: int, value: float) -> Span:
+    return Span(start, end, Rewards(value, value - 1, {"own": value}))
+
+
+def test_spans_are_normalised_over_all_spans_of_their_group():
+    """By hand: the spans 1, 3 and 5 have the mean 3 and the deviation 2."""
+    spans = [[(span(0, 2, 1.0), span(3, 4, 3.0)), (span(1, 2, 5.0),)], [(), ()]]
+    rewards = group_rewards(spans, [[4.0, 5.0], [1.0, 2.0]])
+    cfg = Config(data="x", max_completion_length=5)
+    got = grpo.advantages_of(rewards, {"own": 1.0}, cfg)
+    assert got.shape == (2, 2, 5)
+    half = 0.5 / (0.5**0.5 + 1e-6)  # the completions' own: ± half their difference over the deviation
+    torch.testing.assert_close(got[0, 0], torch.tensor([-1.0, -1.0, -half, 0.0, -half]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(got[0, 1], torch.tensor([half, 1.0, half, half, half]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(got[1], torch.tensor([[-half] * 5, [half] * 5]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("advantage", list(grpo.ADVANTAGES))
+def test_every_advantage_takes_spans_and_none_changes_without(advantage):
+    spans = [[(span(0, 1, 1.0),), (span(0, 1, 0.0), span(1, 3, 1.0))]]
+    cfg = Config(data="x", max_completion_length=3, advantage=advantage)
+    with_spans = grpo.advantages_of(group_rewards(spans, [[1.0, 1.0]]), {"own": 1.0}, cfg)
+    assert with_spans.shape == (1, 2, 3) and with_spans.isfinite().all()
+    assert with_spans[0, 1, 0] < 0 < with_spans[0, 0, 0]
+    assert with_spans[0, 0, 1:].eq(0).all(), "the sums are equal"
+    assert grpo.advantages_of(group_rewards([[(), ()]], [[1.0, 0.0]]), {"own": 1.0}, cfg).shape == (1, 2)
+
+
+def test_without_the_overlong_penalty_spans_have_none_either():
+    rewards = without_penalty(group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]]))
+    assert rewards.spans[0][0][0].rewards.total == 0.0
+    assert spread_over_tokens(torch.zeros(1, 2), rewards, lambda of_spans: of_spans.total, 2)[0, 0].tolist() == [0, 0]
+
+
+def scored(lengths: list[int], totals: list[float]) -> ScoredGroup:
+    rollouts = [Rollout(torch.arange(n), torch.zeros(n)) for n in lengths]
+    return ScoredGroup(Sample("q", "a", [], "x"), prompt(), rollouts, [Rewards(t, t) for t in totals], 0)
+
+
+def test_a_completion_of_nan_is_neither_trained_nor_counted():
+    cfg = Config(data="x", num_generations=4)
+    group = scored([2, 3, 4, 5], [1.0, 0.0, 0.5, math.nan])
+    advantages = torch.tensor([[1.0, -1.0, math.nan, 0.0]])
+    ((trained),) = grpo.training_groups(cfg, [group], advantages)
+    assert [len(each.ids) for each in trained.completions] == [2, 3]
+    assert [each.weight for each in trained.completions] == pytest.approx([1 / (2 * 2), 1 / (2 * 3)])
+
+
+def test_a_completion_is_left_out_only_if_all_its_advantages_are_zero(monkeypatch):
+    cfg = Config(data="x", num_generations=2)
+    advantages = torch.zeros(1, 2, 6)
+    advantages[0, 0, 1] = 2.0
+    advantages[0, 1, 5] = 2.0  # beyond its end
+    ((trained),) = grpo.training_groups(cfg, [scored([3, 4], [1.0, 1.0])], advantages)
+    assert [each.advantage.tolist() for each in trained.completions] == [[0.0, 2.0, 0.0]]
+    assert trained.completions[0].weight == pytest.approx(1 / (2 * 3)), "the other counts"
+    monkeypatch.setitem(
+        grpo.LOSSES, "grpo", grpo.Loss(grpo.clipped_objective, "sequences", 0.2, 0.2, needs_entropy=True)
+    )
+    ((trained),) = grpo.training_groups(cfg, [scored([3, 4], [1.0, 1.0])], torch.zeros(1, 2))
+    assert len(trained.completions) == 2
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_the_gradient_of_a_token_is_its_own_advantage_times_its_weight(loss_type):
+    """By hand, at r = 1: −w · A_t, and with a ratio per sequence −w · mean(A), as each token moves the ratio by 1/L."""
+    advantage = torch.tensor([1.0, -2.0, 0.5, 0.0])
+    batch = pack([Group(prompt(), [Completion(torch.arange(4), torch.zeros(4), advantage, 0.25)])])
+    logp = torch.zeros(4, requires_grad=True)
+    cfg = Config(data="x", loss_type=loss_type)
+    grpo.resolve_loss(cfg)
+    loss, _ = grpo.batch_loss(cfg, batch, logp)
+    loss.backward()
+    want = -0.25 * (advantage if loss_type == "grpo" else advantage.mean().expand(4))
+    torch.testing.assert_close(logp.grad, want)
+
+
+# --- the entropy ------------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_the_entropy():
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (7, 3)))
+    targets, scale = torch.tensor([0, 1, 2, 3, 6]), torch.tensor(0.7, dtype=torch.float64)
+
+    def plain(hidden, weight):
+        logp = (hidden @ weight.T / scale).log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    def own(hidden, weight):
+        def from_logits(*args):
+            return _from_logits(*args, dtype=torch.float64)
+
+        return _TokenLogprobs.apply(hidden, weight, targets, scale, from_logits, False)
+
+    for take in (
+        lambda out: (out[0] * torch.arange(5)).sum() - 3 * (out[1] * torch.arange(5)).sum(),
+        lambda out: out[1].sum(),
+    ):
+        grads = [torch.autograd.grad(take(function(hidden, weight)), (hidden, weight)) for function in (plain, own)]
+        for want, got in zip(*grads):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)  # logits are kept in float32

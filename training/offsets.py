@@ -1,0 +1,40 @@
+"""The tokens of a span of text, for rewards of parts of a completion.
+
+Such a reward returns [(start, end, value), ...], with indices of characters. A token belongs to the span that holds the
+character of its first byte.
+"""
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from tokenizers.decoders import DecodeStream
+
+from common.errors import StepFailed
+from common.records import Rollout, ScoredGroup, Span
+from data import Processor
+from grading.answers import without_marks
+
+
+def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]]:
+    """Return the spans of each completion of `group`, counted in its tokens. Those without a token are left out."""
+    found = []
+    for rollout, rewards in zip(group.rollouts, group.rewards):
+        starts = token_starts(rollout, group.prompt.opening, processor) if rewards.spans else []
+        tokens = [replace(s, start=bisect_left(starts, s.start), end=bisect_left(starts, s.end)) for s in rewards.spans]
+        found.append(tuple(span for span in tokens if span.start < span.end))
+    return found
+
+
+def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[int]:
+    """Return for each token the index, in the text that rewards see, of the character that holds its first byte.
+
+    The text of the completion begins with `opening`. Raises StepFailed if the tokenizer decodes differently token by
+    token.
+    """
+    stream, text, starts = DecodeStream(skip_special_tokens=False), opening, []
+    for token in rollout.ids.tolist():
+        starts.append(len(without_marks(text)))
+        text += stream.step(processor.tokenizer.backend_tokenizer, token) or ""  # None inside a character
+    if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
+        raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
+    return starts
