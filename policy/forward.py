@@ -168,8 +168,8 @@ def token_logprobs(
     derive = any(parameter.requires_grad for parameter in model.parameters())
     keep = torch.is_grad_enabled() and not (model.is_gradient_checkpointing or entropy_gradient)
     from_logits = functools.partial(model.from_logits, dtype=hidden.dtype if derive else None)
-    logp, entropy = _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, from_logits, keep)
-    return logp, entropy if entropy_gradient else entropy.detach()
+    options = (from_logits, keep, entropy_gradient)
+    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, *options)
 
 
 def _decoder_inputs(
@@ -259,11 +259,14 @@ class _TokenLogprobs(torch.autograd.Function):
     The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
     one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
     dtype. Without `keep`, which is meant for runs that are short of memory, the backward pass recomputes the logits.
-    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows.
+    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows. So it is with
+    `entropy_gradient`; without it, the entropies have no gradient.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, from_logits, keep: bool) -> tuple[Tensor, Tensor]:
+    def forward(  # noqa: PLR0913 - what torch saves for the backward pass
+        ctx, hidden, weight, targets, temperature, from_logits, keep: bool, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         derivatives = hidden.new_empty(len(hidden) if keep else 0, len(weight))
         logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
         for rows in _row_slices(len(hidden), LOGIT_ROWS):
@@ -272,28 +275,29 @@ class _TokenLogprobs(torch.autograd.Function):
             if keep:
                 derivatives[rows] = row_derivatives
         ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
-        ctx.from_logits, ctx.keep = from_logits, keep
-        ctx.set_materialize_grads(False)  # without a gradient of the entropy, nothing is computed for it
+        ctx.from_logits, ctx.keep, ctx.entropy_gradient = from_logits, keep, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
         hidden_grad, weight_grad = torch.empty_like(hidden), None
         for rows in _row_slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
                 logits = float32_logits(hidden[rows], weight)
                 derivatives = ctx.from_logits(logits, targets[rows], temperature)[2]
-            if entropy_grad is not None:
+            if ctx.entropy_gradient:
                 of_entropy = _entropy_derivatives(logits, temperature) * entropy_grad[rows, None]
                 derivatives = (derivatives * grad[rows, None] + of_entropy).to(hidden.dtype)
-            scale = grad[rows, None] if entropy_grad is None else 1.0
+            scale = 1.0 if ctx.entropy_gradient else grad[rows, None]
             hidden_grad[rows] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
                 chunk_grad = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)
                 weight_grad = chunk_grad if weight_grad is None else weight_grad.add_(chunk_grad)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _row_slices(length: int, size: int) -> list[slice]:

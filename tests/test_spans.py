@@ -192,7 +192,7 @@ def test_the_gradient_of_the_entropy():
         def from_logits(*args):
             return _from_logits(*args, dtype=torch.float64)
 
-        return _TokenLogprobs.apply(hidden, weight, targets, scale, from_logits, False)
+        return _TokenLogprobs.apply(hidden, weight, targets, scale, from_logits, False, True)
 
     for take in (
         lambda out: (out[0] * torch.arange(5)).sum() - 3 * (out[1] * torch.arange(5)).sum(),
