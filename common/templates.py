@@ -75,7 +75,7 @@ def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any
             raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
         if all(text.strip() in chat for text in texts):
             return chat
-    raise ValueError("the model's chat template leaves out a part of the question or of the system prompt")
+    raise ValueError("the model's chat template leaves out a part of a turn or of the system prompt")
 
 
 def _parts(content: str | list[dict]) -> list[dict]:
