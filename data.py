@@ -231,26 +231,17 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
     text = sample.prompt
     if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
         text = processor.template.render(content=text)  # the question itself is never used as a template
-    # The template has changed the text around the images. Without images, what looks like a tag is text.
-    question = Turn.from_text("user", text) if sample.images else Turn("user", [text])
-    messages = [_message(turn) for turn in (*sample.turns[:-1], question)]
+    pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
+    turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
     if system := sample.system or processor.system:
-        messages.insert(0, {"role": "system", "content": system})
-    chat = write_chat(messages, processor.tokenizer, processor.chat_variables)
+        turns.insert(0, Turn("system", [system]))
+    chat = write_chat(turns, processor.tokenizer, processor.chat_variables)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
         raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
     return ids, _opening(chat, processor.control_tokens)
-
-
-def _message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as chat templates take it. The content is a list of parts only if there is an image."""
-    if all(isinstance(piece, str) for piece in turn.content):
-        return {"role": turn.role, "content": turn.text}
-    parts = [{"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"} for piece in turn.content]
-    return {"role": turn.role, "content": parts}
 
 
 def _opening(chat: str, control_tokens: list[str]) -> str:

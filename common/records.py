@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import math
 import pathlib
-import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
@@ -50,32 +49,21 @@ class Cell:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource = AnyPath | bytes | dict | Image.Image | Cell  # an image is decoded only when it is needed
+ImageSource = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when it is needed; a str would be a text
 
 
-@dataclass
-class Turn:
+class Turn(NamedTuple):
     """One turn of a prompt."""
 
-    role: str  # "user" or "assistant"
-    content: list[str | ImageSource | None]  # texts, and images in their places; None is an image that is not known
-
-    @classmethod
-    def from_text(cls, role: str, text: str) -> Turn:
-        """Return the turn with this text, in which the image of each tag is not known yet."""
-        return cls(role, [None if piece == TAG else piece for piece in re.split(f"({TAG})", text) if piece])
-
-    @property
-    def text(self) -> str:
-        """The text, with one `<image>` tag per image."""
-        return "".join(piece if isinstance(piece, str) else TAG for piece in self.content)
+    role: str  # "system", "user" or "assistant"
+    content: list[str | ImageSource | None]  # texts, and images in their places; None if only the place is known
 
 
 @dataclass
 class Sample:
     """One row of a data set."""
 
-    turns: list[Turn]  # the prompt without its system prompt; the user has the first turn and the last
+    turns: list[Turn]  # the user's and the assistant's; the last one is the question
     answer: str  # the gold answer
     source: str  # the file and row that the sample comes from, for messages
     fields: dict[str, Any] = field(default_factory=dict)  # all other columns; the rewards receive them by name
@@ -85,16 +73,16 @@ class Sample:
 
     @property
     def texts(self) -> list[str]:
-        """The text of each turn."""
-        return [turn.text for turn in self.turns]
+        """The text of each turn, with one `<image>` tag per image."""
+        return ["".join(piece if isinstance(piece, str) else TAG for piece in turn.content) for turn in self.turns]
 
     @property
     def prompt(self) -> str:
-        """The question: the text of the last turn."""
-        return self.turns[-1].text
+        """The question, which is the text of the last turn."""
+        return self.texts[-1]
 
     @property
-    def images(self) -> list[ImageSource | None]:
+    def images(self) -> list[ImageSource]:
         """The images of all turns, in order."""
         return [piece for turn in self.turns for piece in turn.content if not isinstance(piece, str)]
 

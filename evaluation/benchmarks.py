@@ -336,7 +336,7 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
     prompt = benchmark.prompt(row)
     if not prompt.strip():
         raise RowError("the question is empty")
-    return Sample([Turn.from_text("user", prompt)], benchmark.gold(row), source, drop_images(row))
+    return Sample([Turn("user", [prompt])], benchmark.gold(row), source, drop_images(row))
 
 
 def _check_present(name: str, row: Row, column: str) -> None:

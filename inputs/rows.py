@@ -215,14 +215,13 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
     system = system if system and system.strip() else None
-    turns = [*earlier, Turn.from_text("user", prompt)]
-    if re.search("[\ud800-\udfff]", "".join([*(turn.text for turn in turns), answer, system or ""])):
+    if re.search("[\ud800-\udfff]", "".join([*(turn.content[0] for turn in earlier), prompt, answer, system or ""])):
         raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
-    return place_images(Sample(turns, answer, source, drop_images(row), system), images)
+    return place_images(Sample([*earlier, Turn("user", [prompt])], answer, source, drop_images(row), system), images)
 
 
 def _other_images(row: dict) -> list:
@@ -271,9 +270,9 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
 def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
     """Pop the prompt, called `name`, gold answer and system prompt.
 
-    Returns the turns before the question, the question, gold answer and system prompt, and the images inside the turns.
-    If a conversation ends with the assistant's turn, that turn is the gold answer unless the user has named its column,
-    and a column "answer" is dropped. Without that turn, the gold answer is in a column, as with other prompts.
+    Returns the turns before the question, the question, answer and system prompt, and the images in the turns. If the
+    assistant's turn ends a conversation, it is the gold answer unless the user has named its column, and a column
+    "answer" is dropped. Otherwise the gold answer is in a column, as with other prompts.
     """
     if name is None:
         names = ", ".join(row) or "none; a folder of images needs a main.csv"
@@ -415,26 +414,19 @@ def _images(value: object) -> list:
 
 
 def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:
-    """Return a chat's turns before the question, the question, the system prompt, and the images inside the turns."""
+    """Return a chat's turns before the question, each with one text, the question, the system prompt and the images."""
     roles = [_turn(turn)[0] for turn in turns]
-    has_system = roles[:1] == ["system"]
-    expected = ["system"] * has_system + ["user", "assistant"] * len(turns)
-    if roles != expected[: len(turns)] or roles[-1:] == ["assistant"]:
-        order = "turns of the user and the assistant in alternation, the first and the last of the user"
-        raise RowError(f"a prompt given as a chat must be {order}, optionally after one system turn")
-    texts, images = [], []
-    for role, turn in zip(roles, turns):
-        content = _chat_in(_turn(turn)[1])
-        text, turn_images = _text(content)
+    first = int(roles[:1] == ["system"])
+    if roles[first:] != (["user", "assistant"] * len(turns))[: len(turns) - first] or roles[-1:] != ["user"]:
+        raise RowError("a prompt given as a chat must be user, assistant, …, user, optionally after one system turn")
+    read, images = [], []
+    for role, content in map(_turn, turns):
+        text, turn_images = _text(content := _chat_in(content))
         if TAG in text and (role == "assistant" or (role == "system" and not isinstance(content, str))):
             raise RowError(f"the {role}'s turn contains an image")
-        if turn.get("tool_calls"):
-            raise RowError("a turn has 'tool_calls', but tools are not supported: remove the row")
-        texts.append(text)
+        read.append(Turn(role, [text]))
         images += turn_images
-    system = texts.pop(0) if has_system else None
-    question = texts.pop() if texts else ""
-    return [Turn.from_text(*turn) for turn in zip(roles[has_system:], texts)], question, system, images
+    return read[first:-1], read[-1].content[0], read[0].content[0] if first else None, images
 
 
 def _text(content: object) -> tuple[str, list]:
@@ -482,7 +474,7 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
 
 
 def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
-    """Put `images` in the places of the image tags of a prompt or, without tags, before its first text.
+    """Cut each turn of `sample`, which is one text, at its tags, and put `images` there; without tags, they come first.
 
     Raises RowError if a prompt has tags, but not one per image; if it has a tag of a video or of audio; or if a column
     is named 'completion'.
@@ -491,13 +483,14 @@ def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
         raise RowError("a column is named 'completion', the rewards' name for the model's text: rename the column")
     if tag := re.search(rf"<({'|'.join(OTHER_MEDIA)})>", "\n".join(sample.texts)):
         raise RowError(f"{tag[0]} in the prompt, but only text and images are supported: remove the tag or the row")
-    if not sample.images:
-        sample.turns[0].content[:0] = [None] * len(images)
-    if len(sample.images) != len(images):
-        raise RowError(f"{len(sample.images)} {TAG} tags in the prompt but {len(images)} images")
+    if images and not any(TAG in text for text in sample.texts):
+        sample.turns[0].content[0] = TAG * len(images) + sample.turns[0].content[0]
+    if (tags := "\n".join(sample.texts).count(TAG)) != len(images):
+        raise RowError(f"{tags} {TAG} tags in the prompt but {len(images)} images")
     remaining = iter(images)
     for turn in sample.turns:
-        turn.content = [next(remaining) if piece is None else piece for piece in turn.content]
+        pieces = re.split(f"({TAG})", turn.content[0])
+        turn.content[:] = [next(remaining) if piece == TAG else piece for piece in pieces if piece]
     return sample
 
 
@@ -750,7 +743,7 @@ def _counting_rows(path: AnyPath, columns: Columns) -> Iterator[tuple[str, dict 
 
 def easyr1_row(sample: Sample, images: list) -> dict:
     """Convert `sample` to a row of an EasyR1 data set, with `images` in place of its own."""
-    chat = [{"role": turn.role, "content": turn.text} for turn in sample.turns]
+    chat = [{"role": turn.role, "content": text} for turn, text in zip(sample.turns, sample.texts)]
     row = {"prompt": chat if len(chat) > 1 else sample.prompt, "answer": sample.answer, "images": images}
     if sample.system:
         row["system"] = sample.system

@@ -228,5 +228,5 @@ def test_saved_predictions_of_several_turns_hold_no_images(tmp_path):
 
 
 def test_rewards_get_the_last_turn_as_the_question():
-    turns = [Turn("user", ["a"]), Turn("assistant", ["b"]), Turn.from_text("user", "<image>c")]
+    turns = [Turn("user", ["a"]), Turn("assistant", ["b"]), Turn("user", [Image.new("RGB", (9, 9)), "c"])]
     assert Sample(turns, "1", "row 1").prompt == "<image>c"

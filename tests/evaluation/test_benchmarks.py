@@ -840,9 +840,9 @@ def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     assert evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [other, "q"])])]) == key
     with zipfile.ZipFile(tmp_path / "i.zip", "w") as file:
         file.writestr("a.png", b"old")
-    for image in (str(tmp_path / "i.zip"), zipfile.Path(tmp_path / "i.zip", "a.png")):
+    for image in (tmp_path / "i.zip", zipfile.Path(tmp_path / "i.zip", "a.png")):
         before = evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [image, "q"])])])
-        os.utime(tmp_path / "i.zip", (1, 1 if isinstance(image, str) else 2))
+        os.utime(tmp_path / "i.zip", (1, 1 if isinstance(image, pathlib.Path) else 2))
         assert evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [image, "q"])])]) != before, (
             "another image by now"
         )

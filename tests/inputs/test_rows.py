@@ -333,7 +333,7 @@ def test_osf_json_with_its_splits(folder, capsys):
 
 
 BAD_ROWS = {
-    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "no text under|no prompt text"),
+    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "must be user, assistant, …, user"),
     "no answer turn": (
         {"conversations": [{"role": "user", "content": "x"}]},
         "does not end with the assistant's answer",
@@ -341,11 +341,11 @@ BAD_ROWS = {
     "turns that are not a list": ({"conversations": "hello"}, "not a list of turns"),
     "two turns of the user": (
         {"conversations": [{"role": "user", "content": "a"}, *conversation("b", "c")["conversations"]]},
-        "must be turns of the user and the assistant in alternation",
+        "must be user, assistant, …, user",
     ),
     "a system turn in the middle": (
         {"conversations": [*conversation("a", "b")["conversations"], *conversation("c", "d", "s")["conversations"]]},
-        "must be turns of the user and the assistant in alternation",
+        "must be user, assistant, …, user",
     ),
     "an image in an earlier answer": (
         {
@@ -364,16 +364,9 @@ BAD_ROWS = {
         {"messages": conversation("q", "y", system=parts("images/0.png"))["conversations"]},
         "the system's turn contains an image",
     ),
-    "a turn that calls a tool": (
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
-                {"role": "user", "content": "b"},
-            ],
-            "answer": "y",
-        },
-        "a turn has 'tool_calls'",
+    "a tool's turn": (
+        {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "user")], "answer": "y"},
+        "must be user, assistant, …, user",
     ),
     "fewer images than tags in all turns": (
         {
@@ -388,7 +381,7 @@ BAD_ROWS = {
     "content of a wrong type": (conversation(5, "b"), "neither text nor a list of parts"),
     "an assistant in a prompt": (
         {"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"},
-        "must be turns of the user",
+        "must be user, assistant",
     ),
     "bytes that are text": ({"prompt": "q", "answer": "y", "images": [{"bytes": "abc"}]}, "is not bytes"),
     "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or images"),
@@ -811,7 +804,7 @@ def test_sft_rows_are_read_and_converted(folder, row):
         ([{"from": "human", "value": "q"}], "'messages' is not a list of turns, or does not end with the assistant's"),
         ([3], "does not end with the assistant's answer"),
         ([{"from": ["gpt"], "value": "a"}], "does not end with the assistant's answer"),
-        ([{"from": "tool", "value": "q"}, {"from": "gpt", "value": "a"}], "must be turns of the user"),
+        ([{"from": "tool", "value": "q"}, {"from": "gpt", "value": "a"}], "must be user, assistant"),
         ([{"from": "human", "value": None}, {"from": "gpt", "value": "a"}], "neither text nor a list of parts"),
     ],
 )
@@ -961,7 +954,7 @@ def test_the_answer_to_a_users_turn(folder, row, columns):
     ("row", "message"),
     [
         ({"messages": [USER, REPLY], "solution": "4"}, "the assistant's answer and 'solution' differ: remove one"),
-        ({"prompt": [USER, REPLY], "solution": "4"}, "must be turns of the user"),
+        ({"prompt": [USER, REPLY], "solution": "4"}, "must be user, assistant"),
         ({"messages": "q", "solution": "3"}, "'messages' is not a list of turns"),
         ({"query": "q", "response": "3", "history": [["a", "b"]]}, "'history' holds earlier turns"),
         ({"problem": "q", "solution": [10, 20, 30, 40]}, "'answer' is neither text nor a number"),
