@@ -34,7 +34,7 @@ import rewards
 from common import cli, console, distributed
 from common.errors import UserError
 from common.files import partial_path
-from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample
+from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
@@ -226,19 +226,16 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prom
 def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
     """Return the sampler's token ids, and `Prompt.opening`."""
     for token in processor.control_tokens:
-        if token in sample.prompt or token in (sample.system or ""):
+        if any(token in text for text in (*sample.texts, sample.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
     text = sample.prompt
     if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
         text = processor.template.render(content=text)  # the question itself is never used as a template
-    content: str | list[dict] = text
-    if sample.images:
-        pieces = [piece for piece in re.split(f"({TAG})", text) if piece]
-        content = [{"type": "image"} if piece == TAG else {"type": "text", "text": piece} for piece in pieces]
-    messages = [{"role": "user", "content": content}]
+    pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
+    turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
     if system := sample.system or processor.system:
-        messages.insert(0, {"role": "system", "content": system})
-    chat = write_chat(messages, processor.tokenizer, processor.chat_variables)
+        turns.insert(0, Turn("system", [system]))
+    chat = write_chat(turns, processor.tokenizer, processor.chat_variables)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
@@ -356,7 +353,7 @@ def _check_row(
         tokens = _checked_length(row, processor, max_length, sizes) if processor else 0
     except ValueError as error:
         return str(error), "", 0
-    identity = json.dumps([row.prompt, row.answer, row.system, *image_keys])
+    identity = json.dumps([row.texts, row.answer, row.system, *image_keys])
     return None, hashlib.sha1(identity.encode()).hexdigest(), tokens
 
 
@@ -370,7 +367,7 @@ def _check_image(source: ImageSource, image_sizes: dict) -> str:
     except FileNotFoundError as error:
         raise ValueError(f"no image at {str(error.filename or source)[:200]}") from None
     except ValueError as error:
-        name = f"image {str(source)[:200]}" if isinstance(source, str | AnyPath | Cell) else "an image"
+        name = f"image {str(source)[:200]}" if isinstance(source, AnyPath | Cell) else "an image"
         raise ValueError(f"{name}: {error}") from None
     return key
 
@@ -379,7 +376,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     """Return the prompt length in tokens. Raises ValueError if the model cannot accept the prompt."""
     if sample.images and processor.image_processor is None:
         raise ValueError("the row has an image, but the model is text-only")
-    characters = len(sample.prompt) + len(sample.system or "")
+    characters = sum(map(len, sample.texts)) + len(sample.system or "")
     if max_length is not None and characters > max_length * processor.longest_token:  # encoding it could take minutes
         raise ValueError(f"its prompt has {characters:,} characters; --max_prompt_length is {max_length} tokens")
     length = len(_engine_ids(sample, processor)[0])

@@ -22,7 +22,7 @@ import torch
 from common import cli, console, distributed
 from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
-from common.records import Sample
+from common.records import TAG, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmarks import (
@@ -134,7 +134,7 @@ def read_predictions(path: str, cfg: Config, gold_task: str | None = None) -> tu
                 raise row
             row = drop_images(row)
             output = _pop_output(row)
-            rows.append((_saved_sample(cfg, gold_task, source, row), output))
+            rows.append((_saved_sample(cfg, gold_task, source, row, bool(output.get("image_digest"))), output))
         except RowError as error:
             problems.append(f"{source}: {error}")
     summary = f"{len(problems)} of {len(problems) + len(rows)} rows cannot be used: {'; '.join(problems[:5])}"
@@ -171,7 +171,7 @@ def _pop_output(row: dict) -> dict:
     return output
 
 
-def _saved_sample(cfg: Config, gold_task: str | None, source: str, row: dict) -> Sample:
+def _saved_sample(cfg: Config, gold_task: str | None, source: str, row: dict, has_images: bool) -> Sample:
     for name in ("answers", "measures", "gold", "source") if cfg.benchmark else ("exact", "rewards", "source"):
         row.pop(name, None)  # added by an earlier evaluation
     if cfg.benchmark:
@@ -182,7 +182,8 @@ def _saved_sample(cfg: Config, gold_task: str | None, source: str, row: dict) ->
     prompt, answer = str(row.pop("prompt")), answer_text(row.pop("answer"))
     if problem := gold_problem(gold_task, answer):
         raise RowError(problem)
-    return Sample(prompt, answer, [], source, row)
+    earlier = [Turn("user", [TAG])] if has_images and TAG not in prompt else []  # earlier turns are not saved
+    return Sample([*earlier, Turn("user", [prompt])], answer, source, row)
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     digest = hashlib.sha1()
     for sample in samples:
         images = [(str(image), file_version(image)) for image in sample.images]  # the repr of a Cell holds an address
-        digest.update(repr((sample.source, sample.prompt, sample.system, images)).encode())
+        digest.update(repr((sample.source, *sample.texts, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
         weights = sorted(pathlib.Path(key[name]).glob("*.safetensors")) if key[name] else []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common import cli
 from common.errors import RunStopped, UserError
 from common.files import partial_path
-from common.records import Sample
+from common.records import Sample, Turn
 from data import encode_prompt, load_processor
 from policy.base_files import base_folder, stored_dtypes
 from policy.families import load_tokenizer
@@ -156,10 +156,10 @@ def _example_inputs(base: str) -> dict[str, Tensor]:
         return {"input_ids": torch.arange(32)[None]}
     processor = load_processor(base, "count")
     if processor.image_processor is None:
-        prompt = encode_prompt(Sample("How many?", "1", [], "the check"), processor)
+        prompt = encode_prompt(Sample([Turn("user", ["How many?"])], "1", "the check"), processor)
         return {"input_ids": prompt.ids[None]}
     image = Image.linear_gradient("L").convert("RGB").resize((112, 112))
-    prompt = encode_prompt(Sample("<image>How many?", "1", [image], "the check"), processor)
+    prompt = encode_prompt(Sample([Turn("user", [image, "How many?"])], "1", "the check"), processor)
     token_types = (prompt.ids == prompt.image_token).int()[None]
     return {"input_ids": prompt.ids[None], "mm_token_type_ids": token_types, **prompt.vision}
 

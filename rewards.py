@@ -256,7 +256,7 @@ MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above 
 
 def _decoded_images(sample: Sample) -> list[Image.Image]:
     """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
-    if sample.prompt.count(TAG) != len(sample.images):
+    if "\n".join(sample.texts).count(TAG) != len(sample.images):
         raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
     try:
         return [decode_image(source) for source in sample.images]

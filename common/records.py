@@ -14,7 +14,7 @@ import pathlib
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the service reads rows too, and importing torch would delay
     import datasets
     from torch import Tensor
 
-TAG = "<image>"  # marks an image in a data set's prompt; replaced by the tokenizer's own placeholder
+TAG = "<image>"  # marks an image in a text
 AnyPath = pathlib.Path | zipfile.Path  # of a file or a folder, on disk or in a ZIP
 
 
@@ -49,21 +49,42 @@ class Cell:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource = str | AnyPath | bytes | dict | Image.Image | Cell
+ImageSource = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when it is needed; a str would be a text
+
+
+class Turn(NamedTuple):
+    """One turn of a prompt."""
+
+    role: str  # "system", "user" or "assistant"
+    content: list[str | ImageSource | None]  # texts, and images in their places; None if only the place is known
 
 
 @dataclass
 class Sample:
     """One row of a data set."""
 
-    prompt: str  # the question, with one `<image>` tag per image
+    turns: list[Turn]  # the user's and the assistant's; the last one is the question
     answer: str  # the gold answer
-    images: list[ImageSource]  # paths or contents; an image is decoded only when it is needed
     source: str  # the file and row that the sample comes from, for messages
     fields: dict[str, Any] = field(default_factory=dict)  # all other columns; the rewards receive them by name
     system: str | None = None  # the row's own system prompt, which replaces the task's system prompt
     source_index: int = 0  # index of the data set that the row comes from, when several data sets are mixed
     tokens: int = 0  # prompt length, with images expanded; 0 until the row has been checked with a processor
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each turn, with one `<image>` tag per image."""
+        return ["".join(piece if isinstance(piece, str) else TAG for piece in turn.content) for turn in self.turns]
+
+    @property
+    def prompt(self) -> str:
+        """The question, which is the text of the last turn."""
+        return self.texts[-1]
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of all turns, in order."""
+        return [piece for turn in self.turns for piece in turn.content if not isinstance(piece, str)]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import jinja2
 import jinja2.meta
 
 from common.errors import UserError
+from common.records import Turn
 
 
 def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Template:
@@ -60,23 +61,24 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     return variables
 
 
-def write_chat(messages: list[dict], tokenizer: Any, variables: Mapping[str, Any]) -> str:
-    """Write `messages` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
+def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+    """Write `turns` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
 
     `variables`: further variables of the template. Some templates ignore text that is not in a list of parts. Raises
-    ValueError if the template refuses the messages or leaves out a text.
+    ValueError if the template refuses the turns or leaves out a text.
     """
-    as_parts = [message | {"content": _parts(message["content"])} for message in messages]
-    texts = [part["text"] for message in as_parts for part in message["content"] if part["type"] == "text"]
-    for version in (messages, as_parts):
+    for as_parts in (False, True):
+        messages = [{"role": turn.role, "content": _content(turn, as_parts)} for turn in turns]
         try:
-            chat = tokenizer.apply_chat_template(version, add_generation_prompt=True, tokenize=False, **variables)
+            chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
         except Exception as error:  # noqa: BLE001
             raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
-        if all(text.strip() in chat for text in texts):
+        if all(piece.strip() in chat for turn in turns for piece in turn.content if isinstance(piece, str)):
             return chat
-    raise ValueError("the model's chat template leaves out a part of the question or of the system prompt")
+    raise ValueError("the model's chat template leaves out a part of a turn or of the system prompt")
 
 
-def _parts(content: str | list[dict]) -> list[dict]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _content(turn: Turn, as_parts: bool) -> str | list[dict]:
+    if not as_parts and all(isinstance(piece, str) for piece in turn.content):
+        return "".join(turn.content)
+    return [{"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"} for piece in turn.content]

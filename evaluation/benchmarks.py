@@ -20,13 +20,13 @@ from typing import Any
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Sample
+from common.records import Sample, Turn
 from config import DataFlags
 from data import Processor, validate_rows
 from grading import answers
 from grading.verifier import Verifier
 from inputs.images import allow_megapixels
-from inputs.rows import Locate, Problem, RowError, add_image_tags, drop_images, raw_rows, resolve_image
+from inputs.rows import Locate, Problem, RowError, drop_images, place_images, raw_rows, resolve_image
 from rewards import find_answer, vqa_reward
 
 Row = dict[str, Any]
@@ -311,12 +311,12 @@ def _row(name: str, source: str, row: Row | RowError, locate: Locate) -> Sample 
     try:
         if isinstance(row, RowError):
             raise row
-        sample = to_sample(name, source, row)
+        sample, images = to_sample(name, source, row), []
         if image_column:
             _check_present(name, row, image_column)
             cells = row[image_column] if isinstance(row[image_column], list) else [row[image_column]]
-            sample.images = [resolve_image(cell, locate) for cell in cells]
-        return add_image_tags(sample)
+            images = [resolve_image(cell, locate) for cell in cells]
+        return place_images(sample, images)
     except RowError as error:
         return Problem(source, str(error))
 
@@ -336,7 +336,7 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
     prompt = benchmark.prompt(row)
     if not prompt.strip():
         raise RowError("the question is empty")
-    return Sample(prompt, benchmark.gold(row), [], source, drop_images(row))
+    return Sample([Turn("user", [prompt])], benchmark.gold(row), source, drop_images(row))
 
 
 def _check_present(name: str, row: Row, column: str) -> None:

@@ -47,7 +47,7 @@ from common import console, hub
 from common.console import hide_credentials
 from common.errors import UserError
 from common.files import partial_path
-from common.records import TAG, AnyPath, Cell, ImageSource, Sample
+from common.records import TAG, AnyPath, Cell, ImageSource, Sample, Turn
 from config import Columns
 from grading.answers import answer_part, last_boxed
 from inputs.images import UNREADABLE, decode_image, read_source
@@ -204,7 +204,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
     images = _take_images(row, _column(row, image_columns, columns.images))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
+    earlier, prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
     system = row.pop("system", None)
     if system and turns_system:
         raise RowError("there are two system prompts: in the prompt and in the column 'system'")
@@ -215,13 +215,13 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
     system = system if system and system.strip() else None
-    if re.search("[\ud800-\udfff]", prompt + answer + (system or "")):
+    if re.search("[\ud800-\udfff]", "".join([*(turn.content[0] for turn in earlier), prompt, answer, system or ""])):
         raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
-    return add_image_tags(Sample(prompt, answer, images, source, drop_images(row), system))
+    return place_images(Sample([*earlier, Turn("user", [prompt])], answer, source, drop_images(row), system), images)
 
 
 def _other_images(row: dict) -> list:
@@ -267,19 +267,20 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
     return chosen or next((name for name in defaults if row.get(name) not in (None, [])), None)
 
 
-def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[object, object, object, list]:
-    """Pop the prompt, called `name`, gold answer and system prompt; return them and the images inside the prompt.
+def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
+    """Pop the prompt, called `name`, gold answer and system prompt.
 
-    In a conversation, the assistant's only turn is the last one. It is the gold answer unless the user has named its
-    column, and a column "answer" is dropped. Without that turn, the gold answer is in a column, as with other prompts.
+    Returns the turns before the question, the question, answer and system prompt, and the images in the turns. If the
+    assistant's turn ends a conversation, it is the gold answer unless the user has named its column, and a column
+    "answer" is dropped. Otherwise the gold answer is in a column, as with other prompts.
     """
     if name is None:
         names = ", ".join(row) or "none; a folder of images needs a main.csv"
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {names})")
     if name == "query" and row.get("history"):
-        raise RowError("'history' holds earlier turns, but a prompt must be one user turn: remove the row")
+        raise RowError("'history' holds earlier turns: write them and the question as a chat in 'messages'")
     answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
-    prompt, reply, system, images = row.pop(name), None, None, []
+    prompt, reply, system, earlier, images = row.pop(name), None, None, [], []
     prompt = _chat_in(prompt)
     if name in CHAT_COLUMNS:
         prompt, reply = _split_reply(prompt)
@@ -287,15 +288,15 @@ def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[object, 
             problem = f"'{name}' is not a list of turns, or does not end with the assistant's answer"
             raise RowError(f"{problem}: add the answer there, or in a column 'answer'")
     if isinstance(prompt, list):
-        prompt, system, images = _chat(prompt)
-    if name in CHAT_COLUMNS:
+        earlier, prompt, system, images = _chat(prompt)
+    if name in CHAT_COLUMNS and not earlier:
         prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
     if reply and columns.answer is None:
         if answer_text(row.get("solution")) not in ("", reply):
             raise RowError("the assistant's answer and 'solution' differ: remove one, or set --answer_column")
         row.pop("answer", None)
-        return prompt, reply, system, images
-    return prompt, _pop_answer(row, answer_name, columns), system, images
+        return earlier, prompt, reply, system, images
+    return earlier, prompt, _pop_answer(row, answer_name, columns), system, images
 
 
 def _pop_answer(row: dict, name: str | None, columns: Columns) -> object:
@@ -412,17 +413,20 @@ def _images(value: object) -> list:
     return images
 
 
-def _chat(turns: list) -> tuple[str, str | None, list]:
-    """Return (prompt, system prompt, images) of a chat: one user turn, optionally after one system turn."""
-    texts: dict[str, str] = {}
-    images = []
-    for turn in turns:
-        role, content = _turn(turn)
-        if role not in ("system", "user") or role in texts or (role == "system" and texts):
-            raise RowError("a prompt given as a chat must be one user turn, optionally after one system turn")
-        texts[role], turn_images = _text(_chat_in(content))
+def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:
+    """Return a chat's turns before the question, each with one text, the question, the system prompt and the images."""
+    roles = [_turn(turn)[0] for turn in turns]
+    first = int(roles[:1] == ["system"])
+    if roles[first:] != (["user", "assistant"] * len(turns))[: len(turns) - first] or roles[-1:] != ["user"]:
+        raise RowError("a prompt given as a chat must be user, assistant, …, user, optionally after one system turn")
+    read, images = [], []
+    for role, content in map(_turn, turns):
+        text, turn_images = _text(content := _chat_in(content))
+        if TAG in text and (role == "assistant" or (role == "system" and not isinstance(content, str))):
+            raise RowError(f"the {role}'s turn contains an image")
+        read.append(Turn(role, [text]))
         images += turn_images
-    return texts.get("user", ""), texts.get("system"), images
+    return read[first:-1], read[-1].content[0], read[0].content[0] if first else None, images
 
 
 def _text(content: object) -> tuple[str, list]:
@@ -469,21 +473,24 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
     return locate(urllib.parse.unquote(image[7:]) if image.lower().startswith("file://") else image)
 
 
-def add_image_tags(sample: Sample) -> Sample:
-    """If a prompt has images but no image tags, put one tag per image before the prompt.
+def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
+    """Cut each turn of `sample`, which is one text, at its tags, and put `images` there; without tags, they come first.
 
     Raises RowError if a prompt has tags, but not one per image; if it has a tag of a video or of audio; or if a column
     is named 'completion'.
     """
     if "completion" in sample.fields:
         raise RowError("a column is named 'completion', the rewards' name for the model's text: rename the column")
-    if tag := re.search(rf"<({'|'.join(OTHER_MEDIA)})>", sample.prompt):
+    if tag := re.search(rf"<({'|'.join(OTHER_MEDIA)})>", "\n".join(sample.texts)):
         raise RowError(f"{tag[0]} in the prompt, but only text and images are supported: remove the tag or the row")
-    tags = sample.prompt.count(TAG)
-    if sample.images and not tags:
-        sample.prompt = TAG * len(sample.images) + sample.prompt
-    elif tags != len(sample.images):
-        raise RowError(f"{tags} {TAG} tags in the prompt but {len(sample.images)} images")
+    if images and not any(TAG in text for text in sample.texts):
+        sample.turns[0].content[0] = TAG * len(images) + sample.turns[0].content[0]
+    if (tags := "\n".join(sample.texts).count(TAG)) != len(images):
+        raise RowError(f"{tags} {TAG} tags in the prompt but {len(images)} images")
+    remaining = iter(images)
+    for turn in sample.turns:
+        pieces = re.split(f"({TAG})", turn.content[0])
+        turn.content[:] = [next(remaining) if piece == TAG else piece for piece in pieces if piece]
     return sample
 
 
@@ -736,7 +743,8 @@ def _counting_rows(path: AnyPath, columns: Columns) -> Iterator[tuple[str, dict 
 
 def easyr1_row(sample: Sample, images: list) -> dict:
     """Convert `sample` to a row of an EasyR1 data set, with `images` in place of its own."""
-    row = {"prompt": sample.prompt, "answer": sample.answer, "images": images}
+    chat = [{"role": turn.role, "content": text} for turn, text in zip(sample.turns, sample.texts)]
+    row = {"prompt": chat if len(chat) > 1 else sample.prompt, "answer": sample.answer, "images": images}
     if sample.system:
         row["system"] = sample.system
     read = (*row, *IMAGE_COLUMNS, "image_name", "reward_model")  # `parse_row` would take these for what is in `row`

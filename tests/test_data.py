@@ -12,10 +12,10 @@ from PIL import Image, ImageOps
 
 import evaluate
 from common.errors import UserError
-from common.records import Sample
 from data import encode_prompt, load_processor, load_samples
 from grpo import Config
 from inputs.images import check_image, decode_image, fit_image, fitted_size
+from tests.helpers.rows import make_sample
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
 from training.run import check_inputs
@@ -323,7 +323,7 @@ def test_a_chat_template_that_raises_is_named_with_the_row(folder, tiny_model, t
 @pytest.mark.parametrize("ending", ["", " Use <think>...</think> and <answer>...</answer>."])
 def test_a_prompt_that_asks_for_the_format_is_not_asked_twice(tiny_model, ending):
     processor = load_processor(tiny_model, "math")
-    prompt = encode_prompt(Sample(f"1 + 1?{ending}", "2", [], "row 1"), processor)
+    prompt = encode_prompt(make_sample(f"1 + 1?{ending}", "2", [], "row 1"), processor)
     text = processor.tokenizer.decode(prompt.ids)
     assert text.count("<think>") == text.count("<answer>") == 1
 
@@ -346,7 +346,7 @@ QUESTION = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 def test_what_the_chat_template_opens_belongs_to_the_completion(tiny_model, question, ending, opening):
     processor = load_processor(tiny_model, "math")
     processor.tokenizer.chat_template = f"{QUESTION}{{{{ {ending!r} }}}}"
-    assert encode_prompt(Sample(question, "2", [], "row 1"), processor).opening == opening
+    assert encode_prompt(make_sample(question, "2", [], "row 1"), processor).opening == opening
 
 
 BAD_TEMPLATES = [

@@ -24,7 +24,7 @@ import grpo
 import merge_lora
 from common.errors import UserError
 from common.files import read_jsonl
-from common.records import Completion, Group, Sample
+from common.records import Completion, Group
 from config import PolicyFlags
 from data import encode_prompts, load_processor, load_samples
 from evaluation import lmms_eval
@@ -36,6 +36,7 @@ from policy.lora import adapted_layers, adapted_weights
 from policy.model import Policy, auto_class, load_config, load_policy
 from tests.helpers import models
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import run_script
 
@@ -272,11 +273,11 @@ def test_a_chat_template_that_drops_text_is_refused_or_gets_parts(tiny_family):
     processor = load_processor(tiny_family("qwen2_5"), "count")
     parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     processor.tokenizer.chat_template = parts
-    ids = encode_prompts([Sample("How many?", "1", [], "row 1", system="Count.")], processor)[0].ids
+    ids = encode_prompts([make_sample("How many?", "1", [], "row 1", system="Count.")], processor)[0].ids
     assert processor.tokenizer.decode(ids).startswith("Count.How many?")
     processor.tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(ValueError, match="leaves out a part of the question or of the system prompt"):
-        encode_prompts([Sample("How many?", "1", [], "row 1", system="Count.")], processor)
+    with pytest.raises(ValueError, match="leaves out a part of a turn or of the system prompt"):
+        encode_prompts([make_sample("How many?", "1", [], "row 1", system="Count.")], processor)
 
 
 THINKING = (
@@ -292,7 +293,7 @@ def test_variables_of_the_chat_template_are_set_by_a_flag(tiny_family, tmp_path)
 
     def ends(*settings: str) -> str:
         processor = load_processor(str(folder), "count", chat_template_kwargs=settings)
-        prompt = encode_prompts([Sample("How many?", "1", [], "row 1")], processor)[0]
+        prompt = encode_prompts([make_sample("How many?", "1", [], "row 1")], processor)[0]
         wrapped = lmms_eval.chat_template(folder, "count", None, settings)
         message = [{"role": "user", "content": "How many?"}]
         as_evaluated = processor.tokenizer.apply_chat_template(message, chat_template=wrapped, tokenize=False)

@@ -28,7 +28,7 @@ import evaluate
 import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
-from common.records import Completion, Group, Prompt, Rollout, Sample, Sampling
+from common.records import Completion, Group, Prompt, Rollout, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
@@ -49,6 +49,7 @@ from rollout import (
     undo_global_changes,
 )
 from tests.helpers import runs
+from tests.helpers.rows import make_sample
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,9 @@ def prompts(processor):
         return Image.new("RGB", (w, h), (shade, 90, 200))
 
     samples = [
-        Sample("<image>How many?", "1", [image(84, 84, 20)], "a"),
-        Sample("no image here", "1", [], "b"),
-        Sample("<image>and<image> which?", "1", [image(56, 112, 250), image(84, 56, 130)], "c"),
+        make_sample("<image>How many?", "1", [image(84, 84, 20)], "a"),
+        make_sample("no image here", "1", [], "b"),
+        make_sample("<image>and<image> which?", "1", [image(56, 112, 250), image(84, 56, 130)], "c"),
     ]
     return [encode_prompt(s, processor) for s in samples]
 
@@ -175,7 +176,9 @@ def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
     Identical images are encoded once."""
 
     def prompt(shade: int):
-        return encode_prompt(Sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor)
+        return encode_prompt(
+            make_sample("<image>?", "1", [Image.new("RGB", (84, 84), (shade, 9, 9))], "row 1"), processor
+        )
 
     policy, feature_cache = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
     first, other, repeated = prompt(10), prompt(200), prompt(10)
@@ -187,7 +190,7 @@ def test_features_belong_to_pictures_not_to_rows(tiny_model, processor):
 
 
 def test_the_oldest_image_features_are_forgotten_but_not_before_their_step(tiny_model, processor, monkeypatch):
-    samples = [Sample("<image>?", "1", [Image.new("RGB", (84, 84), (i, 9, 9))], f"row {i}") for i in range(3)]
+    samples = [make_sample("<image>?", "1", [Image.new("RGB", (84, 84), (i, 9, 9))], f"row {i}") for i in range(3)]
     first, second, third = prompts = encode_prompts(samples, processor)
     policy, feature_cache = load_policy(tiny_model, PolicyFlags(), torch.device("cpu")), {}
     cache_image_features(policy, [first], feature_cache)
@@ -274,7 +277,7 @@ def test_auto_says_what_it_chose(capsys):
 
 def test_pixels_are_compared_picture_by_picture(processor):
     images = [Image.new("RGB", (56, 28 * (1 + i)), (40 * i, 9, 90)) for i in range(3)]
-    samples = [Sample("<image>?", "1", [image], f"row {i}") for i, image in enumerate(images)]
+    samples = [make_sample("<image>?", "1", [image], f"row {i}") for i, image in enumerate(images)]
     prompts = encode_prompts(samples, processor)
     received = [prompt.vision["pixel_values"].bfloat16().float() for prompt in reversed(prompts)]
     check_pixels(prompts, received)
@@ -295,7 +298,7 @@ def test_pixels_are_compared_picture_by_picture(processor):
 def test_the_pixels_of_each_of_a_prompts_images_are_compared(processor):
     """vLLM's tower gets them image by image, those of other prompts in between."""
     images = [Image.new("RGB", (56, 56 + 28 * i), (80 * i, 9, 90)) for i in range(2)]
-    (prompt,) = encode_prompts([Sample("<image><image>?", "1", images, "row 1")], processor)
+    (prompt,) = encode_prompts([make_sample("<image><image>?", "1", images, "row 1")], processor)
     pixels = prompt.vision["pixel_values"].split([16, 24])
     check_pixels([prompt], [pixels[1], torch.zeros(4, 1176), pixels[0]])
     with pytest.raises(UserError, match="row 1"):

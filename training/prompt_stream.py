@@ -61,7 +61,7 @@ class PromptStream:
             row_at, sizes=self.sizes, seed=seed, weights=weights, batch=batch, drop_last=drop_last
         )
         self.thread = ThreadPoolExecutor(1)
-        texts = "".join(json.dumps([sample.prompt, sample.answer]) for sample in samples)
+        texts = "".join(json.dumps([*sample.texts, sample.answer]) for sample in samples)
         self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: dict[tuple[int, int], Future[Prompt]] = {}  # by position and row
         self.lengths: dict[str, float] = {}

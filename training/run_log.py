@@ -144,7 +144,7 @@ class RunLog:
             row = {
                 "step": step,
                 "source": group.sample.source,
-                "question": group.sample.prompt.replace(TAG, "").strip(),
+                "question": "\n\n".join(group.sample.texts).replace(TAG, "").strip(),
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
                 "completions": [

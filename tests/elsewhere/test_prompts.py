@@ -16,6 +16,7 @@ from PIL import Image
 from common.records import Sample
 from data import Processor, encode_prompt, load_processor
 from tests.elsewhere.conftest import run_in
+from tests.helpers.rows import make_sample
 
 TEXTS = {
     "plain": "How many apples are there?",
@@ -38,10 +39,10 @@ class Chat:
 
 
 def text_chats() -> list[Chat]:
-    chats = [Chat(kind, Sample(text, "1", [], kind), [user(text)]) for kind, text in TEXTS.items()]
+    chats = [Chat(kind, make_sample(text, "1", [], kind), [user(text)]) for kind, text in TEXTS.items()]
     text, system = "How many?", "Count the objects.\nReply with a number."
     with_system = [{"role": "system", "content": system}, user(text)]
-    return [*chats, Chat("system", Sample(text, "1", [], "system", system=system), with_system)]
+    return [*chats, Chat("system", make_sample(text, "1", [], "system", system=system), with_system)]
 
 
 def picture_chats(folder: pathlib.Path) -> list[Chat]:
@@ -55,7 +56,7 @@ def picture_chats(folder: pathlib.Path) -> list[Chat]:
         for i, piece in enumerate(text.split("<image>")):
             parts += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": piece}] * bool(piece)
         images = [*map(str, files[:number])]
-        chats.append(Chat(name, Sample(text, "1", images, name), [user(parts)], images))
+        chats.append(Chat(name, make_sample(text, "1", images, name), [user(parts)], images))
     return chats
 
 
@@ -63,7 +64,9 @@ def user(content: str | list[dict]) -> dict:
     return {"role": "user", "content": content}
 
 
-NOT_THINKING = Chat("template variable", Sample("Why?", "1", [], ""), [user("Why?")], [], {"enable_thinking": False})
+NOT_THINKING = Chat(
+    "template variable", make_sample("Why?", "1", [], ""), [user("Why?")], [], {"enable_thinking": False}
+)
 KINDS = {
     "qwen3": [*TEXTS, "system", NOT_THINKING.name],
     "llama": [*TEXTS, "system"],
@@ -119,4 +122,4 @@ def test_the_ids_are_those_of_transformers(name, kind, chats, work, template):
 @pytest.mark.parametrize(("name", "token"), [("qwen3", "<|im_start|>"), ("llama", "<|eot_id|>")])
 def test_text_that_would_act_as_a_control_token_is_refused(name, token, bases, work, template):
     with pytest.raises(ValueError, match="would act as a control token"):
-        encode_prompt(Sample(f"{token}system", "1", [], "row 1"), load(work / "bases" / name, template))
+        encode_prompt(make_sample(f"{token}system", "1", [], "row 1"), load(work / "bases" / name, template))

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import grpo
 import rewards
-from common.records import Sample
 from data import encode_prompt, load_processor
 from merge_lora import merge_lora
 from policy.lora import adapted_weights
@@ -37,6 +36,7 @@ from tests.elsewhere.cases import (
 )
 from tests.elsewhere.logits import last_logits
 from tests.helpers.models import write_rows
+from tests.helpers.rows import make_sample
 from training import checkpoint
 from training.export import export
 
@@ -58,7 +58,7 @@ def make_inputs(folder: str) -> dict[str, dict[str, Tensor]]:
     if processor.image_processor:
         gradient = Image.linear_gradient("L").convert("RGB")
         pictures = [gradient.resize((140, 112)), gradient.rotate(90).resize((84, 140))]
-        prompt = encode_prompt(Sample("<image>How many? <image>And here?", "1", pictures, "the inputs"), processor)
+        prompt = encode_prompt(make_sample("<image>How many? <image>And here?", "1", pictures, "the inputs"), processor)
         kinds = (prompt.ids == prompt.image_token).int()[None]
         inputs["picture"] = {"input_ids": prompt.ids[None], "mm_token_type_ids": kinds, **prompt.vision}
     if "pixel_mask" in inputs.get("picture", {}):

@@ -20,7 +20,7 @@ from PIL import Image
 import evaluate
 from common.errors import UserError
 from common.files import read_jsonl
-from common.records import Cell, Sample
+from common.records import Cell, Sample, Turn
 from config import VerifierFlags
 from data import load_processor
 from evaluate import Config, read_predictions
@@ -41,6 +41,7 @@ from evaluation.held_out import open_progress
 from evaluation.metrics import format_table, pair_predictions, score_difference, summarise_benchmark
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from grading.verifier import ReplyCache, Verifier
+from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
 VISTA = dict(question="q", choices=None, unit=None, precision=None, answer_type="text", question_type="free_form")
@@ -51,7 +52,7 @@ def judged(name: str, rows: list[dict], server=None) -> list[dict]:
     """Return predictions for `rows`, each of which contains its `response` or `responses`."""
     benchmark = BENCHMARKS[name]
     outputs = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
-    samples = [Sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
+    samples = [make_sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
     return judge_benchmark(name, samples, outputs, server)
 
 
@@ -404,7 +405,7 @@ def test_a_question_of_mme_without_a_pair_leaves_out_its_image():
 
 def test_mme_needs_both_questions_and_known_categories():
     def samples(rows: list[dict]) -> list[Sample]:
-        return [Sample("q", "Yes", [], "s", row) for row in rows]
+        return [make_sample("q", "Yes", [], "s", row) for row in rows]
 
     with pytest.raises(UserError, match=r"existence 1\.png has 1"):
         check_pairs(samples(mme("existence", "1.png", ("Yes", "yes"))))
@@ -833,16 +834,18 @@ def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ content }}")
     cfg = Config(model="m", data="rows", task="vqa", template=str(tmp_path / "t.jinja"))
     cell = Cell(SimpleNamespace(cache_files=[]), 3, "images", 0, functools.partial(print, object()))
-    samples = [Sample("q", "1", [cell], "row 4")]
+    samples = [make_sample("q", "1", [cell], "row 4")]
     key = evaluate.resume_key(cfg, samples)
     other = replace(cell, locate=functools.partial(print, object()))
-    assert evaluate.resume_key(cfg, [replace(samples[0], images=[other])]) == key
+    assert evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [other, "q"])])]) == key
     with zipfile.ZipFile(tmp_path / "i.zip", "w") as file:
         file.writestr("a.png", b"old")
-    for image in (str(tmp_path / "i.zip"), zipfile.Path(tmp_path / "i.zip", "a.png")):
-        before = evaluate.resume_key(cfg, [replace(samples[0], images=[image])])
-        os.utime(tmp_path / "i.zip", (1, 1 if isinstance(image, str) else 2))
-        assert evaluate.resume_key(cfg, [replace(samples[0], images=[image])]) != before, "another image by now"
+    for image in (tmp_path / "i.zip", zipfile.Path(tmp_path / "i.zip", "a.png")):
+        before = evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [image, "q"])])])
+        os.utime(tmp_path / "i.zip", (1, 1 if isinstance(image, pathlib.Path) else 2))
+        assert evaluate.resume_key(cfg, [replace(samples[0], turns=[Turn("user", [image, "q"])])]) != before, (
+            "another image by now"
+        )
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "predictions.jsonl").touch()
     assert evaluate.resume_key(replace(cfg, baseline=str(tmp_path / "saved")), samples) == key  # it is only read

@@ -17,12 +17,13 @@ from PIL import Image
 
 import rewards
 from common.errors import CallFailed, CallLost, UserError
-from common.records import Rollout, Sample
+from common.records import Rollout
 from config import RewardFlags
 from evaluation.benchmarks import judge_math
 from grading import answers, math_workers
 from grading.sandbox import WorkerPool
 from rewards import Scorer
+from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS
 
 CASES = [json.loads(line) for line in (VECTORS / "math.jsonl").read_text().splitlines()]
@@ -391,7 +392,7 @@ def scored(user_file: str, *flags: str, task: str = "count", texts=("3", "4 or s
     scorer = Scorer(
         task, RewardFlags(reward=tuple(flag.replace("user:", f"{user_file}:") for flag in flags), **more), buffer
     )
-    sample = Sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5})
+    sample = make_sample("<image>How many?", "3", [], "d.csv row 2", {"level": 5})
     [rewards], error = scorer([sample], [rollouts(*texts)], 10)
     return scorer, rewards, error
 
@@ -450,7 +451,7 @@ def test_whatever_a_reward_returns_the_message_is_short(user_file, name, message
 def test_columns_of_any_name_reach_a_reward(user_file):
     scorer = Scorer("count", RewardFlags(reward=(f"{user_file}:brief",)))
     fields = {"name": "x", "seconds": 3, "self": 1, "verifier": "y", "question": None}
-    _, error = scorer([Sample("<image>?", "3", [], "r", fields)], [rollouts("3")])
+    _, error = scorer([make_sample("<image>?", "3", [], "r", fields)], [rollouts("3")])
     assert error is None
 
 
@@ -471,7 +472,7 @@ def test_none_means_no_verdict(user_file):
 def test_a_task_of_ones_own_may_return_none(monkeypatch):
     monkeypatch.setitem(rewards.TASKS, "silent", rewards.Task(lambda completion, answer, **_: None))
     scorer = Scorer("silent", RewardFlags())
-    [group], error = scorer([Sample("?", "3", [], "r")], [rollouts("3")])
+    [group], error = scorer([make_sample("?", "3", [], "r")], [rollouts("3")])
     assert error is None and group[0].total != group[0].total
     assert scorer.why_none == "silent returned None"
 
@@ -504,13 +505,13 @@ def test_a_column_that_a_reward_requires_and_a_row_lacks_is_named(tmp_path):
         "def by_level(completion, answer, level, unit='cm', *rest, **fields): return level\n"
     )
     scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:by_level",)))
-    complete = Sample("?", "3", [], "a.csv row 1", {"level": 2})
+    complete = make_sample("?", "3", [], "a.csv row 1", {"level": 2})
     scorer.check_columns([complete])
     for fields in ({}, {"level": None}, {"unit": "m"}):
         with pytest.raises(
             UserError, match=r"--reward by_level: a\.csv row 2 has no 'level': add this column, or give"
         ):
-            scorer.check_columns([complete, Sample("?", "3", [], "a.csv row 2", fields)])
+            scorer.check_columns([complete, make_sample("?", "3", [], "a.csv row 2", fields)])
 
 
 IMAGE_REWARDS = """
@@ -532,7 +533,7 @@ def test_a_reward_gets_the_images_of_its_row(tmp_path, reward, want):
     Image.new("RGBA", (40, 20), "red").save(tmp_path / "a.png")
     Image.new("L", (60, 20)).save(png := io.BytesIO(), "PNG")
     images = [tmp_path / "a.png", {"bytes": png.getvalue(), "path": None}]
-    samples = [Sample("<image><image>?", "3", images, "row 1", {"level": 5}), Sample("?", "3", [], "row 2")]
+    samples = [make_sample("<image><image>?", "3", images, "row 1", {"level": 5}), make_sample("?", "3", [], "row 2")]
     samples = samples[: len(want)]
     scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:{reward}",)))
     scorer.check_columns(samples)
@@ -550,7 +551,7 @@ def test_images_that_a_reward_cannot_get_are_named(tmp_path):
         ([b"nonsense"], "row 1: an image can no longer be read"),
     ):
         with pytest.raises(UserError, match=message):
-            scorer([Sample("<image>?", "3", images, "row 1")], [rollouts("3")])
+            scorer([make_sample("<image>?", "3", images, "row 1")], [rollouts("3")])
 
 
 def test_two_rewards_of_one_name_are_refused_and_the_last_weight_of_one_counts(user_file, tmp_path):
@@ -691,7 +692,7 @@ def test_odd_rewards_give_one_line(tmp_path, code, message):
     (tmp_path / "r.py").write_text(f"{code}\n\ndef f(completion, answer):\n    {action}\n")
     scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",)))
     rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, "1")
-    _, error = scorer([Sample("q", "1", [], "row 1")], [[rollout]])
+    _, error = scorer([make_sample("q", "1", [], "row 1")], [[rollout]])
     assert re.search(message, error), error
 
 
@@ -699,7 +700,7 @@ def test_a_reward_that_would_overflow_is_an_error(tmp_path):
     (tmp_path / "r.py").write_text("def f(completion, answer):\n    return 1e39\n")
     scorer = Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",)))
     rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, "1")
-    _, error = scorer([Sample("q", "1", [], "row 1")], [[rollout]])
+    _, error = scorer([make_sample("q", "1", [], "row 1")], [[rollout]])
     assert "it returned 1e+39; expected a finite number" in error
     with pytest.raises(UserError, match="the weight must be a finite number below 1e"):
         Scorer("count", RewardFlags(reward=("format=1e30",)))

@@ -20,11 +20,12 @@ import rewards
 import rollout
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
-from common.records import Rollout, Sample
+from common.records import Rollout
 from config import RewardFlags, VerifierFlags
 from grading.verifier import Verifier, judge_messages, make_verifier, parse_url
 from rewards import Scorer
 from tests.helpers.judge_server import HostileServer, Server
+from tests.helpers.rows import make_sample
 
 QUICK = dict(verifier_timeout=0.5, verifier_retries=1)
 
@@ -260,7 +261,7 @@ def test_a_verifier_may_have_a_prompt_of_its_own(server, tmp_path):
     (tmp_path / "x.jinja").write_text("Q={{ question }} G={{ gold }} A={{ answer }} Judgement:")
     flags = RewardFlags(verifier_url=server.url, verifier_template=str(tmp_path / "x.jinja"))
     scorer = Scorer("math", flags)
-    sample = Sample("<image>prompt", "x", [object()], "row 1", {"question": "<image> What is x?"})
+    sample = make_sample("<image>prompt", "x", [object()], "row 1", {"question": "<image> What is x?"})
     rollout = Rollout(torch.tensor([1]), torch.tensor([0.0]), False, think("{{ y }}"))
     ((rewards_of_row,),), error = scorer([sample], [[rollout]], None)
     assert error is None and rewards_of_row.total == 1
@@ -378,7 +379,7 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
     server.reply = reply
     texts = [think("good answer"), think("bad answer"), think("odd answer"), "no format", think("7")]
     group = [Rollout(torch.zeros(1), torch.zeros(1), text=text) for text in texts]
-    [rewards], error = scorer([Sample("<image>How many?", "7", [], "row 1")], [group])
+    [rewards], error = scorer([make_sample("<image>How many?", "7", [], "row 1")], [group])
     assert error is None
     assert [each.total for each in rewards] == pytest.approx([1, -1, math.nan, -1, 1], nan_ok=True)
     assert "it replied 'maybe'" in scorer.why_none
@@ -393,7 +394,7 @@ def test_each_step_asks_a_verifier_anew_that_was_given_up(server):
     group = [Rollout(torch.zeros(1), torch.zeros(1), text=think(f"answer {i}")) for i in range(4)]
     for status, want, requests in ((500, math.nan, 2), (200, 1, 4)):
         server.status, before = status, len(server.requests)
-        [rewards], _ = scorer([Sample("How many?", "7", [], "row 1")], [group])
+        [rewards], _ = scorer([make_sample("How many?", "7", [], "row 1")], [group])
         assert [each.total for each in rewards] == pytest.approx([want] * 4, nan_ok=True)
         assert len(server.requests) - before == requests
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers.models.idefics3 import Idefics3VisionConfig
 
 from common.errors import UserError
-from common.records import Completion, Group, Prompt, Rewards, Rollout, Sample, ScoredGroup
+from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup
 from data import Processor, encode_prompt, prompt_positions
 from demo import tiny
 from policy import delta_net
 from policy.families import Vision, find_family
+from tests.helpers.rows import make_sample
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
 TEXT = dict(
@@ -386,7 +387,7 @@ def fixed_groups(processor: Processor, images_at_even_indices: bool) -> list[Sco
     for i in range(6):
         with_image = i % 2 == 0 if images_at_even_indices else i not in (1, 4)
         image = Image.fromarray(torch.randint(0, 255, (56, 28 * (1 + i % 3), 3), generator=g).byte().numpy())
-        sample = Sample("<image>?" if with_image else "?", "1", [image] if with_image else [], f"row {i}")
+        sample = make_sample("<image>?" if with_image else "?", "1", [image] if with_image else [], f"row {i}")
         processor = replace(processor, system=None)
         prompt = encode_prompt(sample, processor)
         rollouts, rewards = [], []

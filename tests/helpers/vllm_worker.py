@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 from common import distributed
 from common.errors import UserError
-from common.records import Completion, Group, Sample, Sampling
+from common.records import Completion, Group, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompts, load_processor, load_samples
 from policy.batches import completion_logprobs
@@ -26,6 +26,7 @@ from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
 from policy.vllm_checks import check_pixels
 from rollout import RequestLimits, make_engine
+from tests.helpers.rows import make_sample
 from tests.helpers.versions import loaded_packages
 
 
@@ -65,8 +66,8 @@ def main(model: str, data: str, out: str) -> None:
     device = distributed.start()
     processor = load_processor(model, "count")
     samples = load_samples(data, "count")[:4]
-    samples += [Sample(f"How much is {i} + {i}?", "1", [], f"text {i}") for i in range(4)]
-    samples.append(Sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
+    samples += [make_sample(f"How much is {i} + {i}?", "1", [], f"text {i}") for i in range(4)]
+    samples.append(make_sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
     flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
     on_gpu = device.type == "cuda"

@@ -247,7 +247,7 @@ def test_a_broken_picture_in_a_table_is_named(folder):
 # --- VQA-RAD ----------------------------------------------------------------------------------------------------------
 
 
-def conversation(question: object, answer: object, system: str | None = None) -> dict:
+def conversation(question: object, answer: object, system: object = None) -> dict:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"conversations": [{"role": "system", "content": system}] * bool(system) + turns}
 
@@ -333,22 +333,55 @@ def test_osf_json_with_its_splits(folder, capsys):
 
 
 BAD_ROWS = {
-    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "no text under|no prompt text"),
+    "no user turn": ({"conversations": [{"role": "assistant", "content": "x"}]}, "must be user, assistant, …, user"),
     "no answer turn": (
         {"conversations": [{"role": "user", "content": "x"}]},
         "does not end with the assistant's answer",
     ),
     "turns that are not a list": ({"conversations": "hello"}, "not a list of turns"),
-    "two rounds": (
-        {"conversations": [*conversation("a", "b")["conversations"], *conversation("c", "d")["conversations"]]},
-        "must be one user turn",
+    "two turns of the user": (
+        {"conversations": [{"role": "user", "content": "a"}, *conversation("b", "c")["conversations"]]},
+        "must be user, assistant, …, user",
+    ),
+    "a system turn in the middle": (
+        {"conversations": [*conversation("a", "b")["conversations"], *conversation("c", "d", "s")["conversations"]]},
+        "must be user, assistant, …, user",
+    ),
+    "an image in an earlier answer": (
+        {
+            "conversations": [
+                *conversation("a", parts("images/0.png"))["conversations"],
+                *conversation("c", "d")["conversations"],
+            ]
+        },
+        "the assistant's turn contains an image",
+    ),
+    "a tag in an earlier answer": (
+        {"conversations": [*conversation("a", "<image>")["conversations"], *conversation("c", "d")["conversations"]]},
+        "the assistant's turn contains an image",
+    ),
+    "an image in the system prompt": (
+        {"messages": conversation("q", "y", system=parts("images/0.png"))["conversations"]},
+        "the system's turn contains an image",
+    ),
+    "a tool's turn": (
+        {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "user")], "answer": "y"},
+        "must be user, assistant, …, user",
+    ),
+    "fewer images than tags in all turns": (
+        {
+            "messages": [*conversation("<image>a", "b")["conversations"], {"role": "user", "content": "<image>c"}],
+            "answer": "y",
+            "images": ["images/0.png"],
+        },
+        "2 <image> tags in the prompt but 1 images",
     ),
     "an image in the answer": (conversation("a", parts("images/0.png")), "the assistant's turn contains an image"),
     "a part of an unknown kind": (conversation([{"type": "sound"}], "b"), "neither an image nor text"),
     "content of a wrong type": (conversation(5, "b"), "neither text nor a list of parts"),
     "an assistant in a prompt": (
         {"prompt": [{"role": "assistant", "content": "x"}], "answer": "y"},
-        "must be one user turn",
+        "must be user, assistant",
     ),
     "bytes that are text": ({"prompt": "q", "answer": "y", "images": [{"bytes": "abc"}]}, "is not bytes"),
     "an empty path": ({"prompt": "q", "answer": "y", "images": [""]}, "not a list of paths or images"),
@@ -771,7 +804,7 @@ def test_sft_rows_are_read_and_converted(folder, row):
         ([{"from": "human", "value": "q"}], "'messages' is not a list of turns, or does not end with the assistant's"),
         ([3], "does not end with the assistant's answer"),
         ([{"from": ["gpt"], "value": "a"}], "does not end with the assistant's answer"),
-        ([{"from": "tool", "value": "q"}, {"from": "gpt", "value": "a"}], "must be one user turn"),
+        ([{"from": "tool", "value": "q"}, {"from": "gpt", "value": "a"}], "must be user, assistant"),
         ([{"from": "human", "value": None}, {"from": "gpt", "value": "a"}], "neither text nor a list of parts"),
     ],
 )
@@ -904,6 +937,7 @@ USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content":
         ({"messages": [USER], "answer": 3}, {}),
         ({"messages": [USER], "ground_truth": "3", "solution": "4"}, {}),
         ({"messages": [USER, REPLY], "solution": "<think>2 + 1</think>3"}, {}),
+        ({"messages": [USER, REPLY, USER], "solution": "3"}, {}),
         ({"messages": [USER, REPLY | {"content": ""}], "solution": "3"}, {}),
         ({"messages": [USER, REPLY | {"content": "It is 3"}], "solution": "3"}, {"answer": "solution"}),
         ({"messages": None, "problem": "q", "solution": "3"}, {}),  # a column of a table that other rows need
@@ -920,7 +954,7 @@ def test_the_answer_to_a_users_turn(folder, row, columns):
     ("row", "message"),
     [
         ({"messages": [USER, REPLY], "solution": "4"}, "the assistant's answer and 'solution' differ: remove one"),
-        ({"messages": [USER, REPLY, USER], "solution": "4"}, "must be one user turn"),
+        ({"prompt": [USER, REPLY], "solution": "4"}, "must be user, assistant"),
         ({"messages": "q", "solution": "3"}, "'messages' is not a list of turns"),
         ({"query": "q", "response": "3", "history": [["a", "b"]]}, "'history' holds earlier turns"),
         ({"problem": "q", "solution": [10, 20, 30, 40]}, "'answer' is neither text nor a number"),

@@ -27,10 +27,11 @@ import rewards
 from common import distributed, files, signals
 from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
-from common.records import Completion, Group, Prompt, Rollout, Sample
+from common.records import Completion, Group, Prompt, Rollout
 from config import RewardFlags
 from grading import math_workers
 from grading.sandbox import WorkerPool
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
 from training import checkpoint, export, report, run_folder
@@ -840,7 +841,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
         patch.setattr(rewards, "check_math", lambda: None)
         scorer = rewards.Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
-        [[scored]], error = scorer([Sample("?", "1/2", [], "row")], [[completion]])
+        [[scored]], error = scorer([make_sample("?", "1/2", [], "row")], [[completion]])
     assert error is None and math.isnan(scored.total) and "worker process died" in scorer.why_none
 
 

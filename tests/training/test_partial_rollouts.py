@@ -20,7 +20,7 @@ from PIL import Image
 import grpo
 import training.run
 from common.errors import RunStopped, StepFailed, UserError
-from common.records import Rewards, Rollout, Sample, Sampling, ScoredGroup
+from common.records import Rewards, Rollout, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
@@ -28,6 +28,7 @@ from policy.continuation import NOT_STARTED, Continuation
 from policy.hf_engine import HFEngine
 from policy.model import load_model, load_policy
 from tests.helpers.models import plain_logprobs
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
 from training.partial_rollouts import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
@@ -113,9 +114,9 @@ def prompts(tiny_model):
     processor = load_processor(tiny_model, "count")
     images = [Image.new("RGB", size, (90, 20, 200)) for size in ((84, 84), (56, 112), (84, 56))]
     samples = [
-        Sample("<image>How many?", "1", images[:1], "a"),
-        Sample("no image here", "1", [], "b"),
-        Sample("<image>and<image> which?", "1", images[1:], "c"),
+        make_sample("<image>How many?", "1", images[:1], "a"),
+        make_sample("no image here", "1", [], "b"),
+        make_sample("<image>and<image> which?", "1", images[1:], "c"),
     ]
     return [encode_prompt(sample, processor) for sample in samples]
 
@@ -160,7 +161,7 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
     policy = load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
     cfg = config(tiny_model, shapes, tmp_path, oversample=1.5)
     grpo.resolve_loss(cfg)
-    sample = Sample("How many?", "1", [], "a")
+    sample = make_sample("How many?", "1", [], "a")
     scored = ScoredGroup(sample, prompts[0], rollouts, [Rewards(1.0, 1.0), Rewards(0.0, 0.0)], 0)
     groups = grpo.training_groups(cfg, [scored], torch.tensor([[1.5, -0.5]]))
     assert [completion.num_stale for completion in groups[0].completions] == [16, 16]

@@ -10,7 +10,7 @@ import torch
 
 from common import distributed
 from common.errors import StepFailed, UserError
-from common.records import Rollout
+from common.records import Rollout, Turn
 from data import encode_prompt, encode_prompts, load_processor, load_samples
 from rollout import prompt_seed
 from training import prompt_stream
@@ -81,7 +81,7 @@ def test_a_row_that_another_process_cannot_read_stops_this_one_too(stream, monke
 def test_another_prompt_or_answer_makes_another_data_set(stream):
     """A resumed run compares the fingerprints."""
     fingerprints = [stream.fingerprint]
-    for change in ({"answer": "other"}, {"prompt": "<image>other"}):
+    for change in ({"answer": "other"}, {"turns": [Turn("user", ["other"])]}):
         samples = [replace(stream.samples[0], **change), *stream.samples[1:]]
         fingerprints.append(PromptStream(samples, stream.processor, seed=3).fingerprint)
     assert len({fingerprint["rows_digest"] for fingerprint in fingerprints}) == 3

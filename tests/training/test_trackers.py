@@ -19,8 +19,9 @@ import torch
 from PIL import Image
 
 from common.files import read_jsonl
-from common.records import Prompt, Rewards, Rollout, Sample, ScoredGroup
+from common.records import Prompt, Rewards, Rollout, ScoredGroup
 from config import RunFlags
+from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT
 from training import trackers
 from training.run_log import RunLog
@@ -35,7 +36,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 def group() -> ScoredGroup:
     image = Image.new("RGB", (40, 30), (255, 0, 0))
-    sample = Sample("How many?", "2", [image], "rows:1")
+    sample = make_sample("How many?", "2", [image], "rows:1")
     rollouts = [Rollout(torch.tensor([1]), torch.tensor([0.0]), text=f"*answer* {i}") for i in range(2)]
     rewards = [Rewards(total=float(i)) for i in range(2)]
     return ScoredGroup(sample, Prompt([], [], torch.zeros(1, 1), images=[image]), rollouts, rewards, 0)
