@@ -259,8 +259,8 @@ class _TokenLogprobs(torch.autograd.Function):
     The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
     one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
     dtype. Without `keep`, which is meant for runs that are short of memory, the backward pass recomputes the logits.
-    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows. So it is with
-    `entropy_gradient`; without it, the entropies have no gradient.
+    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows. With
+    `entropy_gradient`, the entropies have a gradient, too.
     """
 
     @staticmethod
