@@ -28,7 +28,7 @@ from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizer
 from policy.sharding import apply_fsdp, load_reference
 from rewards import Scorer
-from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
+from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
 from training.loop import Loop, Run, load_state
 from training.metrics import Clock
@@ -167,10 +167,10 @@ def load_models(
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
     has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
-    sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
-    if sampler_flags.engine == "vllm":
-        console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
-    check_gpu_memory(policy, cfg, device, sampler_fraction, sharding)
+    chosen = ENGINES[sampler_flags.engine]
+    if chosen.needs_gpu and chosen.needs_copy:
+        console.log(f"{chosen.title}'s share of the GPU's memory: {vllm_memory:.2f}")
+    check_gpu_memory(policy, cfg, device, vllm_memory if chosen.needs_copy else 0.0, sharding)
     engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
     engine.stays_awake = fits_beside_sampler(policy, cfg, device, sharding)
     engine.sleep()
