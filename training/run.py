@@ -25,11 +25,11 @@ from policy.memory import (
     plan_sampler,
 )
 from policy.model import Policy, check_trained, compute_dtype, load_policy
-from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, load_reference
+from policy.optimizer import make_optimizers
+from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference
 from rewards import Scorer
 from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
-from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
+from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
 from training.loop import Loop, Run, load_state
 from training.metrics import Clock
 from training.partial_rollouts import check_lengths, make_collector
@@ -59,6 +59,7 @@ def start(cfg: Config) -> Run:
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
+    check_after_update(cfg)
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = check_inputs(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
@@ -70,15 +71,16 @@ def start(cfg: Config) -> Run:
     clock, interrupted = Clock(), []  # shared by the owners
     has_in_flight = bool(state and state["collector"].get("in_flight"))
     collector = make_collector(cfg, stream, engine, scorer, clock, interrupted, has_in_flight=has_in_flight)
-    optimizer, scheduler = make_optimizer(policy, cfg, collector.total_steps * cfg.updates_per_step)
+    optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
-        load_checkpoint(resume.checkpoint, policy, optimizer)
+        check_parts(resume.checkpoint, state, policy, optimizers)
+        load_checkpoint(resume.checkpoint, policy, reference, optimizers)
     resumed_step = state["step"] if resume.continues_output else None
     log = prepare_output(cfg, folder, resumed_step, collector.total_steps)
     checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
     before_change = checkpoints.wait_until_read
-    updater = Updater(cfg, policy, optimizer, scheduler, micro_batch_tokens, clock, interrupted, before_change)
+    updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
     run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)
     if state:
         restore(run, state)
@@ -106,6 +108,15 @@ def check_start_survives(cfg: Config) -> None:
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
+
+
+def check_after_update(cfg: Config) -> None:
+    """Raise UserError if a function in `AFTER_UPDATE` has no reference of its own to change."""
+    if AFTER_UPDATE and (cfg.has_adapter or not cfg.beta):
+        how = "without --beta, there is none: set it above 0"
+        if cfg.has_adapter:
+            how = "with an adapter, it is the policy without the adapter: train without --lora_rank and --adapter"
+        raise UserError(f"AFTER_UPDATE changes the reference ({', '.join(AFTER_UPDATE)}); {how}, or remove the entry")
 
 
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
