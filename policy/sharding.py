@@ -27,7 +27,8 @@ from policy.model import Policy, compute_dtype, is_quantised, load_model, vision
 
 AFTER_UPDATE: dict[str, Callable[[Policy, Policy, int], None]] = {}
 """Functions that change the reference: each is called with the policy, the reference and the number of updates so far,
-after every update that was neither skipped nor empty. On a GPU, a reference that changes is kept in float32."""
+after every update that was neither skipped nor empty. It may change the weights that are trained, which checkpoints
+then hold. On a GPU, a reference that changes is kept in float32: bfloat16 would round small changes away."""
 
 
 def load_reference(

@@ -289,7 +289,13 @@ def state_tensors(policy: Policy, reference: Policy | None, optimizers: Optimize
     """
     names, state, groups = {parameter: name for name, parameter in policy.named_parameters()}, {}, []
     for optimizer, _ in optimizers:
-        state |= {names[parameter]: entry for parameter, entry in optimizer.state.items()}
+        for parameter, entry in optimizer.state.items():
+            state[names[parameter]] = entry
+            shapes = {parameter.shape, distributed.local_tensor(parameter).shape} - {torch.Size()}
+            for key, value in entry.items() if isinstance(parameter, DTensor) else ():
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape in shapes:
+                    where = f"the state {key!r} of {names[parameter]}"  # only one process's shard would be saved
+                    raise UserError(f"OPTIMIZERS: {where} is not sharded: make it with torch.zeros_like(parameter)")
         groups += [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     parameters = get_model_state_dict(policy, options=TRAINED)
     tensors = {"policy": parameters, "optimizer": {"state": state, "param_groups": groups}}
@@ -373,9 +379,9 @@ def check_parts(folder: Path, state: dict[str, Any], policy: Policy, optimizers:
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     run = parts_of(policy, optimizers)
     saved = state.get("parts", [f"{name} in optimizer 1 (AdamW)" for name in trained])  # all that older versions had
-    both = ("it has {}, this run has not", saved, run), ("this run has {}, it has not", run, saved)
+    both = ("it has {}, this run has not", saved, set(run)), ("this run has {}, it has not", run, set(saved))
     for who, parts, others in both:
-        if missing := [part for part in parts if part not in set(others)]:
+        if missing := [part for part in parts if part not in others]:
             first = missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             how = "use the same OPTIMIZERS and AFTER_UPDATE, or a new --output without --resume"
             raise UserError(f"--resume: {folder}: {who.format(first)}: {how}")

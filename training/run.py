@@ -113,10 +113,8 @@ def check_start_survives(cfg: Config) -> None:
 def check_after_update(cfg: Config) -> None:
     """Raise UserError if a function in `AFTER_UPDATE` has no reference of its own to change."""
     if AFTER_UPDATE and (cfg.has_adapter or not cfg.beta):
-        how = "without --beta, there is none: set it above 0"
-        if cfg.has_adapter:
-            how = "with an adapter, it is the policy without the adapter: train without --lora_rank and --adapter"
-        raise UserError(f"AFTER_UPDATE changes the reference ({', '.join(AFTER_UPDATE)}); {how}, or remove the entry")
+        why = "it needs --beta above 0" if not cfg.has_adapter else "with an adapter, that is the model without it"
+        raise UserError(f"AFTER_UPDATE ({', '.join(AFTER_UPDATE)}) changes the reference: {why}; or remove the entry")
 
 
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:

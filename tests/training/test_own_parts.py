@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grpo
+from common.distributed import local_tensor
 from common.errors import UserError
 from common.files import read_jsonl
 from policy.optimizer import OPTIMIZERS, make_adamw
@@ -157,6 +158,21 @@ def test_a_parameter_in_no_optimizer_is_named(own, tiny_model, shapes, tmp_path)
         grpo.set_up(config(tiny_model, shapes, tmp_path))
 
 
+def test_state_of_which_one_shard_would_be_saved_is_refused(own, tiny_model, shapes, tmp_path):
+    """It is a plain tensor of the shape of its parameter, or of its shard; PyTorch would take it for a copy."""
+
+    def plain_state(policy, flags, updates):
+        ((optimizer, scheduler),) = make_adamw(policy, flags, updates)
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        state["exp_avg"] = local_tensor(state["exp_avg"])
+        return [(optimizer, scheduler)]
+
+    own(plain_state)
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path))
+    with pytest.raises(UserError, match=r"^OPTIMIZERS: the state 'exp_avg' of model\..* is not sharded: make it with"):
+        run.loop.save(run)
+
+
 def test_a_reference_that_is_copied_is_the_policy(own, tiny_model, shapes, tmp_path):
     """With one update per step and a copy after each second one, the KL term is 0 in every odd step."""
     seen = []
@@ -180,10 +196,8 @@ def test_a_reference_that_is_copied_is_the_policy(own, tiny_model, shapes, tmp_p
 
 def test_without_a_reference_of_its_own_there_is_nothing_to_change(own, tiny_model, shapes, tmp_path):
     own(average=moving_average)
-    with pytest.raises(
-        UserError, match=r"^AFTER_UPDATE changes the reference \(average\); without --beta, there is none"
-    ):
+    with pytest.raises(UserError, match=r"^AFTER_UPDATE \(average\) changes the reference: it needs --beta above 0"):
         grpo.set_up(config(tiny_model, shapes, tmp_path))
-    with pytest.raises(UserError, match=r"with an adapter, it is the policy without the adapter: train without"):
+    with pytest.raises(UserError, match=r"with an adapter, that is the model without it; or remove the entry$"):
         grpo.set_up(config(tiny_model, shapes, tmp_path, beta=0.1, lora_rank=4))
     assert not list(tmp_path.iterdir())
