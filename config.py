@@ -268,10 +268,10 @@ class PolicyFlags:
 class EngineFlags:
     """The flags of the sampler."""
 
-    engine: Literal["auto", "hf", "vllm", "policy"] = "auto"
+    engine: str = "auto"
     """The sampler: vllm, hf (transformers with a KV cache), or, in grpo.py only, policy (the same, but with the
-    trainer's own weights instead of a copy, in one process). auto: vllm if it is installed and there is a GPU,
-    otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
+    trainer's own weights instead of a copy, in one process), or one added to `ENGINES` in rollout.py. auto: vllm if it
+    is installed and there is a GPU, otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
     """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
     0: up to 0.85 in evaluations; in training a quarter, or what the completions of a step need (without `gpu_memory`,

@@ -51,7 +51,7 @@ from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
 from rewards import Scorer, gold_problem
-from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
+from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
 
 __all__ = ["pass_at_k"]
 MAX_VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
@@ -104,7 +104,8 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         written = {os.path.realpath(f"{self.output}/{place}predictions.jsonl") for place in ("", "baseline/")}
         overwrites = any(os.path.realpath(path) in written for path in read)
         require(not overwrites, "output would overwrite the predictions that it reads: choose another output")
-        require(self.engine != "policy", "engine policy is for training: use hf, or load_in_4bit with an adapter")
+        in_training = self.engine in ENGINES and ENGINES[self.engine].uses_trainer
+        require(not in_training, f"engine {self.engine} is for training: use hf, or load_in_4bit with an adapter")
         require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")

@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,28 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EngineEntry:
+    """An entry of `ENGINES`: the function that makes a sampler, its name, and what it needs."""
+
+    make: Callable[..., Engine]  # takes the arguments of `make_engine`
+    title: str  # the name that the run prints, with the version of `package`
+    package: str = ""
+    install: str = ""  # the command that installs `package`
+    needs_gpu: bool = False
+    needs_copy: bool = True  # of the weights; on a GPU, memory is planned for it (`--vllm_memory`)
+    uses_trainer: bool = False  # it samples from the trainer's own model: only in training, and in one process
+
+    def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
+        """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
+        lacks = {
+            f"{self.title} is not installed": self.package and importlib.util.find_spec(self.package) is None,
+            "there is no GPU": self.needs_gpu and device.type != "cuda",
+            "no memory for a copy; sampling is slow": self.needs_copy and not has_room,
+        }
+        return [reason for reason, applies in lacks.items() if applies]
+
+
 def prompt_seed(seed: int, position: int) -> int:
     """Return the sampling seed of the prompt at `position` in the stream. Sampling uses no other random state."""
     return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
@@ -94,33 +116,34 @@ def prompt_seed(seed: int, position: int) -> int:
 
 def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
     """Raise UserError if the sampler that `flags` ask for cannot run with these packages, devices and processes."""
-    installed, processes = importlib.util.find_spec("vllm") is not None, distributed.world_size()
-    if flags.engine == "vllm" and not (installed and device.type == "cuda"):
-        why = "there is no GPU;" if installed else "vLLM is not installed; run pip install -r requirements-gpu.txt or"
-        raise UserError(f"--engine vllm: {why} use --engine hf")
-    if flags.engine == "policy" and processes > 1:
-        raise UserError("--engine policy works in one process only: leave it out, or set --nproc_per_node 1")
+    engine, processes = ENGINES.get(flags.engine), distributed.world_size()
+    if flags.engine not in ("auto", *ENGINES):
+        raise UserError(f"--engine {flags.engine}: choose one of auto, {', '.join(ENGINES)}")
+    if engine and (lacks := engine.lacks(device)):
+        how = f" run {engine.install} or" if "installed" in lacks[0] else ""
+        raise UserError(f"--engine {flags.engine}: {lacks[0]};{how} use --engine hf")
+    if engine and engine.uses_trainer and processes > 1:
+        raise UserError(f"--engine {flags.engine} works in one process only: leave it out, or set --nproc_per_node 1")
     if processes % flags.tensor_parallel:
         raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the number of processes ({processes})")
 
 
 def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = True) -> str:
-    """Return `flags.engine`, with "auto" resolved and the choice printed.
+    """Return `flags.engine`, with "auto" resolved to the first of `ENGINES` that can run, and print its name.
 
     `has_room`: whether a copy of the model fits into the GPU's memory beside the trainer.
     """
-    if flags.engine != "auto":
-        return flags.engine
-    on_gpu, installed = device.type == "cuda", importlib.util.find_spec("vllm") is not None
-    if not has_room:
-        name, reason = "policy", " on the trainer's weights (no memory for a copy; sampling is slow)"
-    elif installed and on_gpu:
-        name, reason = "vllm", ""
-    else:
-        name, reason = "hf", " (vLLM is not installed)" if on_gpu else " (there is no GPU)"
-    package = "vllm" if name == "vllm" else "transformers"
-    title, version = "vLLM" if name == "vllm" else package, importlib.metadata.version(package)
-    console.log(f"sampler: {title} {version}{reason}")
+    name, reason = flags.engine, ""
+    if name == "auto":
+        for each, entry in ENGINES.items():
+            name, lacks = each, entry.lacks(device, has_room)
+            if not lacks:
+                break
+            reason = f" ({lacks[-1]})"
+    engine = ENGINES[name]
+    version = f" {importlib.metadata.version(engine.package)}" if engine.package else ""
+    where = " on the trainer's weights" if engine.uses_trainer else ""
+    console.log(f"sampler: {engine.title}{version}{where}{reason}")
     return name
 
 
@@ -138,12 +161,27 @@ def make_engine(
     `policy`: the policy whose weights `sync_weights` will pass on before the first `generate`; vLLM then does not read
     the saved weights. `PolicyEngine` needs it. Raises UserError if the sampler cannot be started.
     """
-    if flags.engine == "policy":
-        return PolicyEngine(policy, processor.tokenizer)
-    if flags.engine == "hf":
-        return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
+    return ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
+
+
+def _make_vllm(flags, model, processor, device, dtype, limits, policy) -> Engine:
     weight_bytes = 0 if policy is None else num_weights(policy) * dtype.itemsize // flags.tensor_parallel
     return VLLMEngine(flags, model, processor, dtype, limits, weight_bytes)
+
+
+def _make_hf(flags, model, processor, device, dtype, limits, policy) -> Engine:
+    return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
+
+
+def _make_policy(flags, model, processor, device, dtype, limits, policy) -> Engine:
+    return PolicyEngine(policy, processor.tokenizer)
+
+
+ENGINES = {  # "auto" takes the first that can run
+    "vllm": EngineEntry(_make_vllm, "vLLM", "vllm", "pip install -r requirements-gpu.txt", needs_gpu=True),
+    "hf": EngineEntry(_make_hf, "transformers", "transformers"),
+    "policy": EngineEntry(_make_policy, "transformers", "transformers", needs_copy=False, uses_trainer=True),
+}
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from policy.families import (
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, num_weights, trains_vision, vision_parameters
-from policy.sharding import reshard, take_gradients
+from policy.sharding import AFTER_UPDATE, reshard, take_gradients
 
 T = TypeVar("T")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
@@ -54,6 +54,7 @@ def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device
     held = sum(min(p.element_size(), size) * p.numel() for p in policy.parameters() if not p.requires_grad)
     if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
         own = set(policy.parameters()) - (set() if flags.train_vision else set(vision_parameters(policy.model)))
+        size = FLOAT32_BYTES if AFTER_UPDATE else size
         held += size * sum(p.numel() for p in own)  # it shares a frozen tower with the policy (`load_reference`)
     moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
     return held + (FLOAT32_BYTES + moments) * trained, FLOAT32_BYTES * trained

@@ -1,20 +1,25 @@
-"""The optimizer: AdamW, its learning-rate schedule, and a variant that keeps its moments in host memory."""
+"""The optimizers: AdamW, its learning-rate schedule, and a variant that keeps its moments in host memory."""
 
 import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from common.distributed import local_tensor
+from common.errors import UserError
 from config import PolicyFlags
 from policy.model import Policy
 
 # The schedule also counts skipped updates, and PyTorch warns if the first update is skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+Optimizers = list[tuple[Optimizer, LambdaLR]]  # each with its learning-rate schedule
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PINNED_CHUNK_BYTES = 2**32  # host memory is allocated in chunks of this size
 
@@ -56,16 +61,6 @@ class HostAdamW(ShardAdamW):
         finally:
             self.param_groups = groups
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy `state_dict` into the existing state, because PyTorch's own method would move all moments to the GPU."""
-        state, parameters = self.state, [p for group in self.param_groups for p in group["params"]]
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        super().load_state_dict(state_dict | {"state": {}})
-        for name, parameter in zip(names, parameters, strict=True):
-            for key, value in state_dict["state"][name].items():
-                state[parameter][key].copy_(value)
-        self.state = state
-
 
 def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
     """For each of `sizes`, yield a float32 tensor of that many zeros in host memory, page-locked if `pinned`.
@@ -82,22 +77,54 @@ def pinned_slots(sizes: list[int], pinned: bool) -> Iterator[Tensor]:
         chunk, remaining = chunk[size:], remaining - size
 
 
-def make_optimizer(
-    policy: Policy, flags: PolicyFlags, updates: int
-) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Return AdamW over the trained parameters, and its learning-rate schedule for a run of `updates` updates.
+def make_adamw(
+    policy: Policy, flags: PolicyFlags, updates: int, parameters: list[nn.Parameter] | None = None
+) -> Optimizers:
+    """Return AdamW over `parameters`, by default all trained ones, for a run of `updates` updates.
 
-    Weight decay applies to matrices, not to norms and biases. The warm-up starts above zero, so that no update is
-    wasted. If `flags.warmup` is below 1, it is a fraction of `updates`.
+    Weight decay applies to matrices, not to norms and biases.
     """
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    trained = parameters or [parameter for parameter in policy.parameters() if parameter.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
     others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
     optimizer_class = HostAdamW if flags.offload_optimizer else ShardAdamW
     optimizer = optimizer_class([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
     init_adam_state(optimizer)
+    return [(optimizer, make_schedule(optimizer, flags, updates))]
+
+
+def make_schedule(optimizer: Optimizer, flags: PolicyFlags, updates: int) -> LambdaLR:
+    """Return the learning-rate schedule of `optimizer` for a run of `updates` updates.
+
+    The warm-up starts above zero, so that no update is wasted. If `flags.warmup` is below 1, it is a fraction of
+    `updates`.
+    """
     factor = functools.partial(lr_factor, updates=updates, warmup=flags.warmup, schedule=flags.lr_schedule)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
+
+
+OPTIMIZERS = {"default": make_adamw}
+"""Replace the entry to train with other optimizers. Memory is planned for AdamW's two moments of each trained weight.
+
+A checkpoint holds the `state` of the parameters, and what an optimizer changes in its groups. State of the shape of its
+parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other state must be equal on all processes.
+"""
+
+
+def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimizers:
+    """Return what the entry in `OPTIMIZERS` makes.
+
+    Raises UserError unless each trained parameter is in exactly one optimizer, and each schedule is a LambdaLR, of
+    which a checkpoint holds the number of the update.
+    """
+    optimizers = OPTIMIZERS["default"](policy, flags, updates)
+    counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])
+    for name, p in policy.named_parameters():
+        if counts[p] != p.requires_grad:
+            raise UserError(f"OPTIMIZERS: {name} is in {counts[p]} of them: put each trained parameter in exactly one")
+    if not all(isinstance(scheduler, LambdaLR) for _, scheduler in optimizers):
+        raise UserError("OPTIMIZERS: a schedule is no LambdaLR: use make_schedule, or a LambdaLR of your own")
+    return optimizers
 
 
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:

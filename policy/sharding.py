@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,26 +25,31 @@ from policy.forward import enable_packed_forward
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, load_model, vision_parameters
 
+AFTER_UPDATE: dict[str, Callable[[Policy, Policy, int], None]] = {}
+"""Functions that change the reference: each is called with the policy, the reference and the number of updates so far,
+after every update that was neither skipped nor empty. It may change the weights that are trained, which checkpoints
+then hold. On a GPU, a reference that changes is kept in float32: bfloat16 would round small changes away."""
+
 
 def load_reference(
     name: str, flags: PolicyFlags, device: torch.device, policy: Policy, sharding: str = "full"
 ) -> Policy:
-    """Return the fixed reference of the KL term.
+    """Return the reference of the KL term. It is fixed, unless there is a function in `AFTER_UPDATE`.
 
     With an adapter, the reference is `policy` itself, and `lora.reference_weights` turns the trained adapter off.
     Otherwise, the reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower
-    of `policy`, unless that tower is trained.
+    of `policy`, unless that tower is trained. If it changes, it is in float32 and sharded like `policy`.
     """
     if has_adapter(policy.model):
         return policy
     dtype = compute_dtype(flags.dtype, device)
-    model = load_model(name, dtype, to_shard=True)
+    model = load_model(name, torch.float32 if AFTER_UPDATE else dtype, to_shard=True)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     if not flags.train_vision:  # from here on, the tower is the policy's, which is already prepared
         for name, part in vision_parts(policy.model).items():
             setattr(model.model, name, part)
-    reference = Policy(model.eval().requires_grad_(False))
-    return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference)
+    reference = Policy(model.eval().requires_grad_(bool(AFTER_UPDATE) and flags.train_vision))  # only a trained tower
+    return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference).requires_grad_(False)
 
 
 def apply_fsdp(

@@ -309,7 +309,7 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
         grpo.main(cfg)
         losses.append([row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
-    optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).updater.optimizer
+    optimizer = grpo.set_up(replace(cfg, resume="newest", max_steps=4)).updater.optimizers[0][0]
     moments = [state["exp_avg"]._local_tensor for state in optimizer.state.values()]
     assert all(moment.is_pinned() for moment in moments), "a resumed run must also keep the moments in host memory"
     assert any(moment.any() for moment in moments)

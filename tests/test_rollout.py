@@ -35,11 +35,13 @@ from packing import pack
 from policy.continuation import NOT_STARTED, Continuation
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.hf_engine import HFEngine, sample
-from policy.model import cache_image_features, load_config, load_policy, stop_tokens
+from policy.model import cache_image_features, load_config, load_model, load_policy, stop_tokens
 from policy.optimizer import ShardAdamW
 from policy.vllm_checks import check_expansion, check_pixels, check_weights
 from policy.vllm_loop import Output
 from rollout import (
+    ENGINES,
+    EngineEntry,
     RequestLimits,
     VLLMEngine,
     check_engine_available,
@@ -566,6 +568,40 @@ def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):
         evaluate.Config(model=tiny_model, data="rows", load_in_4bit=True)
     with pytest.raises(ValueError, match="baseline must be the output of an evaluation"):
         evaluate.Config(model=tiny_model, adapter="a", baseline=tiny_model, data="rows", load_in_4bit=True)
+
+
+def test_an_own_engine_is_one_entry(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """It is chosen and named by the run, is not given memory for a copy, and "auto" never takes it."""
+    made = []
+
+    def make(flags, model, processor, device, dtype, limits, policy):
+        made.append((flags.engine, limits.tokens, policy is not None))
+        return HFEngine(load_model(model, dtype).to(device).eval(), processor.tokenizer)
+
+    monkeypatch.setitem(ENGINES, "remote", EngineEntry(make, "server of mine", needs_copy=False))
+    shares = []
+    monkeypatch.setattr("training.run.check_gpu_memory", lambda *args: shares.append(args[3]))
+    flags = dict(max_steps=1, max_prompt_length=200)
+    grpo.main(runs.config(tiny_model, shapes, tmp_path / "own", engine="remote", **flags))
+    assert made == [("remote", 212, True)] and shares == [0.0]
+    assert capsys.readouterr().err.count("sampler: server of mine\n") == 1
+    grpo.main(runs.config(tiny_model, shapes, tmp_path / "auto", **flags))
+    assert len(made) == 1 and shares == [0.0, 0.25]
+    assert runs.metrics(tmp_path / "own") == runs.metrics(tmp_path / "auto")
+    evaluation = dict(model=tiny_model, data=shapes, limit=2, max_tokens=4, output=f"{tmp_path}/evaluated")
+    evaluate.main(evaluate.Config(**evaluation, engine="remote"))
+    assert made[1:] == [("remote", 2052, False)]
+
+
+def test_an_unknown_engine_is_refused_before_a_model_is_loaded(tiny_model, shapes, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "remote", EngineEntry(None, "server", "no_such", "pip install x"))
+    refusal = r"^--engine remot: choose one of auto, vllm, hf, policy, remote$"
+    with pytest.raises(UserError, match=refusal):
+        grpo.main(runs.config(tiny_model, shapes, tmp_path, engine="remot"))
+    with pytest.raises(UserError, match=refusal):
+        evaluate.main(evaluate.Config(model=tiny_model, data=shapes, engine="remot", output=str(tmp_path)))
+    with pytest.raises(UserError, match=r"^--engine remote: server is not installed; run pip install x or use"):
+        check_engine_available(EngineFlags(engine="remote"), torch.device("cpu"))
 
 
 def test_what_vllm_changes_in_the_process_is_undone(tiny_model, monkeypatch):

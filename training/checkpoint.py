@@ -29,18 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from common import cli, console, distributed
@@ -48,6 +42,8 @@ from common.console import hide_credentials
 from common.errors import RunStopped, UserError
 from config import PolicyFlags, RunFlags
 from policy.model import Policy, load_policy
+from policy.optimizer import Optimizers
+from policy.sharding import AFTER_UPDATE
 from training.export import export
 from training.run_folder import RunFolder, checkpoints_by_step, named_checkpoint
 
@@ -92,17 +88,17 @@ class Saver:
         self.was_read = threading.Event()  # whether that write no longer needs the trained tensors
         self.save_failed = False  # whether the last requested checkpoint could not be written
 
-    def save(self, policy: Policy, optimizer: Optimizer, state: dict[str, Any], wait: bool = False) -> None:
+    def save(self, tensors: dict[str, Any], state: dict[str, Any], wait: bool = False) -> None:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
-        Does nothing if the checkpoint already exists. `state` holds "step", "best" and everything else that
-        `read_state` should return. All processes must call this together. An error is printed and sets
-        `save_failed`, but does not prevent later saves.
+        Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step", "best" and
+        everything else that `read_state` should return. All processes must call this together. An error is printed and
+        sets `save_failed`, but does not prevent later saves.
         """
         self.wait()
         self.save_failed = False
         if state["step"] != self.newest:
-            tensors = _local_state(*get_state_dict(policy, optimizer, options=TRAINED))
+            tensors = _local_state(tensors)
             state = state | {"world_size": distributed.world_size()}
             if error := self._missing_space(tensors) or self._start_write(tensors, state):
                 self._report_failure(state["step"], error)
@@ -286,18 +282,54 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     return copy
 
 
-def _local_state(parameters: dict[str, Any], moments: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that this process saves.
+def state_tensors(policy: Policy, reference: Policy | None, optimizers: Optimizers) -> dict[str, Any]:
+    """Return the tensors that a checkpoint holds, by the name of their parameter. They are not copies.
+
+    PyTorch's `get_state_dict` would take a dummy step with an optimizer that has not made its state yet.
+    """
+    names, state, groups = {parameter: name for name, parameter in policy.named_parameters()}, {}, []
+    for optimizer, _ in optimizers:
+        for parameter, entry in optimizer.state.items():
+            state[names[parameter]] = entry
+            shapes = {parameter.shape, distributed.local_tensor(parameter).shape} - {torch.Size()}
+            for key, value in entry.items() if isinstance(parameter, DTensor) else ():
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape in shapes:
+                    where = f"the state {key!r} of {names[parameter]}"  # only one process's shard would be saved
+                    raise UserError(f"OPTIMIZERS: {where} is not sharded: make it with torch.zeros_like(parameter)")
+        groups += [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    parameters = get_model_state_dict(policy, options=TRAINED)
+    tensors = {"policy": parameters, "optimizer": {"state": state, "param_groups": groups}}
+    if AFTER_UPDATE:  # otherwise, the reference is the starting model
+        tensors["reference"] = {name: p for name, p in reference.named_parameters() if name in parameters}
+    return tensors
+
+
+def parts_of(policy: Policy, optimizers: Optimizers) -> list[str]:
+    """Return the names of what a checkpoint and the run that it resumes must both have."""
+    names = {parameter: name for name, parameter in policy.named_parameters()}
+    parts = []
+    for i, (optimizer, _) in enumerate(optimizers, 1):
+        kind = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else type(optimizer).__name__  # also if offloaded
+        parts += [f"{names[p]} in optimizer {i} ({kind})" for group in optimizer.param_groups for p in group["params"]]
+    return parts + [f"AFTER_UPDATE[{name!r}]" for name in AFTER_UPDATE]
+
+
+def _local_state(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Remove from `tensors` what other processes save, and return the rest.
 
     Processes that hold the same shards divide them among themselves, so that each shard is copied and saved once.
     """
+    parameters = tensors["policy"]
     meshes = (p.device_mesh for p in parameters.values() if isinstance(p, DTensor) and p.device_mesh.ndim > 1)
-    if (mesh := next(meshes, None)) is not None:
-        names = list(parameters)
-        indices_by_copy = distributed.partition_lpt([parameters[name].numel() for name in names], mesh.size(0))
-        parameters = {names[i]: parameters[names[i]] for i in indices_by_copy[mesh.get_coordinate()[0]]}
-        moments = moments | {"state": {name: s for name, s in moments["state"].items() if name in parameters}}
-    return {"policy": parameters, "optimizer": moments}
+    if (mesh := next(meshes, None)) is None:
+        return tensors
+    names = list(parameters)
+    indices_by_copy = distributed.partition_lpt([parameters[name].numel() for name in names], mesh.size(0))
+    chosen = {names[i] for i in indices_by_copy[mesh.get_coordinate()[0]]}
+    for held in (parameters, tensors["optimizer"]["state"], tensors.get("reference", {})):
+        for name in held.keys() - chosen:
+            del held[name]
+    return tensors
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -342,18 +374,52 @@ def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: Optimizer) -> None:
+def check_parts(folder: Path, state: dict[str, Any], policy: Policy, optimizers: Optimizers) -> None:
+    """Raise UserError unless run and checkpoint have the same optimizers, and the same functions in `AFTER_UPDATE`."""
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    run = parts_of(policy, optimizers)
+    saved = state.get("parts", [f"{name} in optimizer 1 (AdamW)" for name in trained])  # all that older versions had
+    both = ("it has {}, this run has not", saved, set(run)), ("this run has {}, it has not", run, set(saved))
+    for who, parts, others in both:
+        if missing := [part for part in parts if part not in others]:
+            first = missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            how = "use the same OPTIMIZERS and AFTER_UPDATE, or a new --output without --resume"
+            raise UserError(f"--resume: {folder}: {who.format(first)}: {how}")
+
+
+def load_checkpoint(folder: Path, policy: Policy, reference: Policy | None, optimizers: Optimizers) -> None:
     """Load the tensors and random states of `folder`.
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate and weight decay are those of the new command.
     """
-    parameters, moments = get_state_dict(policy, optimizer, options=TRAINED)
-    _read_tensors(folder, {"policy": parameters, "optimizer": {"state": moments["state"]}})  # without learning rates
-    set_state_dict(policy, optimizer, model_state_dict=parameters, optim_state_dict=moments, options=TRAINED)
+    _make_state(folder, policy, optimizers)
+    tensors = state_tensors(policy, reference, optimizers)
+    del tensors["optimizer"]["param_groups"]
+    _read_tensors(folder, tensors)
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))
+
+
+def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
+    """Make the optimizer state that `folder` holds and that an optimizer would make only in its first step."""
+    saved, parameters = FileSystemReader(folder).read_metadata(), dict(policy.named_parameters())
+    groups = [(optimizer.state, group) for optimizer, _ in optimizers for group in optimizer.param_groups]
+    owners = {parameter: (state, group) for state, group in groups for parameter in group["params"]}
+    for key, path in saved.planner_data.items():
+        if path[:2] != ("optimizer", "state") or (parameter := parameters.get(path[2])) not in owners:
+            continue
+        state, group = owners[parameter]
+        entry, value = state[parameter], saved.state_dict_metadata[key]
+        for name in path[3:-1]:
+            entry = entry.setdefault(name, {})
+        if path[-1] not in entry and isinstance(value, TensorStorageMetadata):
+            on_host = not (value.size or group.get("fused") or group.get("capturable"))  # as PyTorch's step counts are
+            empty = torch.zeros(value.size, device="cpu" if on_host else parameter.device)
+            like = parameter if value.size == parameter.shape else empty
+            entry[path[-1]] = torch.zeros_like(like, dtype=value.properties.dtype)
+        entry.setdefault(path[-1])  # None if it is not a tensor
 
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from config import Config
 from evaluation.held_out import score_policy
 from policy.model import Policy
 from training import guards
-from training.checkpoint import Saver, random_states, restore_random_states
+from training.checkpoint import Saver, parts_of, random_states, restore_random_states, state_tensors
 from training.collect import Collector
 from training.run_log import RunLog
 from training.updates import Updater
@@ -163,7 +163,10 @@ class Loop:
     def save(self, run: Run, wait: bool = False) -> None:
         """Save a checkpoint in the background; with `wait`, wait until it is on disk."""
         config = asdict(run.cfg) | run.collector.stream.fingerprint
-        self.checkpoints.save(run.policy, run.updater.optimizer, state_of(run) | {"config": config}, wait)
+        optimizers = run.updater.optimizers
+        tensors = state_tensors(run.policy, run.reference, optimizers)
+        state = state_of(run) | {"config": config, "parts": parts_of(run.policy, optimizers)}
+        self.checkpoints.save(tensors, state, wait)
 
     def _end(self, run: Run) -> None:
         """Raise RunStopped to end a run that was asked to stop and has saved a checkpoint."""

@@ -25,11 +25,11 @@ from policy.memory import (
     plan_sampler,
 )
 from policy.model import Policy, check_trained, compute_dtype, load_policy
-from policy.optimizer import make_optimizer
-from policy.sharding import apply_fsdp, load_reference
+from policy.optimizer import make_optimizers
+from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference
 from rewards import Scorer
-from rollout import Engine, RequestLimits, check_engine_available, choose_engine, make_engine
-from training.checkpoint import Saver, is_same_setting, load_checkpoint, read_state
+from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
+from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
 from training.collect import Collector
 from training.loop import Loop, Run, load_state
 from training.metrics import Clock
@@ -60,6 +60,7 @@ def start(cfg: Config) -> Run:
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
+    check_after_update(cfg)
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = check_inputs(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
@@ -71,15 +72,16 @@ def start(cfg: Config) -> Run:
     clock, interrupted = Clock(), []  # shared by the owners
     has_in_flight = bool(state and state["collector"].get("in_flight"))
     collector = make_collector(cfg, stream, engine, scorer, clock, interrupted, has_in_flight=has_in_flight)
-    optimizer, scheduler = make_optimizer(policy, cfg, collector.total_steps * cfg.updates_per_step)
+    optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
-        load_checkpoint(resume.checkpoint, policy, optimizer)
+        check_parts(resume.checkpoint, state, policy, optimizers)
+        load_checkpoint(resume.checkpoint, policy, reference, optimizers)
     resumed_step = state["step"] if resume.continues_output else None
     log = prepare_output(cfg, folder, resumed_step, collector)
     checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
     before_change = checkpoints.wait_until_read
-    updater = Updater(cfg, policy, optimizer, scheduler, micro_batch_tokens, clock, interrupted, before_change)
+    updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
     run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)
     if state:
         restore(run, state)
@@ -107,6 +109,13 @@ def check_start_survives(cfg: Config) -> None:
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
+
+
+def check_after_update(cfg: Config) -> None:
+    """Raise UserError if a function in `AFTER_UPDATE` has no reference of its own to change."""
+    if AFTER_UPDATE and (cfg.has_adapter or not cfg.beta):
+        why = "it needs --beta above 0" if not cfg.has_adapter else "with an adapter, that is the model without it"
+        raise UserError(f"AFTER_UPDATE ({', '.join(AFTER_UPDATE)}) changes the reference: {why}; or remove the entry")
 
 
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
@@ -168,10 +177,10 @@ def load_models(
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
     has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
-    sampler_fraction = 0.0 if sampler_flags.engine == "policy" else vllm_memory
-    if sampler_flags.engine == "vllm":
-        console.log(f"vLLM's share of the GPU's memory: {vllm_memory:.2f}")
-    check_gpu_memory(policy, cfg, device, sampler_fraction, sharding)
+    chosen = ENGINES[sampler_flags.engine]
+    if chosen.needs_gpu and chosen.needs_copy:
+        console.log(f"{chosen.title}'s share of the GPU's memory: {vllm_memory:.2f}")
+    check_gpu_memory(policy, cfg, device, vllm_memory if chosen.needs_copy else 0.0, sharding)
     engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
     engine.stays_awake = fits_beside_sampler(policy, cfg, device, sharding)
     engine.sleep()

@@ -1,7 +1,7 @@
 """Update the policy: cut micro-batches, accumulate gradients, judge them, and step the optimizer.
 
-`Updater` owns the optimizer, its schedule, the size of the micro-batches, and what it remembers of earlier updates. The
-gradient of a micro-batch is computed by the function that `step` is given.
+`Updater` owns the optimizers, their schedules, the size of the micro-batches, and what it remembers of earlier updates.
+The gradient of a micro-batch is computed by the function that `step` is given.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from common import distributed, signals
 from common.errors import StepFailed
@@ -23,7 +21,8 @@ from policy.batches import completion_logprobs, micro_batches, order_for_packing
 from policy.lora import has_dropout, reference_weights
 from policy.memory import with_oom_retry
 from policy.model import Policy
-from policy.sharding import reduce_gradients, take_gradients, unsharded
+from policy.optimizer import Optimizers
+from policy.sharding import AFTER_UPDATE, reduce_gradients, take_gradients, unsharded
 from training import guards
 from training.balance import rebalance
 from training.metrics import Clock, update_metrics
@@ -39,33 +38,47 @@ class Updater:
         self,
         cfg: Config,
         policy: Policy,
-        optimizer: Optimizer,
-        scheduler: LambdaLR,
+        reference: Policy | None,
+        optimizers: Optimizers,
         micro_batch_tokens: int,
         clock: Clock,
         interrupted: list[int],
         before_change: Callable[[], None],
     ):
         """`before_change` is called before the trained weights change; for `interrupted`, see `Collector`."""
-        self.cfg, self.policy, self.optimizer, self.scheduler = cfg, policy, optimizer, scheduler
+        self.cfg, self.policy, self.reference, self.optimizers = cfg, policy, reference, optimizers
+        self.groups = [group for optimizer, _ in optimizers for group in optimizer.param_groups]
+        self.first_groups = [dict(group) for group in self.groups]  # to see what an optimizer changes in them
         self.micro_batch_tokens = micro_batch_tokens  # maximum tokens of a micro-batch
         self.clock, self.interrupted, self.before_change = clock, interrupted, before_change
         self.vision_cost, self.has_dropout = vision_cost_per_token(policy), has_dropout(policy.model)
         self.updates: list[dict[str, Tensor]] = []  # sums over tokens of each update of the current step
+        self.num_updates = 0  # so far, without skipped and empty ones
         self.skipped = 0  # consecutive updates skipped so far
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the weights and the moments of the optimizer."""
-        return {"scheduler": self.scheduler.state_dict(), "skipped": self.skipped, "norms": list(self.norms)}
+        """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
+        first, *others = [scheduler.state_dict() for _, scheduler in self.optimizers]
+        changes = [
+            {key: value for key, value in new.items() if key not in ("params", "lr") and value != old.get(key)}
+            for new, old in zip(self.groups, self.first_groups)
+        ]
+        state = {"scheduler": first, "other_schedulers": others, "groups": changes, "num_updates": self.num_updates}
+        return state | {"skipped": self.skipped, "norms": list(self.norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. The learning rate remains that of the flags."""
         self.skipped, self.norms = state["skipped"], list(state["norms"])
-        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
-        for group, rate, factor in zip(self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas):
-            group["lr"] = rate * factor(self.scheduler.last_epoch)
+        self.num_updates = state.get("num_updates", 0)
+        schedules = [state["scheduler"], *state.get("other_schedulers", [])]
+        for (optimizer, scheduler), saved in zip(self.optimizers, schedules, strict=True):
+            scheduler.load_state_dict(saved | {"base_lrs": scheduler.base_lrs})
+            for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+                group["lr"] = rate * factor(scheduler.last_epoch)
+        for group, changes in zip(self.groups, state.get("groups", [])):
+            group.update(changes)
 
     def balance(self, groups: list[Group]) -> list[Group]:
         """Move completions between processes, so that all have equal work; return those of this process in the order
@@ -116,9 +129,15 @@ class Updater:
         with self.clock("optimizer"):
             if not (flags["skipped"] or flags["empty"]):  # without a gradient, AdamW's momentum would move the weights
                 self.before_change()
-                self.optimizer.step()
-            self.scheduler.step()  # the schedule counts skipped and empty updates too
-            self.optimizer.zero_grad()
+                for optimizer, _ in self.optimizers:
+                    optimizer.step()
+                self.num_updates += 1
+                with torch.no_grad():
+                    for change_reference in AFTER_UPDATE.values():
+                        change_reference(self.policy, self.reference, self.num_updates)
+            for optimizer, scheduler in self.optimizers:
+                scheduler.step()  # the schedule counts skipped and empty updates too
+                optimizer.zero_grad()
         self.updates.append(stats | {"grad_norm": grad_norm} | {k: torch.tensor(float(v)) for k, v in flags.items()})
 
     def _accumulate(
@@ -168,5 +187,6 @@ class Updater:
         self.updates, self.problems = [], []
         if not self.cfg.max_steps:
             for _ in range((num_rounds - 1) * self.cfg.updates_per_step):
-                self.scheduler.step()
-        return {"lr": self.scheduler.get_last_lr()[0]}
+                for _, scheduler in self.optimizers:
+                    scheduler.step()
+        return {"lr": self.optimizers[0][1].get_last_lr()[0]}

@@ -79,6 +79,8 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
 class KeepGradients:
     """Stands in for the optimizer and keeps the gradients."""
 
+    param_groups = ()
+
     def __init__(self, policy):
         self.policy = policy
 
@@ -126,7 +128,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     optimizer = KeepGradients(policy)
     scheduler = SimpleNamespace(step=lambda: None)
     tokens = cfg.micro_batch_tokens or 16384
-    updater = Updater(cfg, policy, optimizer, scheduler, tokens, Clock(), [], before_change=lambda: None)
+    updater = Updater(cfg, policy, None, [(optimizer, scheduler)], tokens, Clock(), [], before_change=lambda: None)
     run = SimpleNamespace(cfg=cfg, policy=policy)
     if evened_out:
         minibatch = updater.balance(training_groups(cfg, groups if console.is_main() else [], advantages))

@@ -166,12 +166,13 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
 def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
     flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
-    assert [(group["lr"], group["weight_decay"]) for group in run.updater.optimizer.param_groups] == [
+    assert [(group["lr"], group["weight_decay"]) for group in run.updater.groups] == [
         (1e-4, 0.3),
         (1e-4, 0.0),
     ]
-    assert run.updater.scheduler.last_epoch == 2 and run.updater.scheduler.base_lrs == [1e-4, 1e-4]
-    assert all(entry["step"] == 2 for entry in run.updater.optimizer.state_dict()["state"].values())
+    ((optimizer, scheduler),) = run.updater.optimizers
+    assert scheduler.last_epoch == 2 and scheduler.base_lrs == [1e-4, 1e-4]
+    assert all(entry["step"] == 2 for entry in optimizer.state_dict()["state"].values())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_without_a_learning_rate_the_run_says_which_it_takes(flags, said, saved,
         flags = {name: str(saved / value) if name == "resume" else value for name, value in flags.items()}
         run = grpo.set_up(config(tiny_model, shapes, tmp_path, learning_rate=None, **flags))
     rate = float(said.split()[0])
-    assert {group["lr"] for group in run.updater.optimizer.param_groups} == {rate}
+    assert {group["lr"] for group in run.updater.groups} == {rate}
     assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == rate
     assert f"learning rate: {said}" in err.getvalue() and "learning_rate was" not in err.getvalue()
 
@@ -195,7 +196,7 @@ def test_without_a_learning_rate_the_run_says_which_it_takes(flags, said, saved,
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
     with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
-        checkpoint.load_checkpoint(saved / "checkpoint-4", run.policy, run.updater.optimizer)
+        checkpoint.load_checkpoint(saved / "checkpoint-4", run.policy, None, run.updater.optimizers)
 
 
 # --- faults during a run ----------------------------------------------------------------------------------------------
@@ -852,15 +853,16 @@ def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path)
     were no gradients. The vision tower has no gradients before the first image.
     """
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, save_every=1))
-    state = run.updater.optimizer.state_dict()["state"]
+    ((optimizer, _),) = run.updater.optimizers
+    state = optimizer.state_dict()["state"]
     assert len(state) == len(list(run.policy.parameters()))
     assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in state.values())
     next(run.policy.parameters()).grad = None
     for parameter in list(run.policy.parameters())[:3]:
         parameter.grad = torch.ones_like(parameter)
     run.loop.save(run, wait=True)
-    assert all(entry["step"] == 0 for entry in run.updater.optimizer.state_dict()["state"].values())
+    assert all(entry["step"] == 0 for entry in optimizer.state_dict()["state"].values())
     resumed = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True, resume="newest"))
-    loaded = resumed.updater.optimizer.state_dict()["state"]
+    loaded = resumed.updater.optimizers[0][0].state_dict()["state"]
     assert all(entry["step"] == 0 and not entry["exp_avg_sq"].any() for entry in loaded.values())
     assert len(loaded) == len(state)
