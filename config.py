@@ -1,7 +1,7 @@
 """All flags of a training run, in groups that other scripts share. In order of appearance:
 
     Columns          the user's column names (not flags)
-    RowFlags         image folder, column names and unusable rows
+    RowFlags         plugins, image folder, column names and unusable rows
     DataFlags        data set, prompt template, image size and prompt length; includes RowFlags
     VerifierFlags    the verifier model that judges math answers
     RewardFlags      additional rewards; includes VerifierFlags
@@ -73,8 +73,11 @@ class Columns:
 
 @dataclass(kw_only=True)
 class RowFlags:
-    """The flags for reading rows; `data.py convert` has them too."""
+    """The flags of plugins and for reading rows; `data.py convert` has them too."""
 
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Python file of your own that adds tasks, losses, benchmarks or flags; see docs/plugins.md. The flag may be
+    repeated. A resumed run and ./run.sh eval find the plugins of the run by themselves."""
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     prompt_column: str | None = None
@@ -349,7 +352,7 @@ class GRPOFlags:
     """The flags of the algorithm."""
 
     task: str = "count"
-    """The task, which determines the prompt and the reward: count, vqa, math, or one added to `TASKS` in rewards.py."""
+    """The task, which determines the prompt and the reward: count, vqa, math, or one that a plugin adds to `TASKS`."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
@@ -387,8 +390,8 @@ class GRPOFlags:
     samples on until all completions can be trained on in time, so nothing is dropped."""
 
     loss_type: str = "grpo"
-    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`. Dr. GRPO itself also needs
-    scale_rewards none."""
+    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that a plugin adds to `LOSSES`. Dr. GRPO itself also
+    needs scale_rewards none."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the advantages: the standard deviation of the rewards in the group or in the batch; none: 1."""
     gdpo: bool = False

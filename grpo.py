@@ -20,7 +20,7 @@ from common import cli
 from config import Config, with_recipe
 
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
-    ARGS = cli.parse(Config, with_recipe)
+    cli.launch("grpo", Config, with_recipe)
 
 import math
 from collections.abc import Callable
@@ -294,7 +294,3 @@ def set_up(cfg: Config) -> Run:
 def main(cfg: Config) -> None:
     run = set_up(cfg)
     run.loop.train(run, train_step)  # line 4
-
-
-if __name__ == "__main__":
-    distributed.run(main, ARGS)

@@ -11,7 +11,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from common import cli
+from common import cli, plugins
 from config import DataFlags, EngineFlags, RewardFlags
 
 SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
@@ -45,12 +45,23 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
-    return flags | {"max_tokens": config["max_completion_length"]}
+    return flags | {"max_completion_length": config["max_completion_length"]}
+
+
+def plugin_flags(run: pathlib.Path) -> dict[str, Any]:
+    """Return the flags of the run's plugins, except tuples, for which a flag may be repeated or not."""
+    config = json.loads((run / "config.json").read_text())
+    values = {name: config[name] for name in config.get("plugin_flags", [])}
+    return {name: value for name, value in values.items() if isinstance(value, str | int | float)}
 
 
 def main(run: str, *user_flags: str) -> None:
     given = {flag.partition("=")[0] for flag in user_flags}
-    print(*cli.as_arguments(run_flags(pathlib.Path(run), given)), sep="\n")
+    flags = run_flags(pathlib.Path(run), given) | plugin_flags(pathlib.Path(run))
+    plugins.of_run(run)  # prints which have changed
+    if "--plugin" in given:
+        flags.pop("plugin", None)
+    print(*cli.as_arguments(flags), sep="\n")
 
 
 if __name__ == "__main__":
