@@ -17,6 +17,7 @@ The docstring of each flag is its `--help` text.
 import argparse
 import importlib.util
 import math
+import os
 import pathlib
 import shlex
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common import console
+from common import console, plugins
 from common.errors import UserError, require
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
@@ -95,6 +96,8 @@ class RowFlags:
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
         require(0 < self.max_megapixels < math.inf, "max_megapixels must be above 0")
+        loaded = plugins.record()["plugin_sha256"]
+        require(all(os.path.realpath(file) in loaded for file in self.plugin), "plugin needs a start by `cli.launch`")
 
     @property
     def columns(self) -> Columns:

@@ -24,7 +24,6 @@ from common import console, files, plugins
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
-Defaults = Callable[[list[str]], list[str]]
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 RENAMED = {"max_tokens": "max_completion_length"}  # flags by the names that they had in earlier versions
 
@@ -42,23 +41,16 @@ def _join_lines(
 docstring_parser.parse_from_object = functools.partial(_join_lines, docstring_parser.parse_from_object)
 
 
-def parse(config: type[T], add_defaults: Defaults | None = None) -> T:
-    """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why.
-
-    So does an environment that no launcher of processes has made; see `check_launcher`.
-
-    `add_defaults` may put further arguments before those of the command line, which override them.
+def parse(config: type[T], arguments: list[str] | None = None) -> T:
+    """Parse `arguments`, or the command line, into `config`. An invalid flag ends the script with status 2; rank 0
+    prints why. So does an environment that no launcher of processes has made; see `check_launcher`.
     """
     try:
         check_launcher()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    try:
-        arguments = add_defaults(sys.argv[1:]) if add_defaults else sys.argv[1:]
-    except UserError as error:
-        console.log(f"error: {error}")
-        sys.exit(2)
+    arguments = sys.argv[1:] if arguments is None else arguments
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"
@@ -142,17 +134,18 @@ def run(main: Callable[[T], None], args: T) -> None:
     os._exit(status)
 
 
-def launch(name: str, config: type | None = None, add_defaults: Defaults | None = None) -> NoReturn:
+def launch(name: str, config: type | None = None, add_defaults: Callable[[list[str]], list[str]] = list) -> NoReturn:
     """Import the plugins, parse the flags, call `main` of the module `name`, and exit.
 
     The module is imported by its name, although it also runs as `__main__`, so that a plugin that imports it reaches
     the tables of this run. With `config`, its `Config`, mistakes in the flags appear before its slow import.
+    `add_defaults` may put further arguments before those of the command line, which override them.
     """
 
     def start(arguments: list[str]) -> None:
         modules = [plugins.load(file) for file in plugins.find(arguments, getattr(config, "output", ""))]
         flags = functools.reduce(plugins.with_flags, modules, config or importlib.import_module(name).Config)
-        args = parse(flags, add_defaults)
+        args = parse(flags, add_defaults(arguments))
         args.plugin = tuple(module.__file__ for module in modules)
         distributed = importlib.import_module("common.distributed")  # not above, since it imports torch
         distributed.run(importlib.import_module(name).main, args)

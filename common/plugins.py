@@ -31,12 +31,12 @@ def find(arguments: list[str], output: str) -> list[str]:
     parser.add_argument("--resume", nargs="?", const="newest")
     parser.add_argument("--output", nargs="?", default=output)
     given, _ = parser.parse_known_args(arguments)
-    folder = given.output if given.resume in ("newest", "auto") else os.path.dirname(given.resume or "")
+    folder = given.output if given.resume in ("newest", "auto") else pathlib.Path(given.resume or "").parent
     recorded = of_run(folder or "") if given.resume else []
     return [file for file in given.plugin if file] or recorded
 
 
-def of_run(folder: str) -> list[str]:
+def of_run(folder: str | pathlib.Path) -> list[str]:
     """Return the plugins that the run in `folder` has recorded, and print which of them have changed since."""
     path = pathlib.Path(folder, "config.json")
     recorded = json.loads(path.read_text()).get("plugin_sha256", {}) if path.is_file() else {}

@@ -45,19 +45,14 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
+    own = {name: config[name] for name in config.get("plugin_flags", [])}
+    flags |= {name: value for name, value in own.items() if not isinstance(value, list)}  # append or not: unknown here
     return flags | {"max_completion_length": config["max_completion_length"]}
-
-
-def plugin_flags(run: pathlib.Path) -> dict[str, Any]:
-    """Return the flags of the run's plugins, except tuples, for which a flag may be repeated or not."""
-    config = json.loads((run / "config.json").read_text())
-    values = {name: config[name] for name in config.get("plugin_flags", [])}
-    return {name: value for name, value in values.items() if isinstance(value, str | int | float)}
 
 
 def main(run: str, *user_flags: str) -> None:
     given = {flag.partition("=")[0] for flag in user_flags}
-    flags = run_flags(pathlib.Path(run), given) | plugin_flags(pathlib.Path(run))
+    flags = run_flags(pathlib.Path(run), given)
     plugins.of_run(run)  # prints which have changed
     if "--plugin" in given:
         flags.pop("plugin", None)

@@ -58,33 +58,40 @@ def test_a_task_and_a_loss_are_added_as_the_readme_says(trained, mine):
     assert config["plugin"] == [str(mine)] == list(config["plugin_sha256"])
 
 
+def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: int, processes: int = 0):
+    flags = {"task": "first_digit", "loss_type": "reinforce", "model": tiny_model, "data": shapes, "output": run}
+    return run_script("grpo.py", *arguments(**flags, max_steps=steps, **SMALL), *more, processes=processes)
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_path, processes):
-    """Alone and on two processes, without --plugin. A plugin that has changed is named, and one that is missing is
-    refused; its new place can be given."""
-    run, moved = tmp_path / "run", tmp_path / "moved.py"
-    shutil.copytree(trained, run)
-    moved.write_text("import time  # a change\n" + mine.read_text())
-    flags = {"task": "first_digit", "loss_type": "reinforce", "model": tiny_model, "data": shapes, "eval_data": shapes}
-    flags |= {"output": run, **SMALL}
-    done = run_script("grpo.py", *arguments(**flags, max_steps=3), "--resume", processes=processes)
+    shutil.copytree(trained, tmp_path / "run")
+    done = resume(tmp_path / "run", tiny_model, shapes, "--resume", steps=3, processes=processes)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "step 3/3" in done.stderr and "has changed" not in done.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["plugin"] == [str(mine)] == list(config["plugin_sha256"])
+
+
+def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
+    trained, mine, shapes, tiny_model, tmp_path
+):
+    run, moved, again = tmp_path / "run", tmp_path / "moved.py", tmp_path / "again.py"
+    shutil.copytree(trained, run)
     config = json.loads((run / "config.json").read_text())
-    assert config["plugin"] == [str(mine)]
     digests = {str(moved): config["plugin_sha256"][str(mine)]}
     (run / "config.json").write_text(json.dumps(config | {"plugin_sha256": digests}))
-    done = run_script("grpo.py", *arguments(**flags, max_steps=4), "--resume", processes=processes)
+    missing = resume(run, tiny_model, shapes, f"--resume={run}/checkpoint-2/", steps=3)
+    assert missing.returncode == 2
+    assert f"error: --plugin {moved}: there is no such Python file: restore it" in missing.stderr
+    again.write_text(mine.read_text())
+    done = resume(run, tiny_model, shapes, f"--plugin={again}", "--resume", steps=3)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count(f"note: the plugin {moved} has changed since it was recorded in {run}/config.json\n") == 1
-    moved.rename(tmp_path / "again.py")
-    done = run_script("grpo.py", *arguments(**flags, max_steps=5), f"--resume={run}/checkpoint-4", processes=processes)
-    assert done.returncode == 2
-    assert f"error: --plugin {moved}: there is no such Python file: restore it" in done.stderr
-    given = arguments(**flags, max_steps=5, plugin=tmp_path / "again.py")
-    done = run_script("grpo.py", *given, "--resume", processes=processes)
+    assert f"plugin was ['{mine}'], is ['{again}']" in done.stderr and "has changed" not in done.stderr
+    again.write_text(mine.read_text() + "# a change\n")
+    done = resume(run, tiny_model, shapes, "--resume", steps=4)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert f"plugin was ['{moved}'], is ['{tmp_path}/again.py']" in done.stderr
+    assert f"note: the plugin {again} has changed since it was recorded in {run}/config.json\n" in done.stderr
 
 
 def test_evaluations_know_the_task_of_a_plugin(trained, mine, tmp_path):
@@ -153,6 +160,7 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
         "rewards.TASKS['same'] = rewards.Task(count_reward)\n"
     )
     monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(plugins, "_digests", {})
     monkeypatch.setattr(rewards, "TASKS", dict(rewards.TASKS))
     plugins.load(str(plugin))
     scorer = rewards.Scorer("own", RewardFlags(reward_timeout=1.0))
@@ -200,7 +208,7 @@ def test_mistakes_in_a_plugin_are_one_line(tmp_path):
         ([file["bare"]], "the class Flags is no dataclass: write @dataclasses.dataclass above it"),
     ]
     with ThreadPoolExecutor(2) as pool:
-        for (files, message), done in zip(cases, pool.map(lambda case: _start(tmp_path, case[0]), cases)):
+        for (_, message), done in zip(cases, pool.map(lambda case: _start(tmp_path, case[0]), cases)):
             assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
             assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
