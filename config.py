@@ -1,7 +1,7 @@
 """All flags of a training run, in groups that other scripts share. In order of appearance:
 
     Columns          the user's column names (not flags)
-    RowFlags         image folder, column names and unusable rows
+    RowFlags         plugins, image folder, column names and unusable rows
     DataFlags        data set, prompt template, image size and prompt length; includes RowFlags
     VerifierFlags    the verifier model that judges math answers
     RewardFlags      additional rewards; includes VerifierFlags
@@ -17,6 +17,7 @@ The docstring of each flag is its `--help` text.
 import argparse
 import importlib.util
 import math
+import os
 import pathlib
 import shlex
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from common import console
+from common import console, plugins
 from common.errors import UserError, require
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
@@ -73,8 +74,11 @@ class Columns:
 
 @dataclass(kw_only=True)
 class RowFlags:
-    """The flags for reading rows; `data.py convert` has them too."""
+    """The flags of plugins and for reading rows; `data.py convert` has them too."""
 
+    plugin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Python file of your own that adds tasks, losses, benchmarks or flags; see docs/plugins.md. The flag may be
+    repeated. A resumed run and ./run.sh eval find the plugins of the run by themselves."""
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     prompt_column: str | None = None
@@ -92,6 +96,8 @@ class RowFlags:
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
         require(0 < self.max_megapixels < math.inf, "max_megapixels must be above 0")
+        loaded = plugins.record()["plugin_sha256"]
+        require(all(os.path.realpath(file) in loaded for file in self.plugin), "plugin needs a start by `cli.launch`")
 
     @property
     def columns(self) -> Columns:
@@ -349,7 +355,7 @@ class GRPOFlags:
     """The flags of the algorithm."""
 
     task: str = "count"
-    """The task, which determines the prompt and the reward: count, vqa, math, or one added to `TASKS` in rewards.py."""
+    """The task, which determines the prompt and the reward: count, vqa, math, or one that a plugin adds to `TASKS`."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
@@ -387,12 +393,12 @@ class GRPOFlags:
     samples on until all completions can be trained on in time, so nothing is dropped."""
 
     loss_type: str = "grpo"
-    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that you add to `LOSSES`. Dr. GRPO itself also needs
+    """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that a plugin adds to `LOSSES`. Dr. GRPO itself also needs
     advantage none."""
     advantage: str = "group"
     """The advantage: a reward minus the mean of its group, divided by the standard deviation of the rewards in the
     group, in the batch, or by nothing (none); or gdpo: each reward is normalised in its group before the weighted sum
-    (GDPO, arXiv:2601.05242); or one that you add to `ADVANTAGES`."""
+    (GDPO, arXiv:2601.05242); or one that a plugin adds to `ADVANTAGES`."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
     the advantages of their groups."""

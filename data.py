@@ -392,7 +392,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Config(RowFlags):
     """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
 
@@ -452,4 +452,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.parse(Config))
+    cli.launch("data")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from common import cli, console, distributed
+from common import cli, console, distributed, plugins
 from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import TAG, Sample, Turn
@@ -106,7 +106,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(not overwrites, "output would overwrite the predictions that it reads: choose another output")
         in_training = self.engine in ENGINES and ENGINES[self.engine].uses_trainer
         require(not in_training, f"engine {self.engine} is for training: use hf, or load_in_4bit with an adapter")
-        require(min(self.n, self.max_tokens) >= 1, "n and max_tokens must be at least 1")
+        require(min(self.n, self.max_completion_length) >= 1, "n and max_completion_length must be at least 1")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.limit < 0 or self.seed < 0:
             raise ValueError("temperature, limit and seed must not be negative, top_p must be above 0 and at most 1")
         require(self.n == 1 or self.temperature > 0, "n above 1 needs a temperature above 0, or all are identical")
@@ -234,7 +234,7 @@ def start_sampler(
     """Start the sampler with the weights of the model, or of `adapted`. `images`: maximum number per prompt."""
     if cfg.load_in_4bit:
         return PolicyEngine(adapted, processor.tokenizer)
-    limits = RequestLimits(cfg.max_prompt_length + cfg.max_tokens, images)
+    limits = RequestLimits(cfg.max_prompt_length + cfg.max_completion_length, images)
     flags = replace(cfg, engine=choose_engine(cfg, device), vllm_memory=cfg.vllm_memory or free_share(cfg, device))
     engine = make_engine(flags, cfg.model, processor, device, compute_dtype("auto", device), limits, adapted)
     if adapted is not None:
@@ -279,7 +279,8 @@ def load_baseline(cfg: Config) -> Policy:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
-    key = {name: getattr(cfg, name) for name in (*names, "task", "model", "adapter", "load_in_4bit", "engine")}
+    names += ["task", "model", "adapter", "load_in_4bit", "engine", *plugins.record()["plugin_flags"]]
+    key = {name: getattr(cfg, name) for name in names} | plugins.record()
     key["baseline"] = None if cfg.baseline_is_saved else cfg.baseline
     if cfg.template:
         key["template"] = pathlib.Path(cfg.template).read_text(encoding="utf-8-sig")
@@ -396,4 +397,4 @@ def _write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dic
 
 
 if __name__ == "__main__":
-    distributed.run(main, cli.parse(Config))
+    cli.launch("evaluate")

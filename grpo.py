@@ -20,7 +20,7 @@ from common import cli
 from config import Config, with_recipe
 
 if __name__ == "__main__":  # before the slow import of torch, so that --help and flag errors appear at once
-    ARGS = cli.parse(Config, with_recipe)
+    cli.launch("grpo", Config, with_recipe)
 
 import math
 from collections.abc import Callable
@@ -48,9 +48,7 @@ def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config)
 
     `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
-    advantage = ADVANTAGES[cfg.advantage]
-    advantages, max_length = advantage(rewards, weights), cfg.max_completion_length
-    return spread_over_tokens(advantages, rewards, lambda spans: advantage(spans, weights), max_length)
+    return spread_over_tokens(lambda part: ADVANTAGES[cfg.advantage](part, weights), rewards, cfg.max_completion_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -180,16 +178,13 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     return torch.where(lengths > 0, 1 / divisors[LOSSES[loss_type].average], 0.0).float()
 
 
-def batch_loss(
-    cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | None = None) -> tuple[Tensor, dict]:
     """Return the loss of one micro-batch, and sums over its tokens. `logp` and `entropy` (C,) are those of π_θ.
 
     With token weight w, the loss is Σ w · (β · KL − importance · objective). The objective is that of `LOSSES`, a
-    function of the ratio r = π_θ / π_old and the advantage. π_old is the policy before the step's
-    first update or, with `--old_logp sampler`, the sampler. With one update per step, the former is π_θ itself, and r
-    is exactly 1. KL is the k3 estimate; `--unbiased_kl` multiplies it by each token's r, for an unbiased gradient
-    (DeepSeek-V3.2, arXiv:2512.02556).
+    function of the ratio r = π_θ / π_old and the advantage. π_old is the policy before the step's first update or, with
+    `--old_logp sampler`, the sampler. KL is the k3 estimate; `--unbiased_kl` multiplies it by each token's r, for an
+    unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
     """
     values, loss_type, rows = batch.values, LOSSES[cfg.loss_type], batch.row_of_token
     counted = values.weights > 0  # blank micro-batches hold placeholder values, which must stay finite
@@ -205,9 +200,8 @@ def batch_loss(
     objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
-        importance, is_capped = importance_weights(
-            trainer_logp - values.sampling_logp, rows, cfg.importance_cap, cfg.importance_mode
-        )
+        log_importance = trainer_logp - values.sampling_logp
+        importance, is_capped = importance_weights(log_importance, rows, cfg.importance_cap, cfg.importance_mode)
         objective = objective * importance
     per_token, kl = -objective, torch.zeros_like(logp)
     if cfg.beta:
@@ -245,10 +239,10 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    Unscored ones, and those with an advantage of NaN, neither train nor count. The others count in the divisors of the
-    weights; those whose advantages are all 0 are left out unless a KL or entropy term needs them, so the gradient stays
-    the same. A truncated completion is trained on like any other. With `mask_truncated`, its tokens are neither trained
-    on nor counted; it counts as a sequence (DAPO, arXiv:2503.14476, section 3.4).
+    Unscored ones, and those with an advantage of NaN, neither train nor count. One whose advantages are all 0 counts in
+    the divisors of the weights, but trains only for a KL or entropy term. A truncated completion is trained on like
+    any other. With `mask_truncated`, its tokens are neither trained on nor counted; it counts as a sequence (DAPO,
+    arXiv:2503.14476, section 3.4).
     """
     everyone = [pair for group in groups for pair in zip(group.rollouts, of_completions(group, advantages))]
     lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for rollout, own in everyone]).long()
@@ -303,7 +297,3 @@ def set_up(cfg: Config) -> Run:
 def main(cfg: Config) -> None:
     run = set_up(cfg)
     run.loop.train(run, train_step)  # line 4
-
-
-if __name__ == "__main__":
-    distributed.run(main, ARGS)

@@ -23,14 +23,14 @@ from typing import Any
 
 from PIL import Image
 
-from common import console
+from common import console, plugins
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import check_math, same_answer
-from grading.sandbox import PARAMETERS, WorkerPool
+from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import Verifier, make_verifier, parse_verdict
 from inputs.images import decode_image
 
@@ -237,7 +237,7 @@ TASKS = {
 def get_task(name: str) -> Task:
     """Return the task called `name`. Raises UserError if it is not in `TASKS`."""
     if name not in TASKS:
-        raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task to TASKS in rewards.py")
+        raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task with --plugin FILE")
     return TASKS[name]
 
 
@@ -290,6 +290,10 @@ class Scorer:
         self.sees_images: set[str] = set()  # user-defined rewards with a parameter `images`
         for text in flags.reward:
             self._add(text)
+        for task in self.weights.keys() - self.user_functions.keys():
+            reward = self.built_in[task]
+            if reward.__module__ != __name__ and (name := plugins.name_of(reward)):  # then the workers compute it, too
+                self._add_function(task, name, parameters(name))
         if not any(self.weights.values()):
             raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
         if "math" in self.weights:
@@ -326,17 +330,21 @@ class Scorer:
         if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
-            parameters, required, accepts_any = WorkerPool(1, [PARAMETERS]).call(
-                PARAMETERS, self.flags.reward_timeout, {"name": name}
-            )
+            found = WorkerPool(1, [PARAMETERS]).call(PARAMETERS, self.flags.reward_timeout, {"name": name})
         except CallFailed as error:
             raise UserError(f"--reward {text}: it cannot be loaded ({error})") from error
+        self.weights[function] = weight
+        self._add_function(function, name, found)
+
+    def _add_function(self, name: str, function: str, found: tuple[list[str], list[str], bool]) -> None:
+        """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `sandbox.parameters`."""
+        parameters, required, accepts_any = found
         if not {"completion", "answer"} <= set(parameters):
-            raise UserError(f"--reward {text}: it must be a function of (completion, answer, **fields)")
-        self.weights[function], self.user_functions[function] = weight, name
-        self.parameters[function] = None if accepts_any else set(parameters)
-        self.required[function] = set(required)
-        self.sees_images |= {function} if "images" in parameters else set()
+            raise UserError(f"--reward {function}: it must be a function of (completion, answer, **fields)")
+        self.user_functions[name] = function
+        self.parameters[name] = None if accepts_any else set(parameters)
+        self.required[name] = set(required)
+        self.sees_images |= {name} if "images" in parameters else set()
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
         """Raise UserError if a row lacks a column that a user-defined reward requires."""
@@ -380,7 +388,9 @@ class Scorer:
                 found = dict(zip(values, next(results)))
                 for name, value in found.items():
                     if value.error:
-                        reward = f"--reward {self.user_functions.get(name, name)}"
+                        reward = (
+                            f"{'--task' if name == self.task else '--reward'} {self.user_functions.get(name, name)}"
+                        )
                         errors.append(f"{reward} on {sample.source}, {rollout.text[:60]!r}: {value.error}")
                 scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None

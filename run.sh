@@ -234,7 +234,7 @@ case $recipe in
     # score the run as its recipe did, unless a benchmark is named
     [[ $* == *--benchmark* ]] || [ ! -f "$run/eval.flags" ] || mapfile -t eval_flags < "$run/eval.flags"
     evaluate_run "$run" "${eval_flags[@]}" ${TEST_DATA:+--data "$TEST_DATA"} "$@" ${OUTPUT:+--output "$OUTPUT"}
-    .venv/bin/python -m evaluation.lmms_eval "$run" ;;
+    .venv/bin/python -m evaluation.lmms_eval "$run" "$@" ;;
   serve)
     set_up
     show .venv/bin/python -m service "$@" ;;
@@ -252,8 +252,9 @@ case $recipe in
       fetch_tokenizer llama3_1 6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d
       OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest "$@"
     fi
-    .venv/bin/ruff check .
-    .venv/bin/ruff format --check .
+    mapfile -t sources < <(git ls-files '*.py' 2>/dev/null)  # not a plugin of the user's
+    .venv/bin/ruff check "${sources[@]:-.}"
+    .venv/bin/ruff format --check "${sources[@]:-.}"
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
   setup)
     set_up

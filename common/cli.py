@@ -1,29 +1,31 @@
 """Parse the command line and report expected errors in one line.
 
-Every script ends with `run(main, parse(Config))`. A user's mistake (a missing file, a bad row, an invalid flag) raises
-`UserError`: the script prints the error's message without a traceback and exits with status 2. For a bug, the
-traceback is printed.
+Every script ends with `run(main, parse(Config))` or, if it takes plugins, with `launch`. A user's mistake (a missing
+file, a bad row, an invalid flag) raises `UserError`: the script prints the error's message without a traceback and
+exits with status 2. For a bug, the traceback is printed.
 """
 
 import dataclasses
 import errno
 import functools
 import gc
+import importlib
 import itertools
 import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import docstring_parser
 import tyro
 
-from common import console, files
+from common import console, files, plugins
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
+RENAMED = {"max_tokens": "max_completion_length"}  # flags by the names that they had in earlier versions
 
 
 def _join_lines(
@@ -39,27 +41,20 @@ def _join_lines(
 docstring_parser.parse_from_object = functools.partial(_join_lines, docstring_parser.parse_from_object)
 
 
-def parse(config: type[T], add_defaults: Callable[[list[str]], list[str]] | None = None) -> T:
-    """Parse the command line into `config`. An invalid flag ends the script with status 2; rank 0 prints why.
-
-    So does an environment that no launcher of processes has made; see `check_launcher`.
-
-    `add_defaults` may put further arguments before those of the command line, which override them.
+def parse(config: type[T], arguments: list[str] | None = None) -> T:
+    """Parse `arguments`, or the command line, into `config`. An invalid flag ends the script with status 2; rank 0
+    prints why. So does an environment that no launcher of processes has made; see `check_launcher`.
     """
     try:
         check_launcher()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    try:
-        arguments = add_defaults(sys.argv[1:]) if add_defaults else sys.argv[1:]
-    except UserError as error:
-        console.log(f"error: {error}")
-        sys.exit(2)
+    arguments = sys.argv[1:] if arguments is None else arguments
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"
-    _refuse_values_of_switches(config, arguments)
+    _refuse_mistakes(config, arguments)
     return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
 
 
@@ -91,8 +86,8 @@ def check_launcher() -> None:
     )
 
 
-def _refuse_values_of_switches(config: type, arguments: list[str]) -> None:
-    """End the script if a flag is given true or false, as in TRL and verl."""
+def _refuse_mistakes(config: type, arguments: list[str]) -> None:
+    """End the script if a flag has a value true or false, as in TRL and verl, or is given by an earlier name."""
     switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
@@ -100,12 +95,16 @@ def _refuse_values_of_switches(config: type, arguments: list[str]) -> None:
         if argument.startswith("--") and name in switches and (value or following).lower() in ("true", "false"):
             console.log(f"error: --{name} takes no value: write --{name} or --no_{name}")
             sys.exit(2)
+        if argument.startswith("--") and name in RENAMED:
+            console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
+            sys.exit(2)
 
 
 def as_arguments(flags: dict[str, Any]) -> list[str]:
-    """Return `flags` as arguments: a list repeats its flag, True has no value, and False is left out."""
+    """Return `flags` as arguments: a list repeats its flag, True has no value, and False becomes --no_NAME."""
     items = [(name, item) for name, value in flags.items() for item in (value if isinstance(value, list) else [value])]
-    return [f"--{name}" if item is True else f"--{name}={item}" for name, item in items if item is not False]
+    switches = {True: "--", False: "--no_"}
+    return [switches[item] + name if isinstance(item, bool) else f"--{name}={item}" for name, item in items]
 
 
 def run(main: Callable[[T], None], args: T) -> None:
@@ -133,3 +132,23 @@ def run(main: Callable[[T], None], args: T) -> None:
     sys.stdout.flush()
     files.release_locks()
     os._exit(status)
+
+
+def launch(name: str, config: type | None = None, add_defaults: Callable[[list[str]], list[str]] = list) -> NoReturn:
+    """Import the plugins, parse the flags, call `main` of the module `name`, and exit.
+
+    The module is imported by its name, although it also runs as `__main__`, so that a plugin that imports it reaches
+    the tables of this run. With `config`, its `Config`, mistakes in the flags appear before its slow import.
+    `add_defaults` may put further arguments before those of the command line, which override them.
+    """
+
+    def start(arguments: list[str]) -> None:
+        modules = [plugins.load(file) for file in plugins.find(arguments, getattr(config, "output", ""))]
+        flags = functools.reduce(plugins.with_flags, modules, config or importlib.import_module(name).Config)
+        args = parse(flags, add_defaults(arguments))
+        args.plugin = tuple(module.__file__ for module in modules)
+        distributed = importlib.import_module("common.distributed")  # not above, since it imports torch
+        distributed.run(importlib.import_module(name).main, args)
+
+    run(start, sys.argv[1:])
+    sys.exit(0)  # with None, torchrun --run_path would wait

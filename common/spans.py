@@ -14,17 +14,18 @@ from common.records import GroupRewards, Rewards, ScoredGroup
 
 
 def spread_over_tokens(
-    advantages: Tensor, rewards: GroupRewards, advantages_of_spans: Callable[[GroupRewards], Tensor], max_length: int
+    advantages_of: Callable[[GroupRewards], Tensor], rewards: GroupRewards, max_length: int
 ) -> Tensor:
-    """Return `advantages` (P, G) with those of spans in their tokens, (P, G, `max_length`); unchanged without spans.
+    """Return the advantages of `rewards`, (P, G) or, if a completion has spans, (P, G, `max_length`).
 
-    Tokens outside all spans have the completion's own. `advantages_of_spans` gets the rewards of all spans of a group
-    in one row, as (P, spans), filled up with NaN.
+    Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` also gets
+    the rewards of all spans of a group in one row, as (P, spans), filled up with NaN.
     """
+    advantages = advantages_of(rewards)
     rows = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
     if not any(rows):
         return advantages
-    of_spans = advantages_of_spans(as_tensors(rows))
+    of_spans = advantages_of(as_tensors(rows))
     tokens = advantages[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):
         spans = [(g, span) for g, spans in enumerate(group) for span in spans]

@@ -36,7 +36,7 @@ class SamplingFlags:
     """Sampling temperature; 0 is greedy decoding."""
     top_p: float = 1.0
     """Nucleus sampling: tokens are drawn from the smallest set whose probabilities sum to at least this."""
-    max_tokens: int = 1024
+    max_completion_length: int = 1024
     """Maximum completion length in tokens."""
     seed: int = 0
     """Sampling seed."""
@@ -89,7 +89,7 @@ def sample_rows(
         with distributed.shared_errors():
             prompts = encode_prompts([sample for _, sample in local_rows], processor)
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
-        sampling = Sampling(flags.n, flags.max_tokens, flags.temperature, flags.top_p)
+        sampling = Sampling(flags.n, flags.max_completion_length, flags.temperature, flags.top_p)
         with distributed.shared_errors():  # vLLM's checks of the prompts
             groups = engine.generate(prompts, seeds, sampling)
         local_outputs = [
@@ -141,7 +141,7 @@ def score_policy(
     """Score the policy during training, with one greedy completion per row. Return the metrics named eval/…"""
     engine.wake_up()
     engine.sync_weights(policy)
-    outputs = sample_rows(engine, processor, samples, SamplingFlags(max_tokens=max_tokens))
+    outputs = sample_rows(engine, processor, samples, SamplingFlags(max_completion_length=max_tokens))
     predictions = judge_task(scorer, samples, outputs)
     scores = summarise(predictions, scorer.task, distributed.first_error(scorer.why_none or None))
     engine.sleep()

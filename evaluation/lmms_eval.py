@@ -11,6 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from common import plugins
 from common.templates import template_variables
 from data import load_processor, prompt_template
 from policy.families import load_tokenizer
@@ -51,9 +52,11 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None, se
     return set_variables + WRAPPER.format(**quoted) + original
 
 
-def main(folder: str) -> None:
+def main(folder: str, *user_flags: str) -> None:
     run = pathlib.Path(folder)
     config = json.loads((run / "config.json").read_text())
+    for file in plugins.find(list(user_flags), "") or config.get("plugin", []):  # the task may be that of a plugin
+        plugins.load(file)
     is_adapter = (run / "final" / "adapter_config.json").is_file()
     trained = config["model"] if is_adapter else run / "final"
     template = run / "chat_template.jinja"

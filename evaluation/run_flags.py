@@ -11,7 +11,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from common import cli
+from common import cli, plugins
 from config import DataFlags, EngineFlags, RewardFlags
 
 SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
@@ -45,12 +45,18 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
-    return flags | {"max_tokens": config["max_completion_length"]}
+    own = {name: config[name] for name in config.get("plugin_flags", [])}
+    flags |= {name: value for name, value in own.items() if not isinstance(value, list)}  # append or not: unknown here
+    return flags | {"max_completion_length": config["max_completion_length"]}
 
 
 def main(run: str, *user_flags: str) -> None:
     given = {flag.partition("=")[0] for flag in user_flags}
-    print(*cli.as_arguments(run_flags(pathlib.Path(run), given)), sep="\n")
+    flags = run_flags(pathlib.Path(run), given)
+    plugins.of_run(run)  # prints which have changed
+    if "--plugin" in given:
+        flags.pop("plugin", None)
+    print(*cli.as_arguments(flags), sep="\n")
 
 
 if __name__ == "__main__":

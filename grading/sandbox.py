@@ -9,7 +9,6 @@ not import the training script. Workers exit when the process that started them 
 """
 
 import contextlib
-import importlib.util
 import inspect
 import multiprocessing.connection as connection
 import os
@@ -25,6 +24,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from common.errors import CallFailed, CallLost, WorkerLost
+from common.plugins import import_file
 
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
@@ -97,16 +97,7 @@ def load_function(name: str) -> Callable:
     Raises OSError, SyntaxError, AttributeError, or anything that the file raises while it is imported.
     """
     file, _, function = name.rpartition(":")
-    path = pathlib.Path(file).resolve()
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return getattr(module, function)
+    return getattr(import_file(file), function)
 
 
 def parameters(name: str) -> tuple[list[str], list[str], bool]:

@@ -21,6 +21,6 @@ heading "2/3  GRPO, scored on 512 other sums"
 show .venv/bin/python grpo.py --model $folder/data/model --data $folder/data/train.jsonl \
   --eval_data $folder/data/test.jsonl --output "$folder/seed-$seed" --resume auto --seed "$seed" \
   "${train_flags[@]}" "${given_flags[@]}"
-eval_flags=(--data $folder/data/test.jsonl --max_tokens 8)
+eval_flags=(--data $folder/data/test.jsonl --max_completion_length 8)
 title="3/3  Before and after, on the same sums" evaluate_run "$folder/seed-$seed" "${eval_flags[@]}"
 printf '\ncurves       %s\ncompletions  %s\n' "$folder/seed-$seed/curves.png" "$folder/seed-$seed/completions.html"

@@ -409,7 +409,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
     flags |= {"max_side": job.settings["flags"]["max_side"], "output": scratch / "out", "task": "count"}
     flags |= {"max_megapixels": state.cfg.max_megapixels}
-    flags |= {"max_tokens": job.settings["flags"]["max_completion_length"], "engine": "hf"}
+    flags |= {"max_completion_length": job.settings["flags"]["max_completion_length"], "engine": "hf"}
     flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
     command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]
     try:

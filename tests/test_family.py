@@ -138,7 +138,9 @@ def test_family_trains_whole(family, tiny_family, rows, tmp_path, capsys):
         assert old.requires_grad or torch.equal(old, new), f"{name} is frozen but moved"
         moved.append(not torch.equal(old, new))
     assert sum(moved) > 15
-    evaluate.main(evaluate.Config(model=str(final), data=rows(family), max_tokens=4, output=str(tmp_path / "eval")))
+    evaluate.main(
+        evaluate.Config(model=str(final), data=rows(family), max_completion_length=4, output=str(tmp_path / "eval"))
+    )
     record(family, "full", "yes")
     record(family, "sampler", mismatch)
 

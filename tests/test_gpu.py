@@ -253,7 +253,7 @@ def test_a_4_bit_policy_samples_for_itself(tiny_model, shapes, tmp_path):
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.02  # bfloat16: 0.010 on an H100
     assert rows[-1]["grad_norm"] > 0
     flags = [f"--model={tiny_model}", f"--adapter={tmp_path}/run/final", "--load_in_4bit", f"--data={shapes}"]
-    process = run("evaluate.py", *flags, "--max_tokens=16", f"--output={tmp_path}/eval")
+    process = run("evaluate.py", *flags, "--max_completion_length=16", f"--output={tmp_path}/eval")
     assert process.returncode == 0, process.stderr[-3000:]
 
 

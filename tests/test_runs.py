@@ -93,7 +93,7 @@ def test_a_run_leaves_what_the_documents_say(run):
 
 
 def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
-    cfg = evaluate.Config(model=str(run / "final"), data=shapes, output=str(run / "after"), max_tokens=12)
+    cfg = evaluate.Config(model=str(run / "final"), data=shapes, output=str(run / "after"), max_completion_length=12)
     evaluate.main(cfg)
     scores = json.loads((run / "after" / "scores.json").read_text())
     last = read_jsonl(run / "metrics.jsonl")[-1]
@@ -740,6 +740,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", model, f"--data={'x' * 5000}"], "xxx': File name too long; choose another path"),
         (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
+        (["evaluate.py", model, data, "--max_tokens=4"], "error: --max_tokens has a new name: write --max_completion"),
         (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]
 
@@ -759,21 +760,3 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
     assert not output.exists()
     with pytest.raises(UserError, match="contains a run: continue it with --resume or replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, run, max_steps=1))
-
-
-def test_a_task_and_a_loss_are_added_as_the_readme_says(tiny_model, shapes, tmp_path):
-    """The README's own file trains two steps with its task and its loss."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    mine = tmp_path / "mine.py"
-    mine.write_text(code)
-    flags = {"data": shapes, "model": tiny_model, "max_steps": 2, **SMALL}
-    flags |= {"task": "first_digit", "loss_type": "reinforce", "output": tmp_path / "run"}
-    done = run_script(mine, *(f"--{key}={value}" for key, value in flags.items()))
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["clip_ratio"] == 0 and "rewards/first_digit" in row for row in rows)
-    unknown = run_script(mine, "--task", "counting", "--data", shapes, "--output", tmp_path / "none")
-    assert unknown.returncode == 2
-    choices = "count, vqa, math, first_digit"
-    assert f"error: --task counting: choose one of {choices}, or add a task to TASKS" in unknown.stderr

@@ -209,7 +209,7 @@ def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5
         process = run("merge_lora.py", f"--base_model={transformers_5_base}", adapter, f"--output_path={model}")
         assert process.returncode == 0, process.stderr[-3000:]
     flags = [f"--model={model}", f"--data={shapes}", "--limit=4", f"--output={tmp_path}/eval", "--vllm_memory=0.1"]
-    process = run("evaluate.py", *flags, "--max_tokens=16", "--engine=vllm")
+    process = run("evaluate.py", *flags, "--max_completion_length=16", "--engine=vllm")
     assert process.returncode == 0, process.stderr[-3000:]
     assert (tmp_path / "eval" / "scores.json").is_file()
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from common import console, distributed
+from common import console, distributed, plugins
 from common.console import hide_credentials
 from common.errors import UserError
 from common.figures import thumbnail
@@ -62,7 +62,7 @@ class RunLog:
         if not console.is_main():
             return
         launch = {"launch": distributed.launcher_ids(), "world_size": distributed.world_size()}
-        launch |= {"command": shlex.join(sys.argv), "git_commit": git_commit()}
+        launch |= {"command": shlex.join(sys.argv), "git_commit": git_commit()} | plugins.record()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated

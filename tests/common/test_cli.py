@@ -38,7 +38,7 @@ def test_help_joins_the_lines_of_a_flag(monkeypatch, capsys):
 
 def test_arguments_of_a_script():
     flags = {"steps": 3, "fast": True, "slow": False, "reward": ["a", "b"]}
-    assert cli.as_arguments(flags) == ["--steps=3", "--fast", "--reward=a", "--reward=b"]
+    assert cli.as_arguments(flags) == ["--steps=3", "--fast", "--no_slow", "--reward=a", "--reward=b"]
 
 
 WORLD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}

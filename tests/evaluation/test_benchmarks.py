@@ -733,7 +733,7 @@ def mme_folder(tmp_path_factory) -> str:
 
 def flags_of(tiny_model: str, mme_folder: str) -> dict:
     common = dict(model=tiny_model, benchmark="mme", data=mme_folder, engine="hf")
-    return common | dict(max_tokens=8, n=2, temperature=1.0)
+    return common | dict(max_completion_length=8, n=2, temperature=1.0)
 
 
 def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):

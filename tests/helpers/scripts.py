@@ -5,6 +5,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import re
 import runpy
 import signal
 import socket
@@ -67,6 +68,15 @@ class Script:
         """Return everything that has been written to the standard error so far."""
         self.err.seek(0)
         return self.err.read()
+
+
+def tracked_files() -> set[pathlib.Path]:
+    """Return the project's files: those that git tracks or, in a copy without git, all."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = done.stdout.split("\0")[:-1] or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]
+    return {
+        ROOT / name for name in names if (ROOT / name).is_file() and not re.search("^.venv|^runs/|__pycache__", name)
+    }
 
 
 def torchrun(*flags: str) -> list[str]:

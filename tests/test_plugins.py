@@ -1,0 +1,217 @@
+"""Plugins add tasks, losses, benchmarks and flags to every command that takes them."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import rewards
+from common import plugins
+from common.errors import UserError
+from common.files import read_jsonl
+from common.records import Rollout, Sample
+from config import RewardFlags
+from tests.helpers.runs import SMALL
+from tests.helpers.scripts import ROOT, run_script
+
+README = (ROOT / "README.md").read_text()
+WEIGHTED = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(), re.DOTALL)[1]
+
+
+def arguments(**flags: object) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory) -> pathlib.Path:
+    """The README's plugin, in a file."""
+    path = tmp_path_factory.mktemp("plugin") / "mine.py"
+    path.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, shapes, mine, tmp_path_factory) -> pathlib.Path:
+    """A run of two steps that the README's own command has trained with the README's plugin."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    command = shlex.split(re.search(r"^    \.venv/bin/python (grpo.py --plugin .*)$", README, re.MULTILINE)[1])
+    command[command.index("mine.py")] = mine
+    flags = {"model": tiny_model, "data": shapes, "eval_data": shapes, "max_steps": 2, "output": output, **SMALL}
+    done = run_script(*command, *arguments(**flags))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return output
+
+
+def test_a_task_and_a_loss_are_added_as_the_readme_says(trained, mine):
+    rows = read_jsonl(trained / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["clip_ratio"] == 0 and "rewards/first_digit" in row for row in rows[1:])
+    config = json.loads((trained / "config.json").read_text())
+    assert config["plugin"] == [str(mine)] == list(config["plugin_sha256"])
+
+
+def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: int, processes: int = 0):
+    flags = {"task": "first_digit", "loss_type": "reinforce", "model": tiny_model, "data": shapes, "output": run}
+    return run_script("grpo.py", *arguments(**flags, max_steps=steps, **SMALL), *more, processes=processes)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_path, processes):
+    shutil.copytree(trained, tmp_path / "run")
+    done = resume(tmp_path / "run", tiny_model, shapes, "--resume", steps=3, processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 3/3" in done.stderr and "has changed" not in done.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["plugin"] == [str(mine)] == list(config["plugin_sha256"])
+
+
+def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
+    trained, mine, shapes, tiny_model, tmp_path
+):
+    run, moved, again = tmp_path / "run", tmp_path / "moved.py", tmp_path / "again.py"
+    shutil.copytree(trained, run)
+    config = json.loads((run / "config.json").read_text())
+    digests = {str(moved): config["plugin_sha256"][str(mine)]}
+    (run / "config.json").write_text(json.dumps(config | {"plugin_sha256": digests}))
+    missing = resume(run, tiny_model, shapes, f"--resume={run}/checkpoint-2/", steps=3)
+    assert missing.returncode == 2
+    assert f"error: --plugin {moved}: there is no such Python file: restore it" in missing.stderr
+    again.write_text(mine.read_text())
+    done = resume(run, tiny_model, shapes, f"--plugin={again}", "--resume", steps=3)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"plugin was ['{mine}'], is ['{again}']" in done.stderr and "has changed" not in done.stderr
+    again.write_text(mine.read_text() + "# a change\n")
+    done = resume(run, tiny_model, shapes, "--resume", steps=4)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"note: the plugin {again} has changed since it was recorded in {run}/config.json\n" in done.stderr
+
+
+def test_evaluations_know_the_task_of_a_plugin(trained, mine, tmp_path):
+    done = subprocess.run(["./run.sh", "eval", trained, "--limit", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"--plugin={mine}" in done.stdout and "--max_completion_length=12" in done.stdout
+    assert "lmms-eval --model" in done.stdout
+    assert json.loads((trained / "eval" / "scores.json").read_text())["task"] == "first_digit"
+    rows = [{"prompt": "7 + 4?", "answer": "11", "response": text} for text in ("12", "21")]
+    (tmp_path / "saved.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = {"task": "first_digit", "predictions": tmp_path / "saved.jsonl", "output": tmp_path / "eval"}
+    done = run_script("evaluate.py", *arguments(**flags, plugin=mine))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "eval" / "scores.json").read_text())["exact_match"] == 0.5
+    unknown = run_script("evaluate.py", *arguments(**flags))
+    assert unknown.returncode == 2
+    assert "error: --task first_digit: choose one of count, vqa, math, or add a task with --plugin" in unknown.stderr
+
+
+def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
+    """The plugin of docs/plugins.md. Started in new interpreters, since other tests have imported evaluate.py."""
+    plugin = tmp_path / "weighted.py"
+    plugin.write_text(WEIGHTED)
+
+    def start(script: str, *flags: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, script, f"--plugin={plugin}", *flags]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    flags = arguments(model=tiny_model, data=shapes, output=tmp_path / "run", max_steps=1, **SMALL)
+    done = start("grpo.py", *flags, "--loss_type=weighted", "--negative_weight=0.5")
+    assert done.returncode == 0, done.stderr[-2000:]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["negative_weight"] == 0.5 and config["plugin_flags"] == ["negative_weight"]
+    printed = subprocess.run(
+        [sys.executable, "-m", "evaluation.run_flags", tmp_path / "run", "--benchmark", "sums"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {f"--plugin={plugin}", "--negative_weight=0.5"} <= set(printed.stdout.splitlines())
+    rows = [{"question": "7 + 4?", "answer": "11", "response": text} for text in ("11", "12")]
+    (tmp_path / "saved.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    scored = start("evaluate.py", *arguments(predictions=tmp_path / "saved.jsonl", benchmark="sums", output=tmp_path))
+    assert scored.returncode == 0, scored.stderr[-2000:]
+    assert json.loads((tmp_path / "scores.json").read_text())["score"] == 0.5
+    explained = " ".join(re.sub("[│╭╰─╮╯]", " ", start("evaluate.py", "--help").stdout).split())
+    assert "--negative_weight FLOAT Weight of negative advantages in the loss `weighted`. (default: 1.0)" in explained
+    assert "mathverse,sums" in explained
+    convert = ["convert", f"--input_jsonl={shapes}", f"--output_jsonl={tmp_path}/rows.jsonl", "--task=own"]
+    plugin.write_text(f"{WEIGHTED}\nimport rewards\nrewards.TASKS['own'] = rewards.TASKS['count']\n")
+    assert start("data.py", *convert).returncode == 0
+    assert len(read_jsonl(tmp_path / "rows.jsonl")) == 12
+
+
+def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
+    """A call that hangs or raises costs one completion or one line, not the run. A built-in reward stays one."""
+    plugin = tmp_path / "own.py"
+    plugin.write_text(
+        "import os, time, rewards\n"
+        "from rewards import count_reward\n"
+        "def own(completion, answer, level, **fields):\n"
+        "    if completion == 'hang': time.sleep(60)\n"
+        "    return {'pid': os.getpid(), 'level': level}[completion]\n"
+        "rewards.TASKS['own'] = rewards.Task(own)\n"
+        "rewards.TASKS['same'] = rewards.Task(count_reward)\n"
+    )
+    monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(plugins, "_digests", {})
+    monkeypatch.setattr(rewards, "TASKS", dict(rewards.TASKS))
+    plugins.load(str(plugin))
+    scorer = rewards.Scorer("own", RewardFlags(reward_timeout=1.0))
+    assert scorer.user_functions == {"own": f"{plugin}:own"}
+    row = Sample("?", "1", [], "row 1", {"level": 5})
+    with pytest.raises(UserError, match="row 2 has no 'level'"):
+        scorer.check_columns([row, Sample("?", "1", [], "row 2")])
+    empty = torch.zeros(0)
+    (scored,), error = scorer([row], [[Rollout(empty, empty, text=text) for text in ("pid", "level", "hang", "none")]])
+    pid, level, hang, none = (rewards.total for rewards in scored)
+    assert level == 5 and pid not in (0, os.getpid())
+    assert hang != hang and none != none, "unscored"
+    assert scorer.why_none == f"{plugin}:own took longer than 1 s"
+    assert re.fullmatch(r"--task \S+:own on row 1, 'none': KeyError: 'none'", error), error
+    assert rewards.Scorer("same", RewardFlags()).user_functions == {}
+
+
+def test_mistakes_in_a_plugin_are_one_line(tmp_path):
+    flags = "import dataclasses\n@dataclasses.dataclass\nclass Flags:\n    {}: int = 1\n"
+    sources = {
+        "syntax": "x = 1\ny = = 2\n",
+        "name": "import math\n\ndef f():\n    return undefined\n\nf()\n",
+        "stop": "raise SystemExit('no')\n",
+        "taken": flags.format("max_steps"),
+        "method": flags.format("check_rows"),
+        "bare": "class Flags:\n    x: int = 1\n",
+        "fine": flags.format("own"),
+        "again": flags.format("own"),
+        "broken": "import syntax\n",
+    }
+    file = {name: str(tmp_path / f"{name}.py") for name in sources}
+    for name, source in sources.items():
+        pathlib.Path(file[name]).write_text(source)
+    cases = [
+        (["nowhere.py"], "--plugin nowhere.py: there is no such Python file"),
+        ([str(tmp_path)], f"--plugin {tmp_path}: there is no such Python file"),
+        ([file["syntax"]], f"{file['syntax']}, line 2: SyntaxError: invalid syntax"),
+        ([file["name"]], f"{file['name']}, line 4: NameError: name 'undefined' is not defined"),
+        ([file["stop"]], f"{file['stop']}, line 1: SystemExit: no"),
+        ([file["broken"]], f"{file['broken']}, line 1: SyntaxError: invalid syntax (syntax.py, line 2)"),
+        ([file["fine"], f"{tmp_path}/../{tmp_path.name}/fine.py"], "fine.py is given twice: leave one out"),
+        ([file["taken"]], f"--plugin {file['taken']}: the flag max_steps exists already: choose another name"),
+        ([file["method"]], "the flag check_rows exists already"),
+        ([file["fine"], file["again"]], f"--plugin {file['again']}: the flag own exists already"),
+        ([file["bare"]], "the class Flags is no dataclass: write @dataclasses.dataclass above it"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for (_, message), done in zip(cases, pool.map(lambda case: _start(tmp_path, case[0]), cases)):
+            assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+            assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProcess:
+    return run_script("grpo.py", *(f"--plugin={file}" for file in files), "--data=x", f"--output={folder}/run")
