@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import grpo
-from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, Sample, ScoredGroup, Span
+from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
 from common.spans import as_tensors, spread_over_tokens, without_penalty
 from config import Config
 from data import load_processor
 from packing import pack
 from policy.forward import _from_logits, _TokenLogprobs
 from rewards import Scorer
+from tests.helpers.rows import make_sample
 from training.offsets import in_tokens, token_starts
 
 
@@ -50,7 +51,7 @@ def test_marks_that_rewards_do_not_see_have_no_characters(processor):
 def test_spans_are_counted_in_tokens_and_those_without_a_token_are_left_out(processor):
     rollout = rollout_of("答ab", processor)
     spans = tuple(Span(start, end, Rewards(1.0, 1.0)) for start, end in ((0, 1), (1, 3), (7, 9)))
-    group = ScoredGroup(Sample("q", "a", [], "x"), prompt(), [rollout], [Rewards(1.0, 1.0, {}, spans)], 0)
+    group = ScoredGroup(make_sample("q", "a", [], "x"), prompt(), [rollout], [Rewards(1.0, 1.0, {}, spans)], 0)
     ((first, second),) = in_tokens(group, processor)
     assert (first.start, first.end, second.start, second.end) == (0, 3, 3, 5)
 
@@ -66,7 +67,7 @@ def scorer(tmp_path, body: str, *more: str) -> Scorer:
 
 def test_the_number_of_a_reward_of_spans_is_their_sum(tmp_path):
     score = scorer(tmp_path, "[(0, 2, 0.5), (4, 5, -1)]", "format")
-    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    sample = make_sample("q", "3", [], "rows.jsonl row 1")
     (((rewards,),), error) = score([sample], [[Rollout(torch.arange(4), torch.zeros(4), text="3 abc")]])
     assert error is None
     assert rewards.total == 2 * -0.5
@@ -77,7 +78,7 @@ def test_the_number_of_a_reward_of_spans_is_their_sum(tmp_path):
     "body", ["[(0, 2)]", "[(2, 1, 0.5)]", "[(0, 3, 1), (2, 4, 1)]", "[(0, 1, float('nan'))]", "[(-1, 1, 1)]"]
 )
 def test_spans_out_of_order_are_named(tmp_path, body):
-    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    sample = make_sample("q", "3", [], "rows.jsonl row 1")
     _, error = scorer(tmp_path, body)([sample], [[Rollout(torch.arange(4), torch.zeros(4), text="3 abc")]])
     assert "own.py:own on rows.jsonl row 1" in error and "in order that do not overlap" in error
 
@@ -85,7 +86,7 @@ def test_spans_out_of_order_are_named(tmp_path, body):
 def test_two_rewards_of_spans_are_added_where_they_overlap(tmp_path):
     (tmp_path / "other.py").write_text("def other(completion, answer):\n    return [(1, 4, 10.0)]\n")
     score = scorer(tmp_path, "[(0, 2, 1.0)]", f"{tmp_path}/other.py:other")
-    sample = Sample("q", "3", [], "rows.jsonl row 1")
+    sample = make_sample("q", "3", [], "rows.jsonl row 1")
     (((rewards,),), _) = score([sample], [[Rollout(torch.arange(5), torch.zeros(5), text="abcde")]])
     # outside its own spans, a reward counts with its number: 2 · 1 and 10
     assert [(s.start, s.end, s.rewards.total) for s in rewards.spans] == [(0, 1, 12.0), (1, 2, 12.0), (2, 4, 12.0)]
@@ -135,7 +136,7 @@ def test_without_the_overlong_penalty_spans_have_none_either():
 
 def scored(lengths: list[int], totals: list[float]) -> ScoredGroup:
     rollouts = [Rollout(torch.arange(n), torch.zeros(n)) for n in lengths]
-    return ScoredGroup(Sample("q", "a", [], "x"), prompt(), rollouts, [Rewards(t, t) for t in totals], 0)
+    return ScoredGroup(make_sample("q", "a", [], "x"), prompt(), rollouts, [Rewards(t, t) for t in totals], 0)
 
 
 def test_a_completion_of_nan_is_neither_trained_nor_counted():
