@@ -25,10 +25,11 @@ from policy.forward import enable_packed_forward
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
 from policy.model import Policy, compute_dtype, is_quantised, load_model, vision_parameters
 
-AFTER_UPDATE: dict[str, Callable[[Policy, Policy, int], None]] = {}
-"""Functions that change the reference: each is called with the policy, the reference and the number of updates so far,
-after every update that was neither skipped nor empty. It may change the weights that are trained, which checkpoints
-then hold. On a GPU, a reference that changes is kept in float32: bfloat16 would round small changes away."""
+AFTER_UPDATE: dict[str, Callable[[Policy, Policy, int, PolicyFlags], None]] = {}
+"""Functions that change the reference: each is called with the policy, the reference, the number of updates so far and
+the flags, after every update that was neither skipped nor empty. It may change the weights that are trained, which
+checkpoints then hold. On a GPU, a reference that changes is kept in float32: bfloat16 would round small changes away.
+"""
 
 
 def load_reference(

@@ -131,7 +131,7 @@ def test_every_advantage_takes_spans_and_none_changes_without(advantage):
 def test_without_the_overlong_penalty_spans_have_none_either():
     rewards = without_penalty(group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]]))
     assert rewards.spans[0][0][0].rewards.total == 0.0
-    assert spread_over_tokens(lambda part: part.total, rewards, 2)[0, 0].tolist() == [0, 0]
+    assert spread_over_tokens(lambda part: part.total, rewards, 2)[0, 0].tolist() == [0.0, 1.0]
 
 
 def scored(lengths: list[int], totals: list[float]) -> ScoredGroup:

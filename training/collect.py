@@ -132,7 +132,7 @@ class Collector:
     def draw(self, step: int) -> list[DrawnPrompt]:
         """Return the prompts of the next round; none after the last. Nothing changes until they are sampled."""
         count = self.cfg.prompts_per_step if self.steps_left(step) > 0 else 0
-        return self.stream.draw(range(self.position, self.position + count), step)
+        return self.stream.draw(range(self.position, self.position + count), step, self.cfg)
 
     def prefetch(self, step: int) -> None:
         """Start encoding this process's prompts of the next round, while this step trains."""

@@ -78,7 +78,7 @@ class PartialCollector(Collector):
         if not (self.cfg.max_steps and self.cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
             target = min(target, self.steps_left(step) * self.cfg.prompts_per_step)
         new = range(self.position, self.position + max(target - len(self.in_flight), 0))
-        return [*self.in_flight, *self.stream.draw(new, step)]
+        return [*self.in_flight, *self.stream.draw(new, step, self.cfg)]
 
     def sample(
         self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int

@@ -19,6 +19,7 @@ from common import distributed
 from common.distributed import partition_lpt
 from common.errors import StepFailed, UserError
 from common.records import Prompt, Rollout, Sample
+from config import Config
 from data import Processor, encode_prompt, encode_prompts
 
 
@@ -70,9 +71,9 @@ class PromptStream:
         self.rewarded: dict[str, tuple[int, float]] = {}
         """How each row was rewarded so far: its scored completions, and the mean of their rewards; keys as above."""
 
-    def draw(self, positions: Iterable[int], step: int) -> list[DrawnPrompt]:
+    def draw(self, positions: Iterable[int], step: int, cfg: Config | None = None) -> list[DrawnPrompt]:
         """Draw the prompts at `positions` after `step` steps; `ORDERS` decides which rows they are."""
-        return [DrawnPrompt(position, step, ORDERS["default"](self, position)) for position in positions]
+        return [DrawnPrompt(position, step, ORDERS["default"](self, position, cfg)) for position in positions]
 
     def assign_prompts(
         self, drawn: Sequence[DrawnPrompt], generations: int, max_length: int, tensor_parallel: int = 1
@@ -132,9 +133,14 @@ class PromptStream:
         return prompts
 
 
-ORDERS: dict[str, Callable[[PromptStream, int], int]] = {"default": lambda stream, position: stream.shuffled(position)}
-"""The entry "default" returns the row, an index in `stream.samples`, of the prompt at a position. It may depend on how
-rows were rewarded so far (`stream.rewarded`), and on nothing else that changes."""
+def in_shuffled_order(stream: PromptStream, position: int, cfg: Config | None) -> int:
+    """Return the row, an index in `stream.samples`, of the prompt at `position` in the stream; see `row_at`."""
+    return stream.shuffled(position)
+
+
+ORDERS: dict[str, Callable[[PromptStream, int, Config | None], int]] = {"default": in_shuffled_order}
+"""The entry "default" may be replaced. It may depend on how rows were rewarded so far (`stream.rewarded`), and on
+nothing else that changes."""
 
 
 def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:

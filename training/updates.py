@@ -134,7 +134,7 @@ class Updater:
                 self.num_updates += 1
                 with torch.no_grad():
                     for change_reference in AFTER_UPDATE.values():
-                        change_reference(self.policy, self.reference, self.num_updates)
+                        change_reference(self.policy, self.reference, self.num_updates, self.cfg)
             for optimizer, scheduler in self.optimizers:
                 scheduler.step()  # the schedule counts skipped and empty updates too
                 optimizer.zero_grad()

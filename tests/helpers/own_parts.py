@@ -36,14 +36,14 @@ def two_optimizers(policy, flags, updates):
     return [*adamw, (sgd, make_schedule(sgd, flags, updates))]
 
 
-def moving_average(policy, reference, updates):
+def moving_average(policy, reference, updates, *_):
     """Let the reference follow the policy."""
     for old, new in zip(reference.parameters(), policy.parameters()):
         if new.requires_grad:
             local_tensor(old).lerp_(local_tensor(new), 0.25)
 
 
-def copy_every_second(policy, reference, updates):
+def copy_every_second(policy, reference, updates, *_):
     """Set the reference to the policy after every second update."""
     if updates % 2 == 0:
         for old, new in zip(reference.parameters(), policy.parameters()):

@@ -177,7 +177,7 @@ def test_a_reference_that_is_copied_is_the_policy(own, tiny_model, shapes, tmp_p
     """With one update per step and a copy after each second one, the KL term is 0 in every odd step."""
     seen = []
 
-    def copy(policy, reference, updates):
+    def copy(policy, reference, updates, cfg):
         assert not torch.is_grad_enabled()
         seen.append(updates)
         copy_every_second(policy, reference, updates)

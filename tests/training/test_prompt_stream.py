@@ -194,5 +194,5 @@ def test_rewards_of_a_row_are_counted_and_an_order_sees_them(stream, monkeypatch
     stream.record(drawn.row, [4, 4, 4], [1.0, 0.0, float("nan")])
     stream.record(drawn.row, [4, 4], [1.0, 1.0])
     assert stream.rewarded == {str(drawn.row): (4, pytest.approx(0.75))}
-    monkeypatch.setitem(prompt_stream.ORDERS, "default", lambda stream, position: len(stream.rewarded) + position)
+    monkeypatch.setitem(prompt_stream.ORDERS, "default", lambda stream, position, cfg: len(stream.rewarded) + position)
     assert [each.row for each in stream.draw([0, 2], 1)] == [1, 3]

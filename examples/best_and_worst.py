@@ -1,0 +1,11 @@
+"""Train on the 4 best and the 4 worst completions: --advantage best_and_worst --num_generations 16, with --plugin."""
+
+import grpo
+
+
+def best_and_worst(rewards, weights):
+    order = rewards.total.argsort(dim=1)
+    return grpo.group_advantages(rewards.total).scatter(1, order[:, 4:-4], float("nan"))  # NaN: left out
+
+
+grpo.ADVANTAGES["best_and_worst"] = best_and_worst

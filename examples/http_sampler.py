@@ -1,0 +1,103 @@
+"""A sampler in another process, over HTTP, and the engine that asks it.
+
+python examples/http_sampler.py MODEL --port 8001           # samples with transformers
+python grpo.py --plugin examples/http_sampler.py --engine http --sampler_url http://127.0.0.1:8001 …
+"""
+
+import io
+import sys
+import urllib.request
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import torch
+
+from common import console, distributed
+from common.errors import UserError
+from common.records import Prompt, Rollout, Sampling
+from data import load_processor
+from policy.hf_engine import HFEngine
+from policy.model import load_model
+from policy.sharding import sampler_weights
+from rollout import ENGINES, EngineEntry
+
+
+@dataclass
+class Flags:
+    sampler_url: str = "http://127.0.0.1:8001"
+    """Address of the sampler of `--engine http`."""
+
+
+def pack(value) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpack(body: bytes):
+    return torch.load(io.BytesIO(body), weights_only=True)  # data only: a pickle could run code
+
+
+class HTTPEngine:
+    """Asks the sampler for completions. Its weights are those of the last sync."""
+
+    stays_awake = True
+
+    def __init__(self, flags, model, processor, device, dtype, limits, policy):
+        self.url, self.dtype = flags.sampler_url, dtype
+
+    def ask(self, path, value):
+        try:
+            with urllib.request.urlopen(f"{self.url}/{path}", pack(value)) as answer:
+                return unpack(answer.read())
+        except OSError as error:
+            raise UserError(
+                f"--sampler_url {self.url} does not answer ({error}): start examples/http_sampler.py"
+            ) from None
+
+    def sync_weights(self, policy):
+        weights = {name: weight.to("cpu", self.dtype) for name, weight in sampler_weights(policy)}
+        with distributed.shared_errors():
+            if console.is_main():
+                self.ask("weights", weights)
+
+    def generate(self, prompts, seeds, sampling, continuation=None):
+        if continuation:
+            raise UserError("--engine http does not continue completions: leave --oversample out")
+        fields = [vars(prompt) | {"images": []} for prompt in prompts]
+        groups = self.ask("generate", {"prompts": fields, "seeds": list(seeds), "sampling": vars(sampling)})
+        return [[Rollout(**rollout) for rollout in group] for group in groups]
+
+    def sleep(self):
+        pass
+
+    def wake_up(self):
+        pass
+
+
+ENGINES["http"] = EngineEntry(HTTPEngine, "transformers over HTTP", needs_copy=False)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request, engine = unpack(self.rfile.read(int(self.headers["Content-Length"]))), self.server.engine
+        answer = []
+        if self.path == "/weights":
+            engine.model.load_state_dict(request, strict=False)
+        else:
+            prompts = [Prompt(**fields) for fields in request["prompts"]]
+            groups = engine.generate(prompts, request["seeds"], Sampling(**request["sampling"]))
+            answer = [[vars(rollout) for rollout in group] for group in groups]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(pack(answer))
+
+    def log_message(self, *_):
+        pass
+
+
+if __name__ == "__main__":
+    model, port = sys.argv[1], int(sys.argv[3])
+    server = HTTPServer(("127.0.0.1", port), Handler)
+    server.engine = HFEngine(load_model(model, torch.float32).eval(), load_processor(model, "count").tokenizer)
+    server.serve_forever()

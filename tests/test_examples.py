@@ -1,0 +1,153 @@
+"""The plugins of examples/: their numbers by hand, and runs with them, resumed exactly."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+import rewards
+from common import plugins
+from common.records import GroupRewards
+from packing import pack
+from policy import optimizer, sharding
+from rollout import ENGINES
+from tests.helpers.runs import SMALL, difference, metrics, tensors, weights
+from tests.helpers.scripts import ROOT, run_script
+from training import prompt_stream
+
+TABLES = (grpo.LOSSES, grpo.ADVANTAGES, rewards.TASKS, prompt_stream.ORDERS, optimizer.OPTIMIZERS)
+FLAGS = {
+    "entropy_bonus": ["--loss_type=entropy_bonus", "--entropy_weight=0.1"],
+    "step_rewards": ["--task=steps", "--reward=count"],
+    "curriculum": [],
+    "muon": ["--num_iterations=2"],
+    "moving_reference": ["--beta=0.1", "--reference_rate=0.3"],
+    "best_and_worst": ["--advantage=best_and_worst", "--num_generations=10"],
+}
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Return a function that imports a plugin, whose entries are removed after the test."""
+    for table in (*TABLES, ENGINES, sharding.AFTER_UPDATE):
+        for name, entry in table.items():
+            monkeypatch.setitem(table, name, entry)
+    before = [(table, set(table)) for table in (*TABLES, ENGINES, sharding.AFTER_UPDATE)]
+    yield lambda name: plugins.import_file(str(ROOT / "examples" / f"{name}.py"))
+    for table, names in before:
+        for name in set(table) - names:
+            del table[name]
+    monkeypatch.setattr(plugins, "_modules", {})
+
+
+def run(name: str, model: str, data: str, output, *flags: str, processes: int = 0) -> None:
+    settings = SMALL | {"learning_rate": 1e-3, "save_every": 1, "max_steps": 2, "seed": 3}
+    settings |= {"model": model, "data": data, "output": output}
+    arguments = [*(f"--{key}={value}" for key, value in settings.items()), *FLAGS.get(name, []), *flags]
+    done = run_script("grpo.py", "--plugin", f"examples/{name}.py", *arguments, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path):
+    run(name, tiny_model, shapes, tmp_path / "plain", processes=processes)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "plain" / "checkpoint-1", tmp_path / "resumed" / "checkpoint-1")
+    run(name, tiny_model, shapes, tmp_path / "resumed", "--resume", processes=processes)
+    folders = tmp_path / "plain", tmp_path / "resumed"
+    assert difference(*(folder / "checkpoint-2" for folder in folders), tmp_path) == 0.0
+    assert metrics(folders[0])[1:] == metrics(folders[1])
+
+
+def test_the_entropy_is_added_to_the_objective(example, monkeypatch):
+    plugin = example("entropy_bonus")
+    cfg = grpo.Config(data="x", loss_type="entropy_bonus")
+    cfg.entropy_weight = 0.5
+    grpo.resolve_loss(cfg)
+    from tests.test_spans import Completion, Group, prompt
+
+    batch = pack([Group(prompt(), [Completion(torch.arange(3), torch.zeros(3), 2.0, 0.25)])])
+    logp, entropy = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    loss, _ = grpo.batch_loss(cfg, batch, logp, entropy)
+    loss.backward()
+    assert logp.grad.tolist() == [-0.5] * 3 and entropy.grad.tolist() == [-0.125] * 3
+    assert grpo.LOSSES["entropy_bonus"].objective is plugin.with_entropy
+
+
+def test_only_the_best_and_the_worst_have_advantages(example):
+    example("best_and_worst")
+    total = torch.arange(10.0).flip(0)[None]
+    got = grpo.ADVANTAGES["best_and_worst"](GroupRewards(total, total, {}), {})
+    assert got[0, 4:6].isnan().all() and torch.equal(got[0, [0, 9]], grpo.group_advantages(total)[0, [0, 9]])
+    assert not got[0, [0, 1, 2, 3, 6, 7, 8, 9]].isnan().any()
+
+
+def test_each_step_of_a_calculation_is_scored(example):
+    steps = example("step_rewards").steps
+    assert steps("2+3=5 then 5*4=21, so 20", "20") == [(0, 5, 1.0), (11, 17, -1.0), (22, 24, 1.0)]
+    assert steps("7", "8") == [(0, 1, 0.0)]
+    assert steps("no number", "8") == []
+
+
+def test_rows_that_are_sometimes_right_come_more_often(example):
+    """The weights are 0.1, 0.35 and 0.1."""
+    by_success, cfg = example("curriculum").by_success, SimpleNamespace(easy_and_hard=0.1)
+    rewarded = {"0": (8, 1.0), "1": (8, 0.5), "2": (8, 0.0)}
+    stream = SimpleNamespace(samples=range(3), seed=5, rewarded=rewarded)
+    rows = [by_success(stream, position, cfg) for position in range(3000)]
+    assert np.bincount(rows) / 3000 == pytest.approx([0.1 / 0.55, 0.35 / 0.55, 0.1 / 0.55], abs=0.03)
+    assert rows[:20] == [by_success(stream, position, cfg) for position in range(20)]
+
+
+def test_muon_makes_the_update_of_a_matrix_orthogonal(tiny_model, shapes, tmp_path):
+    """All its singular values are near the rate times √max(1, rows / columns), without weight decay."""
+    flags = ("--max_steps=1", "--muon_rate=0.01", "--weight_decay=0", "--num_iterations=1", "--sharding=none")
+    run("muon", tiny_model, shapes, tmp_path, *flags)
+    before, after = weights(tiny_model), weights(tmp_path / "final")
+    name = next(name for name in before if name.endswith("layers.0.mlp.gate_proj.weight"))
+    change = after[name] - before[name]
+    values = torch.linalg.svdvals(change) / (0.01 * max(1, change.shape[0] / change.shape[1]) ** 0.5)
+    assert 0.6 < values.median() < 1.3 and values.max() < 1.4
+    norm = next(name for name in before if name.endswith("layers.0.input_layernorm.weight"))
+    assert (after[norm] - before[norm]).abs().max().item() == pytest.approx(1e-3, rel=0.05), "AdamW's first step"
+
+
+def test_the_reference_follows_the_policy(tiny_model, shapes, tmp_path):
+    run("moving_reference", tiny_model, shapes, tmp_path, "--max_steps=1")
+    saved = tensors(tmp_path / "checkpoint-1", tmp_path / "saved.pt")
+    before = {f"model.{name}": weight for name, weight in weights(tiny_model).items()}
+    moved = {name.split("'")[3]: leaf for name, leaf in saved.items() if name.startswith("['reference']")}
+    policy = {f"model.{name}": weight for name, weight in weights(tmp_path / "final").items()}
+    assert moved
+    for name, weight in moved.items():
+        torch.testing.assert_close(weight, before[name] + 0.3 * (policy[name] - before[name]), msg=name)
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, tiny_model, shapes, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "examples/http_sampler.py", tiny_model, "--port", str(port)]
+    with subprocess.Popen(command, cwd=ROOT) as server:
+        try:
+            for _ in range(600):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            flags = (f"--sampler_url=http://127.0.0.1:{port}",)
+            run("http_sampler", tiny_model, shapes, tmp_path / "http", "--engine=http", *flags, processes=processes)
+        finally:
+            server.kill()
+    run("http_sampler", tiny_model, shapes, tmp_path / "hf", "--engine=hf", processes=processes)
+    assert metrics(tmp_path / "http") == metrics(tmp_path / "hf")
+    assert difference(*(tmp_path / name / "checkpoint-2" for name in ("http", "hf")), tmp_path) == 0.0
