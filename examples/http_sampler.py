@@ -1,7 +1,7 @@
 """A sampler in another process, over HTTP, and the engine that asks it.
 
-python examples/http_sampler.py MODEL --port 8001           # samples with transformers
-python grpo.py --plugin examples/http_sampler.py --engine http --sampler_url http://127.0.0.1:8001 …
+Start it with `python -m examples.http_sampler MODEL --port 8001`, and train with `--plugin examples/http_sampler.py
+--engine http --sampler_url http://127.0.0.1:8001`. It samples with transformers.
 """
 
 import io
@@ -52,11 +52,11 @@ class HTTPEngine:
                 return unpack(answer.read())
         except OSError as error:
             raise UserError(
-                f"--sampler_url {self.url} does not answer ({error}): start examples/http_sampler.py"
+                f"--sampler_url {self.url} does not answer ({error}): run python -m examples.http_sampler MODEL"
             ) from None
 
     def sync_weights(self, policy):
-        weights = {name: weight.to("cpu", self.dtype) for name, weight in sampler_weights(policy)}
+        weights = {name: weight.to("cpu", self.dtype, copy=True) for name, weight in sampler_weights(policy)}
         with distributed.shared_errors():
             if console.is_main():
                 self.ask("weights", weights)

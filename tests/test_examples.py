@@ -136,7 +136,7 @@ def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "examples/http_sampler.py", tiny_model, "--port", str(port)]
+    command = [sys.executable, "-m", "examples.http_sampler", tiny_model, "--port", str(port)]
     with subprocess.Popen(command, cwd=ROOT) as server:
         try:
             for _ in range(600):
