@@ -392,7 +392,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Config(RowFlags):
     """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
 

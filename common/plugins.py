@@ -89,7 +89,10 @@ def with_flags(config: type, plugin: ModuleType) -> type:
     if taken := [field.name for field in dataclasses.fields(flags) if field.name in known]:
         raise UserError(f"{where}: the flag {taken[0]} exists already: choose another name")
 
-    @dataclasses.dataclass(kw_only=True)
+    for field in dataclasses.fields(flags):  # else, flags without a default could not follow them
+        field.kw_only = True
+
+    @dataclasses.dataclass
     class Config(config, flags):
         __doc__ = config.__doc__
 

@@ -168,8 +168,8 @@ def token_logprobs(
     derive = any(parameter.requires_grad for parameter in model.parameters())
     keep = torch.is_grad_enabled() and not (model.is_gradient_checkpointing or entropy_gradient)
     from_logits = functools.partial(model.from_logits, dtype=hidden.dtype if derive else None)
-    options = (from_logits, keep, entropy_gradient)
-    return _TokenLogprobs.apply(hidden, model.lm_head.weight, batch.targets, scale, *options)
+    weight = model.lm_head.weight
+    return _TokenLogprobs.apply(hidden, weight, batch.targets, scale, from_logits, keep, entropy_gradient)
 
 
 def _decoder_inputs(

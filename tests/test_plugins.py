@@ -17,8 +17,9 @@ import rewards
 from common import plugins
 from common.errors import UserError
 from common.files import read_jsonl
-from common.records import Rollout, Sample
+from common.records import Rollout
 from config import RewardFlags
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT, run_script
 
@@ -165,9 +166,9 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     plugins.load(str(plugin))
     scorer = rewards.Scorer("own", RewardFlags(reward_timeout=1.0))
     assert scorer.user_functions == {"own": f"{plugin}:own"}
-    row = Sample("?", "1", [], "row 1", {"level": 5})
+    row = make_sample("?", "1", [], "row 1", {"level": 5})
     with pytest.raises(UserError, match="row 2 has no 'level'"):
-        scorer.check_columns([row, Sample("?", "1", [], "row 2")])
+        scorer.check_columns([row, make_sample("?", "1", [], "row 2")])
     empty = torch.zeros(0)
     (scored,), error = scorer([row], [[Rollout(empty, empty, text=text) for text in ("pid", "level", "hang", "none")]])
     pid, level, hang, none = (rewards.total for rewards in scored)

@@ -588,7 +588,7 @@ def test_an_own_engine_is_one_entry(tiny_model, shapes, tmp_path, monkeypatch, c
     grpo.main(runs.config(tiny_model, shapes, tmp_path / "auto", **flags))
     assert len(made) == 1 and shares == [0.0, 0.25]
     assert runs.metrics(tmp_path / "own") == runs.metrics(tmp_path / "auto")
-    evaluation = dict(model=tiny_model, data=shapes, limit=2, max_tokens=4, output=f"{tmp_path}/evaluated")
+    evaluation = dict(model=tiny_model, data=shapes, limit=2, max_completion_length=4, output=f"{tmp_path}/evaluated")
     evaluate.main(evaluate.Config(**evaluation, engine="remote"))
     assert made[1:] == [("remote", 2052, False)]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import grpo
+from common.files import read_jsonl
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
 from common.spans import as_tensors, spread_over_tokens, without_penalty
 from config import Config
@@ -14,6 +15,8 @@ from packing import pack
 from policy.forward import _from_logits, _TokenLogprobs
 from rewards import Scorer
 from tests.helpers.rows import make_sample
+from tests.helpers.runs import SMALL, config, metrics
+from tests.helpers.scripts import run_script
 from training.offsets import in_tokens, token_starts
 
 
@@ -202,3 +205,55 @@ def test_the_gradient_of_the_entropy():
         grads = [torch.autograd.grad(take(function(hidden, weight)), (hidden, weight)) for function in (plain, own)]
         for want, got in zip(*grads):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)  # logits are kept in float32
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+CREDIT = """
+def credit(completion, answer):
+    value = 1.0 if is_even(completion) else -1.0
+    return [(0, 1, value), (1, len(completion), -value)] if len(completion) > 1 else 0.0
+
+
+def total(completion, answer):
+    spans = credit(completion, answer)
+    return float(sum(value for *_, value in spans)) if spans else 0.0
+
+
+def is_even(completion, answer="", **_):
+    return float(bool(completion) and ord(completion[0]) % 2 == 0)
+"""
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes, tmp_path):
+    """The first character should be even. What it earns is taken back from the rest, so that the sum is always 0."""
+    (tmp_path / "own.py").write_text(CREDIT)
+    flags = dict(prompts_per_step=8, num_generations=8, max_completion_length=4, seed=seed, max_steps=20, save_every=0)
+    even = {}
+    for name in ("credit", "total"):
+        own = [f"{tmp_path}/own.py:{function}" for function in (name, "is_even=0")]
+        grpo.main(config(tiny_model, shapes, tmp_path / name, reward=("count=0", *own), report_every=10, **flags))
+        even[name] = [row["rewards/own.py:is_even"] for row in metrics(tmp_path / name)]
+    assert sum(even["credit"][-5:]) / 5 > 0.8
+    assert max(even["total"]) < 0.6
+    groups = read_jsonl(tmp_path / "credit" / "completions.jsonl")
+    parts = [part for group in groups for each in group["completions"] for part in each.get("parts", [])]
+    assert (
+        parts
+        and {text for text, _ in parts}
+        and "background: hsl" in (tmp_path / "credit/completions.html").read_text()
+    )
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_with_spans_is_the_same_on_several_processes_and_with_partial_rollouts_and_a_kl_term(
+    processes, tiny_model, shapes, tmp_path
+):
+    (tmp_path / "own.py").write_text(CREDIT)
+    flags = SMALL | {"model": tiny_model, "data": shapes, "max_steps": 2, "learning_rate": 1e-3, "oversample": 1.5}
+    flags |= {"reward": f"{tmp_path}/own.py:credit", "beta": 0.05, "dynamic_sampling_rounds": 2, "max_staleness": 1}
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    done = run_script("grpo.py", *arguments, f"--output={tmp_path}/run", "--dynamic_sampling", processes=processes)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["loss"] != 0 for row in metrics(tmp_path / "run")] == [True, True]

@@ -389,8 +389,8 @@ def test_an_update_that_is_not_a_number_is_left_out_and_named(tiny_model, shapes
     """
     bad, forward = {"steps": (1, 3, 5)}, Policy.forward
 
-    def broken(policy, batch, temperature):
-        logp, entropy = forward(policy, batch, temperature)
+    def broken(policy, *args):
+        logp, entropy = forward(policy, *args)
         if run.step + 1 in bad["steps"]:
             logp = torch.cat([logp[:1] * float("nan"), logp[1:]])
         return logp, entropy

@@ -210,9 +210,9 @@ def test_a_step_that_broke_off_at_once_is_taken_again(adapter, tiny_model, shape
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     loss = grpo.batch_loss
 
-    def signalled(cfg, batch, logp):
+    def signalled(*args):
         run.loop.interrupted.append(signal.SIGTERM)
-        return loss(cfg, batch, logp)
+        return loss(*args)
 
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
     with monkeypatch.context() as patch:
@@ -741,7 +741,7 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
     """Skipped updates are counted across a checkpoint: two come before the checkpoint and the third after it. The
     gradient norms of skipped updates are not kept, and such an update is no spike although the last norm was one."""
     loss, bad, norms = grpo.batch_loss, True, [1e-6] * 20 + [1.0]
-    monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")) if bad else loss(*a))
+    monkeypatch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan"), *a[3:]) if bad else loss(*a))
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, save_every=2))
     run.updater.norms = norms
     run.loop.train(run, grpo.train_step)
@@ -763,7 +763,7 @@ def test_a_run_stopped_by_skipped_updates_goes_on_although_an_evaluation_is_due(
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1, max_skipped=1)
     loss = grpo.batch_loss
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan")))
+        patch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan"), *a[3:]))
         with pytest.raises(RunStopped, match="step 1: 1 skipped updates in a row"):
             grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     grpo.main(config(tiny_model, shapes, tmp_path, resume="newest", **flags))
