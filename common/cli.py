@@ -25,7 +25,8 @@ from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
-RENAMED = {"max_tokens": "max_completion_length"}  # flags by the names that they had in earlier versions
+RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
+"""Flags by the names that they had in earlier versions."""
 
 
 def _join_lines(

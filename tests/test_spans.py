@@ -234,7 +234,7 @@ def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes
     for name in ("credit", "total"):
         own = [f"{tmp_path}/own.py:{function}" for function in (name, "is_even=0")]
         grpo.main(config(tiny_model, shapes, tmp_path / name, reward=("count=0", *own), report_every=10, **flags))
-        even[name] = [row["rewards/own.py:is_even"] for row in metrics(tmp_path / name)]
+        even[name] = [row["rewards/is_even"] for row in metrics(tmp_path / name)]
     assert sum(even["credit"][-5:]) / 5 > 0.8
     assert max(even["total"]) < 0.6
     groups = read_jsonl(tmp_path / "credit" / "completions.jsonl")
