@@ -48,7 +48,8 @@ def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config)
 
     `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
-    return spread_over_tokens(lambda part: ADVANTAGES[cfg.advantage](part, weights), rewards, cfg.max_completion_length)
+    advantage = ADVANTAGES[cfg.advantage]
+    return spread_over_tokens(lambda part: advantage(part, weights, cfg), rewards, cfg.max_completion_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -80,11 +81,11 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tens
     return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
 
-ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float]], Tensor]] = {  # from rewards and their weights
-    "group": lambda rewards, weights: group_advantages(rewards.total, "group"),
-    "batch": lambda rewards, weights: group_advantages(rewards.total, "batch"),
-    "none": lambda rewards, weights: group_advantages(rewards.total, "none"),
-    "gdpo": lambda rewards, weights: gdpo_advantages(rewards.parts, weights),
+ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, their weights, flags
+    "group": lambda rewards, weights, cfg: group_advantages(rewards.total, "group"),
+    "batch": lambda rewards, weights, cfg: group_advantages(rewards.total, "batch"),
+    "none": lambda rewards, weights, cfg: group_advantages(rewards.total, "none"),
+    "gdpo": lambda rewards, weights, cfg: gdpo_advantages(rewards.parts, weights),
 }
 
 

@@ -3,7 +3,7 @@
 import grpo
 
 
-def best_and_worst(rewards, weights):
+def best_and_worst(rewards, weights, cfg):
     order = rewards.total.argsort(dim=1)
     return grpo.group_advantages(rewards.total).scatter(1, order[:, 4:-4], float("nan"))  # NaN: left out
 

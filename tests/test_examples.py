@@ -85,7 +85,7 @@ def test_the_entropy_is_added_to_the_objective(example, monkeypatch):
 def test_only_the_best_and_the_worst_have_advantages(example):
     example("best_and_worst")
     total = torch.arange(10.0).flip(0)[None]
-    got = grpo.ADVANTAGES["best_and_worst"](GroupRewards(total, total, {}), {})
+    got = grpo.ADVANTAGES["best_and_worst"](GroupRewards(total, total, {}), {}, None)
     assert got[0, 4:6].isnan().all() and torch.equal(got[0, [0, 9]], grpo.group_advantages(total)[0, [0, 9]])
     assert not got[0, [0, 1, 2, 3, 6, 7, 8, 9]].isnan().any()
 

@@ -45,6 +45,14 @@ def test_a_token_starts_at_the_character_that_holds_its_first_byte(processor, op
     assert token_starts(rollout, opening, processor) == [n, n + 1, n + 1, n + 2, n + 2, n + 2, n + 3]
 
 
+def test_a_byte_that_begins_no_character_is_a_character_of_its_own(processor):
+    first = rollout_of("é", processor).ids[:1]
+    ids = torch.cat([first, first, rollout_of("aé", processor).ids])
+    rollout = Rollout(ids, torch.zeros(len(ids)), text=processor.tokenizer.decode(ids))
+    assert rollout.text == "\ufffd\ufffdaé"
+    assert token_starts(rollout, "", processor) == [0, 1, 2, 3, 3]
+
+
 def test_marks_that_rewards_do_not_see_have_no_characters(processor):
     rollout = rollout_of("x<|begin_of_box|>5<|end_of_box|>y", processor)
     starts = token_starts(rollout, "", processor)

@@ -32,9 +32,14 @@ def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[i
     token.
     """
     stream, text, starts = DecodeStream(skip_special_tokens=False), opening, []
+    pending: list[int] = []  # tokens that may lie inside a character
     for token in rollout.ids.tolist():
-        starts.append(len(without_marks(text)))
-        text += stream.step(processor.tokenizer.backend_tokenizer, token) or ""  # None inside a character
+        begun = processor.tokenizer.decode(pending)
+        while not rollout.text[len(text) :].startswith(begun):
+            begun = begun[:-1]
+        starts.append(len(without_marks(text + begun)))
+        decoded = stream.step(processor.tokenizer.backend_tokenizer, token)
+        text, pending = text + (decoded or ""), [*pending, token] if decoded is None else []
     if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
         raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
     return starts
