@@ -14,7 +14,7 @@ import torch
 import grpo
 import rewards
 from common import plugins
-from common.records import GroupRewards
+from common.records import Completion, Group, GroupRewards, Prompt
 from packing import pack
 from policy import optimizer, sharding
 from rollout import ENGINES
@@ -23,6 +23,7 @@ from tests.helpers.scripts import ROOT, run_script
 from training import prompt_stream
 
 TABLES = (grpo.LOSSES, grpo.ADVANTAGES, rewards.TASKS, prompt_stream.ORDERS, optimizer.OPTIMIZERS)
+TABLES += (ENGINES, sharding.AFTER_UPDATE)
 FLAGS = {
     "entropy_bonus": ["--loss_type=entropy_bonus", "--entropy_weight=0.1"],
     "step_rewards": ["--task=steps", "--reward=count"],
@@ -36,15 +37,16 @@ FLAGS = {
 @pytest.fixture
 def example(monkeypatch):
     """Return a function that imports a plugin, whose entries are removed after the test."""
-    for table in (*TABLES, ENGINES, sharding.AFTER_UPDATE):
+    for name in ("_modules", "_digests"):
+        monkeypatch.setattr(plugins, name, {})
+    for table in TABLES:
         for name, entry in table.items():
             monkeypatch.setitem(table, name, entry)
-    before = [(table, set(table)) for table in (*TABLES, ENGINES, sharding.AFTER_UPDATE)]
+    before = [(table, set(table)) for table in TABLES]
     yield lambda name: plugins.import_file(str(ROOT / "examples" / f"{name}.py"))
     for table, names in before:
         for name in set(table) - names:
             del table[name]
-    monkeypatch.setattr(plugins, "_modules", {})
 
 
 def run(name: str, model: str, data: str, output, *flags: str, processes: int = 0) -> None:
@@ -72,9 +74,14 @@ def test_the_entropy_is_added_to_the_objective(example, monkeypatch):
     cfg = grpo.Config(data="x", loss_type="entropy_bonus")
     cfg.entropy_weight = 0.5
     grpo.resolve_loss(cfg)
-    from tests.test_spans import Completion, Group, prompt
-
-    batch = pack([Group(prompt(), [Completion(torch.arange(3), torch.zeros(3), 2.0, 0.25)])])
+    batch = pack(
+        [
+            Group(
+                Prompt(torch.arange(3), [0, 1, 2], torch.arange(3)[None]),
+                [Completion(torch.arange(3), torch.zeros(3), 2.0, 0.25)],
+            )
+        ]
+    )
     logp, entropy = (torch.zeros(3, requires_grad=True) for _ in range(2))
     loss, _ = grpo.batch_loss(cfg, batch, logp, entropy)
     loss.backward()
