@@ -41,6 +41,8 @@ LONG_FILES = [
     "test_merge_lora",
     "test_faults",
     "test_scoring",
+    "test_plugins",
+    "test_examples",
 ]
 
 

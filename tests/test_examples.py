@@ -158,3 +158,22 @@ def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, 
     run("http_sampler", tiny_model, shapes, tmp_path / "hf", "--engine=hf", processes=processes)
     assert metrics(tmp_path / "http") == metrics(tmp_path / "hf")
     assert difference(*(tmp_path / name / "checkpoint-2" for name in ("http", "hf")), tmp_path) == 0.0
+
+
+def test_one_step_by_hand_prints_each_tensor():
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.one_step"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("line")] == [
+        "5",
+        "6",
+        "7",
+        "7",
+        "7",
+        "7",
+        "8",
+        "9",
+        "11",
+    ]
+    assert lines[-1].split()[:4] == ["gradient", "of", "the", "lm_head"] and "(1, 4)" in lines[7]
