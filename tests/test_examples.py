@@ -161,19 +161,8 @@ def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, 
 
 
 def test_one_step_by_hand_prints_each_tensor():
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.one_step"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "examples.one_step"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("line")] == [
-        "5",
-        "6",
-        "7",
-        "7",
-        "7",
-        "7",
-        "8",
-        "9",
-        "11",
-    ]
-    assert lines[-1].split()[:4] == ["gradient", "of", "the", "lm_head"] and "(1, 4)" in lines[7]
+    assert [line.split()[1] for line in lines if line.startswith("line")] == [*"5677778", "9", "11"]
+    assert lines[-1].startswith("         gradient of the lm_head") and "(1, 4)" in lines[7]
