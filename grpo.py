@@ -32,7 +32,7 @@ from torch import Tensor
 
 from common import distributed
 from common.errors import UserError
-from common.group_stats import EPSILON, deviation, is_varied, mean_by_row, sum_by_row
+from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_row
 from common.records import Completion, Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
@@ -196,7 +196,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
-        log_ratio = mean_by_row(log_ratio, rows)
+        log_ratio = sequence_log_ratio(log_ratio, rows, values.per_token)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
     objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)

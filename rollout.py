@@ -159,7 +159,8 @@ def make_engine(
     """Build the sampler `flags.engine`, as `choose_engine` returned it, with the weights saved at `model`.
 
     `policy`: the policy whose weights `sync_weights` will pass on before the first `generate`; vLLM then does not read
-    the saved weights. `PolicyEngine` needs it. Raises UserError if the sampler cannot be started.
+    the saved weights. Without it, in an evaluation, there may be no sync. `PolicyEngine` needs it. Raises UserError if
+    the sampler cannot be started.
     """
     return ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
 

@@ -96,7 +96,7 @@ def _refuse_mistakes(config: type, arguments: list[str]) -> None:
         if argument.startswith("--") and name in switches and (value or following).lower() in ("true", "false"):
             console.log(f"error: --{name} takes no value: write --{name} or --no_{name}")
             sys.exit(2)
-        if argument.startswith("--") and name in RENAMED:
+        if argument.startswith("--") and name in RENAMED and not hasattr(config, name):
             console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
             sys.exit(2)
 

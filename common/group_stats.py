@@ -33,6 +33,11 @@ def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
 
 
-def mean_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
-    """Return for each token the mean of `values` (C,) over its completion, as (C,)."""
-    return sum_by_row(values, row_of_token) / sum_by_row(torch.ones_like(values), row_of_token)
+def sequence_log_ratio(log_ratio: Tensor, row_of_token: Tensor, per_token: bool = False) -> Tensor:
+    """Return for each token the mean of `log_ratio` (C,) over its completion, as (C,) (GSPO, eq. 7).
+
+    `per_token`: with the gradient of the token's own `log_ratio`, for an advantage of each token (GSPO-token, section
+    4.3). If all tokens of a completion have the same advantage, it is the same gradient.
+    """
+    mean = sum_by_row(log_ratio, row_of_token) / sum_by_row(torch.ones_like(log_ratio), row_of_token)
+    return mean.detach() + log_ratio - log_ratio.detach() if per_token else mean

@@ -39,7 +39,10 @@ def find(arguments: list[str], output: str) -> list[str]:
 def of_run(folder: str | pathlib.Path) -> list[str]:
     """Return the plugins that the run in `folder` has recorded, and print which of them have changed since."""
     path = pathlib.Path(folder, "config.json")
-    recorded = json.loads(path.read_text()).get("plugin_sha256", {}) if path.is_file() else {}
+    try:
+        recorded = json.loads(path.read_text()).get("plugin_sha256", {}) if path.is_file() else {}
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: restore it, or use a new --output without --resume") from None
     for file, digest in recorded.items():
         if os.path.isfile(file) and hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() != digest:
             console.log(f"note: the plugin {file} has changed since it was recorded in {path}")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from common.records import GroupRewards, Rewards, ScoredGroup
 
 
@@ -25,6 +26,9 @@ def spread_over_tokens(
     rows = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
     if not any(rows):
         return advantages
+    if advantages.shape != rewards.total.shape:
+        got, want = tuple(advantages.shape), tuple(rewards.total.shape)
+        raise UserError(f"--advantage: for rewards of parts, it must return one number each, {want}, not {got}")
     of_spans = advantages_of(as_tensors(rows))
     tokens = advantages[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):

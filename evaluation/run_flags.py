@@ -45,7 +45,7 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
-    own = {name: config[name] for name in config.get("plugin_flags", [])}
+    own = {name: config[name] for name in config.get("plugin_flags", []) if "--plugin" not in given}
     flags |= {name: value for name, value in own.items() if not isinstance(value, list)}  # append or not: unknown here
     return flags | {"max_completion_length": config["max_completion_length"]}
 

@@ -4,8 +4,9 @@ import grpo
 
 
 def best_and_worst(rewards, weights, cfg):
-    order = rewards.total.argsort(dim=1)
-    return grpo.group_advantages(rewards.total).scatter(1, order[:, 4:-4], float("nan"))  # NaN: left out
+    total = rewards.total
+    order = total.where(~total.isnan(), total.nanmean(dim=1, keepdim=True)).argsort(dim=1)  # unscored: in the middle
+    return grpo.group_advantages(total).scatter(1, order[:, 4:-4], float("nan"))  # NaN: left out
 
 
 grpo.ADVANTAGES["best_and_worst"] = best_and_worst

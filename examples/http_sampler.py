@@ -45,6 +45,8 @@ class HTTPEngine:
 
     def __init__(self, flags, model, processor, device, dtype, limits, policy):
         self.url, self.dtype = flags.sampler_url, dtype
+        if policy is None:  # an evaluation, which never syncs
+            self.ask("weights", load_model(model, dtype).state_dict())
 
     def ask(self, path, value):
         try:

@@ -95,6 +95,9 @@ def test_only_the_best_and_the_worst_have_advantages(example):
     got = grpo.ADVANTAGES["best_and_worst"](GroupRewards(total, total, {}), {}, None)
     assert got[0, 4:6].isnan().all() and torch.equal(got[0, [0, 9]], grpo.group_advantages(total)[0, [0, 9]])
     assert not got[0, [0, 1, 2, 3, 6, 7, 8, 9]].isnan().any()
+    total[0, 0] = float("nan")
+    got = grpo.ADVANTAGES["best_and_worst"](GroupRewards(total, total, {}), {}, None)
+    assert got[0, 0].isnan() and not got[0, 1:5].isnan().any(), "an unscored completion is not among the best"
 
 
 def test_each_step_of_a_calculation_is_scored(example):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import grpo
+from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
 from common.spans import as_tensors, spread_over_tokens, without_penalty
@@ -51,6 +52,12 @@ def test_a_byte_that_begins_no_character_is_a_character_of_its_own(processor):
     rollout = Rollout(ids, torch.zeros(len(ids)), text=processor.tokenizer.decode(ids))
     assert rollout.text == "\ufffd\ufffdaé"
     assert token_starts(rollout, "", processor) == [0, 1, 2, 3, 3]
+
+
+def test_positions_never_fall(processor):
+    rollout = rollout_of("a<|begin_of_box|>5", processor)  # the mark is no token here
+    starts = token_starts(rollout, "", processor)
+    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] == 1
 
 
 def test_marks_that_rewards_do_not_see_have_no_characters(processor):
@@ -176,7 +183,7 @@ def test_a_completion_is_left_out_only_if_all_its_advantages_are_zero(monkeypatc
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
 def test_the_gradient_of_a_token_is_its_own_advantage_times_its_weight(loss_type):
-    """By hand, at r = 1: −w · A_t, and with a ratio per sequence −w · mean(A), as each token moves the ratio by 1/L."""
+    """By hand, at r = 1: −w · A_t, with a ratio per sequence as well (GSPO-token)."""
     advantage = torch.tensor([1.0, -2.0, 0.5, 0.0])
     batch = pack([Group(prompt(), [Completion(torch.arange(4), torch.zeros(4), advantage, 0.25)])])
     logp = torch.zeros(4, requires_grad=True)
@@ -184,8 +191,7 @@ def test_the_gradient_of_a_token_is_its_own_advantage_times_its_weight(loss_type
     grpo.resolve_loss(cfg)
     loss, _ = grpo.batch_loss(cfg, batch, logp)
     loss.backward()
-    want = -0.25 * (advantage if loss_type == "grpo" else advantage.mean().expand(4))
-    torch.testing.assert_close(logp.grad, want)
+    torch.testing.assert_close(logp.grad, -0.25 * advantage)
 
 
 # --- the entropy ------------------------------------------------------------------------------------------------------
@@ -252,6 +258,24 @@ def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes
         and {text for text, _ in parts}
         and "background: hsl" in (tmp_path / "credit/completions.html").read_text()
     )
+
+
+def test_the_page_shows_an_unscored_completion_beside_one_with_parts(tiny_model, shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.collect.MAX_UNSCORED", 1.0)
+    value = "None if len(completion) % 2 else [(0, 1, float(len(completion)))]"
+    (tmp_path / "own.py").write_text(f"def own(completion, answer):\n    return {value}\n")
+    flags = dict(reward=("count=0", f"{tmp_path}/own.py:own"), max_steps=3, report_every=1, save_every=0)
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+    groups = read_jsonl(tmp_path / "run" / "completions.jsonl")
+    shown = {(each["advantage"] is None, "parts" in each) for group in groups for each in group["completions"]}
+    assert shown == {(True, False), (False, True)}
+    assert "left out" in (tmp_path / "run" / "completions.html").read_text()
+
+
+def test_an_advantage_of_another_shape_is_refused_where_there_are_spans():
+    rewards = group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]])
+    with pytest.raises(UserError, match=r"--advantage: for rewards of parts, it must return one number each, \(1, 2\)"):
+        spread_over_tokens(lambda part: part.total[..., None], rewards, 2)
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -424,6 +424,8 @@ def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Print the settings that have changed. Raise UserError if one of them must not change."""
+    if "scale_rewards" in old:  # by their names in earlier versions
+        old = old | {"advantage": "gdpo" if old.get("gdpo") else old["scale_rewards"]}
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings
     changes = {

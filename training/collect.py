@@ -169,7 +169,8 @@ class Collector:
         `rows` are those of the groups of this process.
         """
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
-        spans = [in_tokens(group, self.stream.processor) for group in groups]
+        with distributed.shared_errors(StepFailed):
+            spans = [in_tokens(group, self.stream.processor) for group in groups]
         local = [(g.index, *each, g.rewards) for g, *each in zip(groups, rows, lengths, spans)]
         everyone = [group for part in distributed.all_gather(local) for group in part]
         everyone.sort(key=lambda group: group[0])  # by index within the round

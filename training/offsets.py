@@ -6,6 +6,7 @@ character of its first byte.
 
 from bisect import bisect_left
 from dataclasses import replace
+from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
 
@@ -42,4 +43,4 @@ def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[i
         text, pending = text + (decoded or ""), [*pending, token] if decoded is None else []
     if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
         raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
-    return starts
+    return [*accumulate(reversed(starts), min)][::-1]  # a mark that is not read to its end has no characters either

@@ -165,7 +165,7 @@ class RunLog:
         If the tokens have advantages of their own, that of the completion is their mean.
         """
         fields: dict[str, Any] = {"advantage": _finite(advantage.mean().item())}
-        if advantage.ndim:
+        if advantage.ndim and fields["advantage"] is not None:
             runs = itertools.groupby(zip(ids.tolist(), advantage.tolist()), key=lambda pair: pair[1])
             fields["parts"] = [(self.decode([token for token, _ in run]), _finite(value)) for value, run in runs]
         return fields

@@ -44,6 +44,7 @@ def grpo_loss(
         has_image=has_image,
         trainer_logp=old_logp,
         ref_logp=ref_logp,
+        per_token=False,
     )
     batch = SimpleNamespace(values=values, row_of_token=row_of_token)
     return grpo.batch_loss(SimpleNamespace(**asdict(options), **flags), batch, logp)
