@@ -387,7 +387,8 @@ def test_requirements_are_pinned():
 def test_imported_packages_are_required():
     """Every package that the code imports is named, and not only installed because another package needs it."""
     named = {**requirements("requirements.txt"), **requirements("requirements-gpu.txt")}
-    optional = {"trl", "verl", "wandb", "tensorboard", "gguf"}  # used only where they are installed or fetched
+    # used only where they are installed or fetched
+    optional = {"trl", "verl", "wandb", "tensorboard", "trackio", "gguf"}
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
     packages = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "fla": "flash-linear-attention"}
     packages |= {"flash_attn": "flash-attn-4"}
