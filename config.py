@@ -333,9 +333,9 @@ class RunFlags:
     """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html; 0: never write them."""
-    log_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log metrics and sampled completions to Weights & Biases, TensorBoard, or both. Neither is installed with the
-    project: pip install wandb tensorboard."""
+    log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
+    """Also log metrics and sampled completions to Weights & Biases, TensorBoard or trackio, or to several of them. They
+    are not installed with the project: pip install wandb tensorboard trackio."""
 
     def check_run(self) -> None:
         """Raise ValueError for invalid settings."""

@@ -14,10 +14,6 @@ import sys
 import huggingface_hub.utils
 import transformers.utils
 
-# This must run before the first model class is imported. Otherwise, transformers would import scikit-learn, pandas and
-# SciPy for features that this project does not use, which would add more than a second to every start. Modules imported
-# before this package therefore write `transformers.NAME` instead of importing a model class by name.
-transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
 # Hugging Face's progress bars would clutter the screen and the log. Downloads take minutes: on a terminal, their bars
 # remain.
 transformers.utils.logging.disable_progress_bar()  # disables the hub's bars too

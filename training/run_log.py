@@ -3,7 +3,7 @@
 `RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
 `completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
 written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
-starts. With `--log_to`, the same rows go to W&B or TensorBoard (see `trackers.py`).
+starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from common.figures import thumbnail
 from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import TAG, ScoredGroup
 from common.spans import of_completions
+from training import trackers
 from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
 from training.run_folder import checkpoints_by_step
-from training.trackers import Trackers
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
@@ -77,7 +77,8 @@ class RunLog:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
-        self.trackers = Trackers(config.get("log_to", ()), self.folder, json.loads(settings), resumed_step)
+        names = config.get("log_to", ())
+        self.track, self.close_trackers = trackers.start(names, self.folder, json.loads(settings), resumed_step)
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
@@ -88,7 +89,7 @@ class RunLog:
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
-        self.trackers.metrics(row)
+        self.track(step, {name: value for name, value in metrics.items() if math.isfinite(value)}, [])
         if not (step == self.resumed_step and self._merge(row)):
             self._append("metrics.jsonl", [row])
         if self.every and step % self.every == 0 and step:
@@ -155,7 +156,7 @@ class RunLog:
             }
             rows.append(row)
         self._append("completions.jsonl", rows)
-        self.trackers.completions(rows)
+        self.track(step, {}, rows)
         with contextlib.suppress(OSError):  # the next report writes it again
             write_page(self.folder)
 
@@ -186,7 +187,7 @@ class RunLog:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """End the runs of the trackers. Their own exit handlers may not run: after an error, `cli.run` skips them."""
         if console.is_main():
-            self.trackers.close(failed=error is not None)
+            self.close_trackers(error is not None)
 
     def _append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""

@@ -1,15 +1,14 @@
-"""Weights & Biases and TensorBoard (`--log_to`): the numbers of metrics.jsonl, and the sampled completions.
+"""Weights & Biases, TensorBoard and trackio (`--log_to`). Each is only imported when it is asked for.
 
-A tracker is only imported when it is asked for. It never stops the run: a tracker that fails is left out from then on.
+A tracker is a pair of functions: log(step, numbers, rows of completions.jsonl), and close(failed).
 """
 
 import base64
-import contextlib
 import io
 import os
 import pathlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
@@ -18,143 +17,102 @@ from common import console
 from common.console import hide_credentials
 from common.files import atomic_write
 
-FINISH_TIMEOUT = 60.0  # seconds that W&B may take to upload the rest when the run ends
-WANDB_ID = "wandb_id"  # file in the output folder with the id of the W&B run
+Tracker = tuple[Callable[[int, dict[str, float], list[dict[str, Any]]], None], Callable[[bool], None]]
 
 
-class Trackers:
-    """Sends the rows of `metrics.jsonl` and `completions.jsonl` to the trackers. Used by the main process only."""
+def start(names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:
+    """Return one tracker for all of `names`. One that fails is left out from then on, and never stops the run.
 
-    def __init__(self, names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
-        """Open the trackers `names` ("wandb", "tensorboard") for a new run, or for one resumed after `resumed_step`.
+    `config` is uploaded, so it must not contain credentials.
+    """
+    running: dict[str, Tracker] = {}
 
-        `config` is shown by W&B; it must not contain credentials.
-        """
-        self.open: dict[str, WandB | TensorBoard] = {}
-        for name in names:
-            with self._left_out_on_error(name):
-                self.open[name] = TRACKERS[name](folder, config, resumed_step)
-
-    def metrics(self, row: dict[str, float | None]) -> None:
-        """Log the numbers of a row under its step. Values that are not finite (None) have no point in the curve."""
-        numbers = {name: value for name, value in row.items() if name != "step" and value is not None}
-        self._call(lambda tracker: tracker.metrics(row["step"], numbers))
-
-    def completions(self, rows: list[dict[str, Any]]) -> None:
-        """Log the rows of one step: question, images, and completions with rewards."""
-        self._call(lambda tracker: tracker.completions(rows[0]["step"], rows) if rows else None)
-
-    def close(self, failed: bool) -> None:
-        """Upload the rest and end the trackers' runs. Call it before a process that may end with `os._exit`."""
-        self._call(lambda tracker: tracker.close(failed))
-
-    def _call(self, log: Callable[["WandB | TensorBoard"], None]) -> None:
-        for name, tracker in list(self.open.items()):
-            with self._left_out_on_error(name):
-                log(tracker)
-
-    @contextlib.contextmanager
-    def _left_out_on_error(self, name: str) -> Iterator[None]:
-        """Report any exception in one line and leave the tracker out for the rest of the run."""
+    def attempt(name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            yield
-        except Exception as error:  # noqa: BLE001 - nothing that goes wrong in a tracker may stop the run
-            self.open.pop(name, None)
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a tracker
+            running.pop(name, None)
             reason = hide_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             console.log(f"{name} failed ({reason}): the run continues without it; metrics.jsonl has all steps")
 
+    def log(*args: Any) -> None:
+        for name, (log_one, _) in list(running.items()):
+            attempt(name, log_one, *args)
 
-class WandB:
-    """A W&B run named after the output folder. A resumed run continues the W&B run whose id is in the folder."""
+    def close(failed: bool) -> None:
+        for name, (_, close_one) in list(running.items()):
+            attempt(name, close_one, failed)
 
-    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
-        import wandb
-
-        id_file = folder / WANDB_ID
-        if resumed_step is None or not id_file.is_file():
-            atomic_write(id_file, uuid.uuid4().hex)
-        settings = wandb.Settings(
-            silent=True,
-            console="off",
-            save_code=False,
-            disable_code=True,
-            disable_git=True,
-            x_disable_meta=True,  # it would upload the command line, in which URLs may contain passwords
-            x_save_requirements=False,
-            login_timeout=30,
-            init_timeout=30,
-            finish_timeout=FINISH_TIMEOUT,
-        )
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "grpo-vlm"),
-            name=os.environ.get("WANDB_NAME", folder.absolute().name),
-            id=id_file.read_text().strip(),
-            resume="allow",
-            dir=folder,
-            config=config,
-            settings=settings,
-        )
-        # W&B's own counter must not go backwards, but a resumed run repeats steps: the curves have our step as x-axis.
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
-
-    def metrics(self, step: int, numbers: dict[str, float]) -> None:
-        """Log the numbers of a step."""
-        self.run.log(numbers | {"step": step})
-
-    def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Log a table with one row per completion, and the images of the prompts."""
-        columns = ["question", "answer", "text", "reward", "advantage", "truncated"]
-        table = self.wandb.Table(columns=columns)
-        for row in rows:
-            for completion in row["completions"]:
-                table.add_data(*((row | completion)[name] for name in columns))
-        images = [self.wandb.Image(_decode(image), caption=row["question"]) for row in rows for image in row["images"]]
-        self.run.log({"completions": table, "step": step} | ({"images": images} if images else {}))
-
-    def close(self, failed: bool) -> None:
-        """Upload the rest and mark the run as finished or failed."""
-        self.run.finish(exit_code=int(failed))
+    for name in names:
+        if tracker := attempt(name, TRACKERS[name], folder, config, resumed_step):
+            running[name] = tracker
+    return log, close
 
 
-class TensorBoard:
-    """Event files in the folder `tensorboard` of the output folder."""
+def start_wandb(folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:
+    """Start a W&B run named after the output folder, or continue the one whose id is in the folder."""
+    import wandb
 
-    def __init__(self, folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
-        from torch.utils.tensorboard import SummaryWriter
+    id_file = folder / "wandb_id"
+    if resumed_step is None or not id_file.is_file():
+        atomic_write(id_file, uuid.uuid4().hex)
+    settings = {"silent": True, "console": "off", "login_timeout": 30, "finish_timeout": 60}
+    # Else, W&B would upload code, and the command line, in which URLs may contain passwords.
+    settings |= {"disable_code": True, "disable_git": True, "x_disable_meta": True}
+    project = os.environ.get("WANDB_PROJECT", "grpo-vlm")
+    name = os.environ.get("WANDB_NAME", folder.absolute().name)
+    run_id = id_file.read_text().strip()
+    run = wandb.init(
+        project=project, name=name, id=run_id, resume="allow", dir=folder, config=config, settings=settings
+    )
+    # W&B's own counter must not go backwards, but a resumed run repeats steps: the curves have our step as x-axis.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
 
-        # TensorBoard hides what earlier event files have from this step on: a resumed run repeats these steps.
-        first_step = 0 if resumed_step is None else resumed_step + 1
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
+        run.log({"step": step} | numbers | _media(wandb, rows))
 
-    def metrics(self, step: int, numbers: dict[str, float]) -> None:
-        """Log the numbers of a step."""
+    return log, lambda failed: run.finish(exit_code=int(failed))
+
+
+def start_trackio(folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:
+    """Start a trackio run named after the output folder, or continue the newest one of that name."""
+    import trackio
+
+    resume = "never" if resumed_step is None else "allow"
+    trackio.init(project="grpo-vlm", name=folder.absolute().name, config=config, resume=resume)
+
+    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
+        trackio.log(numbers | _media(trackio, rows), step=step)
+
+    return log, lambda failed: trackio.finish()
+
+
+def start_tensorboard(folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:
+    """Write the numbers to the folder `tensorboard` of the output folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard hides what earlier event files have from this step on: a resumed run repeats these steps.
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0 if resumed_step is None else resumed_step + 1)
+
+    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Log, for each group, a text with the question and the completions, and the images of the prompt."""
-        import numpy as np
-
-        for i, row in enumerate(rows):
-            parts = [f"{row['question']}\n\ngold answer: {row['answer']}"]
-            parts += [f"reward {c['reward']}, advantage {c['advantage']}:\n{c['text']}" for c in row["completions"]]
-            code = "\n\n---\n\n".join("    " + part.replace("\n", "\n    ") for part in parts)  # no Markdown
-            self.writer.add_text(f"completions/{i}", code, step)
-            for j, image in enumerate(row["images"]):
-                self.writer.add_image(f"images/{i}/{j}", np.array(_decode(image)), step, dataformats="HWC")
-        self.writer.flush()
-
-    def close(self, failed: bool) -> None:
-        """Close the event file."""
-        self.writer.close()
+    return log, lambda failed: writer.close()
 
 
-TRACKERS = {"wandb": WandB, "tensorboard": TensorBoard}
+TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "trackio": start_trackio}
 
 
-def _decode(uri: str) -> Image.Image:
-    """Return the image of a data URI that `common.figures.thumbnail` has made."""
-    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")
+def _media(tracker: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a table of completions, and the images of the prompts, as objects of the module `tracker`."""
+    columns = ["question", "answer", "text", "reward", "advantage", "truncated"]
+    cells = [[(row | completion)[name] for name in columns] for row in rows for completion in row["completions"]]
+    media = {"completions": tracker.Table(columns=columns, data=cells)} if rows else {}
+    for i, row in enumerate(rows):
+        for j, uri in enumerate(row["images"]):
+            image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+            media[f"images/{i}/{j}"] = tracker.Image(image, caption=row["question"])
+    return media

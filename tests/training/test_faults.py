@@ -34,14 +34,13 @@ from grading.sandbox import WorkerPool
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, export, report, run_folder
+from training import checkpoint, export, report, run_folder, trackers
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
 from training.loop import Loop
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
-from training.trackers import Trackers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -669,7 +668,7 @@ def test_a_disk_that_is_full_for_the_tokenizer_leaves_no_partial_export(tiny_mod
 def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, monkeypatch):
     """W&B would lose the last rows: after an error, the process ends without exit handlers."""
     closed = []
-    monkeypatch.setattr(Trackers, "close", lambda _, failed: closed.append(failed))
+    monkeypatch.setattr(trackers, "start", lambda *_: (lambda *_: None, closed.append))
     grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
     monkeypatch.setattr(grpo, "train_step", lambda run: run.loop.interrupted.append(signal.SIGTERM) or {})
     with pytest.raises(RunStopped, match="stopped after step 1"):
