@@ -380,10 +380,9 @@ class GRPOFlags:
     """μ: number of passes over the completions of each step."""
     temperature: float = 1.0
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
-    dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal with groups of new prompts (DAPO, arXiv:2503.14476, eq. 11)."""
-    dynamic_sampling_rounds: int = 10
-    """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
+    dynamic_sampling_rounds: int = 0
+    """Above 0: replace groups whose rewards are all equal with groups of new prompts, in up to this many rounds of P
+    prompts per step (DAPO, arXiv:2503.14476, eq. 11). 0: no dynamic sampling."""
 
     oversample: float = 1.0
     """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are whole, and the next step
@@ -449,11 +448,10 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self.check_engine()
         require(self.num_generations >= 2, "num_generations must be at least 2: advantages are relative to a group")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
-        counts = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
-        for name in counts:
+        for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         not_negative = ("seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference")
-        for name in (*not_negative, "dual_clip"):
+        for name in (*not_negative, "dual_clip", "dynamic_sampling_rounds"):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         per_step, per_update = self.prompts_per_step, self.prompts_per_update

@@ -346,7 +346,7 @@ def test_a_spike_is_five_times_the_median_of_ten_norms():
         (dict(prompts_per_step=6, prompts_per_update=4), "must divide"),
         (dict(beta=-1.0), "beta must not be negative"),
         (dict(report_every=-1), "report_every must not be negative"),
-        (dict(dynamic_sampling_rounds=0), "dynamic_sampling_rounds must be at least 1"),
+        (dict(dynamic_sampling_rounds=-1), "dynamic_sampling_rounds must not be negative"),
         (dict(prompts_per_update=-4), "prompts_per_update must not be negative"),
         (dict(seed=-1), "seed must not be negative"),
         (dict(max_grad_norm=0.0), "max_grad_norm must be above 0"),

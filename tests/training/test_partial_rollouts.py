@@ -293,7 +293,7 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
 
 
 def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained, capsys):
-    flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
+    flags = dict(dynamic_sampling_rounds=3, max_steps=3)
     grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))
     rows = metrics(tmp_path)
     assert len(rows) == 3
