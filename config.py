@@ -152,15 +152,11 @@ class VerifierFlags:
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
     """Time limit for one question in seconds, including all retries."""
-    verifier_retries: int = 3
-    """Maximum number of retries of a failed request. The pause before each retry is longer than the previous pause."""
-    verifier_concurrency: int = 64
-    """Maximum number of simultaneous requests per process."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""
-        if self.verifier_timeout <= 0 or self.verifier_retries < 0 or self.verifier_concurrency < 1:
-            raise ValueError("verifier_timeout and verifier_concurrency must be above 0, verifier_retries at least 0")
+        if self.verifier_timeout <= 0:
+            raise ValueError("verifier_timeout must be above 0")
 
 
 @dataclass(kw_only=True)

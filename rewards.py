@@ -31,7 +31,7 @@ from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
-from grading.verifier import Verifier, make_verifier, parse_verdict
+from grading.verifier import CONCURRENCY, Verifier, make_verifier, parse_verdict
 from inputs.images import decode_image
 
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
@@ -372,7 +372,7 @@ class Scorer:
             size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
             jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
         uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
-        threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
+        threads = CONCURRENCY if self.verifier else 8 if uses_workers else 1
         values: dict[str, list[Value]] = {name: [] for name in self.weights}
         with (
             ThreadPoolExecutor(threads) as pool,

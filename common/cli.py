@@ -27,7 +27,11 @@ T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
 """Flags by the names that they had in earlier versions."""
-WENT = {"dynamic_sampling": "--dynamic_sampling_rounds 10 turns dynamic sampling on"}
+WENT = {
+    "dynamic_sampling": "--dynamic_sampling_rounds 10 turns dynamic sampling on",
+    "verifier_retries": "a failed request is repeated up to 3 times; --verifier_timeout limits the time of a question",
+    "verifier_concurrency": "a process has up to 64 requests open; set a lower limit at the verifier's server",
+}
 """Flags of earlier versions that are gone, and what to do instead."""
 
 
