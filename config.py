@@ -319,9 +319,6 @@ class RunFlags:
     runs out of memory."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
-    keep_best: bool = False
-    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward since training began, and keep the
-    best checkpoint."""
     max_skipped: int = 3
     """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
     loss or gradient is not finite."""
@@ -338,8 +335,7 @@ class RunFlags:
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
         require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
-        is_scored = self.eval_data is not None
-        require(is_scored or not (self.keep_best or self.eval_every), "keep_best and eval_every need eval_data")
+        require(self.eval_data is not None or not self.eval_every, "eval_every needs eval_data")
         for name in self.log_to:
             spec = importlib.util.find_spec(name)
             is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin

@@ -361,7 +361,7 @@ def test_a_spike_is_five_times_the_median_of_ten_norms():
         (dict(data_weights=(1.0, NAN)), "data_weights is nan"),
         (dict(dual_clip=-1.0), "dual_clip must not be negative"),
         (dict(oversample=1.1, prompts_per_step=4), "oversample is too small to draw another prompt"),
-        (dict(eval_every=10), "keep_best and eval_every need eval_data"),
+        (dict(eval_every=10), "eval_every needs eval_data"),
         (dict(unbiased_kl=True), "unbiased_kl needs beta above 0"),
     ],
 )

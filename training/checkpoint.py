@@ -91,7 +91,7 @@ class Saver:
     def save(self, tensors: dict[str, Any], state: dict[str, Any], wait: bool = False) -> None:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
-        Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step", "best" and
+        Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step" and
         everything else that `read_state` should return. All processes must call this together. An error is printed and
         sets `save_failed`, but does not prevent later saves.
         """
@@ -191,10 +191,10 @@ class Saver:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the last optimizer step; the threads read on a stream of their own
             self.was_read.clear()
-            self.pending = self.thread.submit(self._write, tensors, state["step"], state["best"]), state["step"]
+            self.pending = self.thread.submit(self._write, tensors, state["step"]), state["step"]
         return error
 
-    def _write(self, tensors: dict[str, Any], step: int, best: dict[str, float] | None) -> None:
+    def _write(self, tensors: dict[str, Any], step: int) -> None:
         """Write `tensors` and publish the checkpoint. Runs in the writing thread."""
         # The files are flushed to disk when the checkpoint is published. One thread alone would write from the default
         # stream, behind the work of training. In a file of several tensors, torch would keep them all in host memory.
@@ -207,7 +207,7 @@ class Saver:
         finally:
             self.was_read.set()
         if console.is_main():  # `dcp.save` returns here when all processes have written
-            self.folder.publish(step, best["step"] if best else None)
+            self.folder.publish(step)
 
     def _report_failure(self, step: int, error: str) -> None:
         self.save_failed = True

@@ -52,11 +52,11 @@ def start(cfg: Config) -> Run:
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
     sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
     after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
-    `load_checkpoint`, and everything else (position in the data, schedule, best score, …) from `restore`.
+    `load_checkpoint`, and everything else (position in the data, schedule, …) from `restore`.
     """
     device = distributed.start(cfg.hang_timeout)
     check_engine_available(cfg, device)
-    folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
+    folder = RunFolder(cfg.output, cfg.keep_last)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
@@ -203,6 +203,6 @@ def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, col
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Continue `run` from the `state` of a checkpoint; see `check_state`."""
     load_state(run, state)
-    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # the best score is of other rows
-        run.loop.best, run.loop.eval_due = None, True
+    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # other rows have no score yet
+        run.loop.eval_due = True
     run.loop.eval_due &= bool(run.loop.eval_samples)  # the resumed command may have no --eval_data

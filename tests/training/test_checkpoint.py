@@ -227,35 +227,25 @@ def test_a_named_checkpoint_is_gone_on_from(saved, tiny_model, shapes, tmp_path)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatch):
-    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
-    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
-    flags = dict(max_steps=5, save_every=1, keep_last=2, keep_best=True, eval_every=1, eval_data=shapes)
-    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
-        "checkpoint-1",
-        "checkpoint-4",
-        "checkpoint-5",
-    ]
-    assert json.loads((tmp_path / "checkpoint-5" / "state.json").read_text())["best"] == {"step": 1, "score": 0.9}
+@pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_the_last_are_kept(keep_last, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
+    folder = RunFolder(str(tmp_path), keep_last)
+    for step in range(1, 5):
+        folder.partial(step).mkdir()
+        folder.publish(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in kept]
 
 
-def test_the_best_is_not_saved_unless_it_is_to_be_kept(tiny_model, shapes, tmp_path):
-    """The evaluation after step 1 is the best so far. A checkpoint after each of them would cost time and space."""
-    flags = dict(max_steps=2, save_every=0, eval_every=1, eval_data=shapes)
-    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-
-
-def test_the_best_is_kept_when_the_same_held_out_rows_are_spelled_otherwise(tiny_model, shapes, tmp_path, monkeypatch):
+def test_the_same_held_out_rows_in_another_spelling_are_not_evaluated_again(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
     monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
-    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
     same = os.path.relpath(shapes)
     grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=same, resume="newest", **flags))
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-3"]
     grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=shapes, resume="newest", **flags))
     assert next(scores) == 0.4, "a finished run is not evaluated again"
 
@@ -266,17 +256,17 @@ def test_urls_with_credentials_are_compared_without_them():
     assert is_same_setting(None, None) and not is_same_setting("rows", None)
 
 
-def test_the_best_of_other_held_out_rows_is_forgotten(tiny_model, shapes, tmp_path, monkeypatch):
+def test_other_held_out_rows_are_evaluated_before_the_next_step(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
     monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
     shutil.copytree(shapes, tmp_path / "others")
-    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
     grpo.main(
         config(tiny_model, shapes, output, max_steps=4, eval_data=str(tmp_path / "others"), resume="newest", **flags)
     )
-    assert json.loads((output / "checkpoint-4" / "state.json").read_text())["best"] == {"step": 4, "score": 0.5}
+    assert next(scores, None) is None, "after step 2 of the resumed run, too"
 
 
 def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, shapes, tmp_path, capsys):

@@ -34,7 +34,7 @@ from grading.sandbox import WorkerPool
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, export, report, run_folder
+from training import checkpoint, export, report
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
@@ -230,7 +230,7 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
 
     The resumed run gives the same scores as an uninterrupted run.
     """
-    flags = dict(max_steps=3, eval_data=shapes, eval_every=1, keep_best=True)
+    flags = dict(max_steps=3, eval_data=shapes, eval_every=1)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
     evaluate, step = Loop.evaluate, grpo.train_step
 
@@ -254,8 +254,6 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     for row, plain in zip(metrics(tmp_path / "run"), metrics(tmp_path / "plain")):
         assert {name: (row[name], plain.get(name)) for name in row if row[name] != plain.get(name)} == {}
-    best = [json.loads((tmp_path / n / "checkpoint-3" / "state.json").read_text())["best"] for n in ("run", "plain")]
-    assert best[0] == best[1]
 
 
 FAILING_EVALUATION = """
@@ -357,7 +355,7 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_no_part_of_it(saved, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            folder.publish(4, best_step=None)
+            folder.publish(4)
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     assert names == {"checkpoint-4", "checkpoint-2.partial"}
     assert folder.plan_resume("newest").checkpoint == tmp_path / "run" / "checkpoint-4"
@@ -371,7 +369,7 @@ def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_deleted(saved, tmp
     shutil.move(tmp_path / "run" / "checkpoint-4", folder.partial(4))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        folder.publish(4, best_step=None)
+        folder.publish(4)
     assert folder.plan_resume("newest").checkpoint == tmp_path / "run" / "checkpoint-4"
 
 
@@ -641,15 +639,6 @@ def test_a_signal_that_torchrun_forwards_is_no_second_one():
     environment = os.environ | {"GROUP_RANK": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("True\n", -signal.SIGTERM), done.stderr
-
-
-def test_the_best_checkpoint_is_kept_until_a_better_one_is_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
-    folder = RunFolder(str(tmp_path), keep_last=1, keep_best=True)
-    for step, best in ((1, 1), (2, 1), (4, 3)):  # the checkpoint of step 3 could not be saved
-        folder.partial(step).mkdir()
-        folder.publish(step, best)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
 
 
 def test_a_disk_that_is_full_for_the_tokenizer_leaves_no_partial_export(tiny_model, shapes, tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ def saved_progress(run: pathlib.Path, step: int) -> dict:
     folder = run / f"checkpoint-{step}"
     state = json.loads((folder / "state.json").read_text())
     in_flight = torch.load(folder / "in_flight.pt") if (folder / "in_flight.pt").is_file() else []
-    progress = {name: state[name] for name in ("step", "eval_due", "best", "collector", "updater")}
+    progress = {name: state[name] for name in ("step", "eval_due", "collector", "updater")}
     return progress | {"in_flight": [(each["position"], each["step"]) for each in in_flight]}
 
 
