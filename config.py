@@ -319,9 +319,6 @@ class RunFlags:
     runs out of memory."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
-    max_skipped: int = 3
-    """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
-    loss or gradient is not finite."""
     hang_timeout: float = 30.0
     """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
@@ -334,7 +331,7 @@ class RunFlags:
         """Raise ValueError for invalid settings."""
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
-        require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
+        require(self.hang_timeout > 0, "hang_timeout must be above 0")
         require(self.eval_data is not None or not self.eval_every, "eval_every needs eval_data")
         for name in self.log_to:
             spec = importlib.util.find_spec(name)

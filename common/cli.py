@@ -30,6 +30,7 @@ RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", 
 WENT = {
     "dynamic_sampling": "--dynamic_sampling_rounds 10 turns dynamic sampling on",
     "keep_best": "--keep_last 0 keeps all checkpoints; with --save_every as --eval_every, the best one is among them",
+    "max_skipped": "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them",
     "verifier_retries": "a failed request is repeated up to 3 times; --verifier_timeout limits the time of a question",
     "verifier_concurrency": "a process has up to 64 requests open; set a lower limit at the verifier's server",
 }

@@ -322,9 +322,10 @@ def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shap
         return float(len(calls) % 2) if len(calls) <= 16 else 0.3
 
     monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
+    monkeypatch.setattr("training.loop.MAX_SKIPPED", 1)
     for steps in (1, 3):
         calls.clear()
-        flags = dict(max_steps=steps, weight_decay=0.1, max_skipped=1)
+        flags = dict(max_steps=steps, weight_decay=0.1)
         grpo.main(config(tiny_model, shapes, tmp_path / str(steps), **flags))
     one, three = weights(tmp_path / "1" / "final"), weights(tmp_path / "3" / "final")
     assert all(torch.equal(one[name], three[name]) for name in one)

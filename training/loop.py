@@ -27,6 +27,8 @@ from training.collect import Collector
 from training.run_log import RunLog
 from training.updates import Updater
 
+MAX_SKIPPED = 3  # skipped updates in a row after which a run stops, at the end of a step
+
 
 @dataclass
 class Run:
@@ -142,7 +144,7 @@ class Loop:
     def _too_many_skipped(self, run: Run) -> str | None:
         """Return why the run has to stop if too many updates in a row were skipped; else None."""
         updater = run.updater
-        if updater.skipped < run.cfg.max_skipped:
+        if updater.skipped < MAX_SKIPPED:
             return None
         reason = f"step {run.step}: {updater.skipped} skipped updates in a row ({self.last_problem})"
         updater.skipped = 0  # a resumed run counts anew: it would otherwise stop at once if an evaluation is due

@@ -749,7 +749,8 @@ def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, 
 def test_a_run_stopped_by_skipped_updates_goes_on_although_an_evaluation_is_due(
     tiny_model, shapes, tmp_path, monkeypatch
 ):
-    flags = dict(max_steps=3, eval_data=shapes, eval_every=1, max_skipped=1)
+    monkeypatch.setattr("training.loop.MAX_SKIPPED", 1)
+    flags = dict(max_steps=3, eval_data=shapes, eval_every=1)
     loss = grpo.batch_loss
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "batch_loss", lambda *a: loss(*a[:2], a[2] * float("nan"), *a[3:]))
