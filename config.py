@@ -166,14 +166,6 @@ class RewardFlags(VerifierFlags):
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
     flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
-    reward_timeout: float = 10.0
-    """Time limit in seconds for importing the file of a user-defined reward, and for scoring one completion with it."""
-
-    def check_rewards(self) -> None:
-        """Raise ValueError for invalid settings."""
-        self.check_verifier()
-        if self.reward_timeout <= 0:
-            raise ValueError("reward_timeout must be above 0")
 
 
 @dataclass(kw_only=True)
@@ -432,7 +424,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         check_values(self)
         self.check_run()
         self.check_data()
-        self.check_rewards()
+        self.check_verifier()
         self.check_policy()
         self.check_engine()
         require(self.num_generations >= 2, "num_generations must be at least 2: advantages are relative to a group")

@@ -28,13 +28,14 @@ BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EI
 RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
 """Flags by the names that they had in earlier versions."""
 WENT = {
-    "dynamic_sampling": "--dynamic_sampling_rounds 10 turns dynamic sampling on",
-    "keep_best": "--keep_last 0 keeps all checkpoints; with --save_every as --eval_every, the best one is among them",
-    "max_skipped": "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them",
-    "verifier_retries": "a failed request is repeated up to 3 times; --verifier_timeout limits the time of a question",
-    "verifier_concurrency": "a process has up to 64 requests open; set a lower limit at the verifier's server",
+    "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
+    "keep_best": (False, "--keep_last 0 keeps all checkpoints; without it, the best is deleted like the others"),
+    "max_skipped": (3, "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them"),
+    "reward_timeout": (10.0, "a plugin may set rewards.REWARD_TIMEOUT, which is 10 seconds; see docs/rewards.md"),
+    "verifier_concurrency": (64, "a process has up to 64 requests open; set a lower limit at the verifier's server"),
+    "verifier_retries": (3, "a failed request is repeated up to 3 times; --verifier_timeout limits the time for all"),
 }
-"""Flags of earlier versions that are gone, and what to do instead."""
+"""Flags of earlier versions that are gone: their default, and what to do instead."""
 
 
 def _join_lines(
@@ -108,7 +109,7 @@ def _refuse_mistakes(config: type, arguments: list[str]) -> None:
             console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
             sys.exit(2)
         if argument.startswith("--") and (name := name.removeprefix("no_")) in WENT:
-            console.log(f"error: --{name} is gone: {WENT[name]}")
+            console.log(f"error: --{name} is gone: {WENT[name][1]}")
             sys.exit(2)
 
 

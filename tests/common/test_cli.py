@@ -32,7 +32,7 @@ def test_a_switch_with_a_value_is_refused(given, monkeypatch, capsys):
 
 @pytest.mark.parametrize("given", ["--gone", "--gone=3", "--no-gone", "--no_gone"])
 def test_a_flag_that_went_is_answered_with_what_to_do_instead(given, monkeypatch, capsys):
-    monkeypatch.setitem(cli.WENT, "gone", "do without it")
+    monkeypatch.setitem(cli.WENT, "gone", (1, "do without it"))
     with pytest.raises(SystemExit) as stopped:
         cli.parse(Config, [given, "3"])
     assert stopped.value.code == 2
