@@ -217,10 +217,6 @@ class PolicyFlags:
     processes share one copy; hybrid: the processes of each machine share one copy. auto: none if a full copy takes less
     than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
     thirds of the memory; otherwise full."""
-    gather: Literal["auto", "layer", "update"] = "auto"
-    """When sharded weights are gathered. layer: each time a layer runs; update: once for all micro-batches of an
-    update, which needs memory for a full copy in `dtype`. auto: update if there is enough memory, otherwise layer.
-    A reference model in host memory is always gathered layer by layer."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
