@@ -307,8 +307,6 @@ class RunFlags:
     runs out of memory."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
-    hang_timeout: float = 30.0
-    """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html; 0: never write them."""
     log_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
@@ -319,7 +317,6 @@ class RunFlags:
         """Raise ValueError for invalid settings."""
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
-        require(self.hang_timeout > 0, "hang_timeout must be above 0")
         require(self.eval_data is not None or not self.eval_every, "eval_every needs eval_data")
         for name in self.log_to:
             spec = importlib.util.find_spec(name)

@@ -30,6 +30,7 @@ RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", 
 WENT = {
     "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
     "gather": ("auto", "sharded weights are gathered once per update if a full copy fits, otherwise layer by layer"),
+    "hang_timeout": (30.0, "a plugin may set common.distributed.TIMEOUT, which is 30 minutes; see docs/training.md"),
     "keep_best": (False, "--keep_last 0 keeps all checkpoints; without it, the best is deleted like the others"),
     "max_skipped": (3, "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them"),
     "reward_timeout": (10.0, "a plugin may set rewards.REWARD_TIMEOUT, which is 10 seconds; see docs/rewards.md"),

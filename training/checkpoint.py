@@ -9,7 +9,6 @@ until all have been read (`Saver.wait_until_read`). Host memory holds copies onl
 is written last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
-import datetime
 import io
 import json
 import math
@@ -76,13 +75,13 @@ class Config:
 class Saver:
     """Saves the checkpoints of a run in the background."""
 
-    def __init__(self, folder: RunFolder, resumed_step: int | None, timeout: float):
-        """`resumed_step`: the step after which the run continues. `timeout`: minutes a write waits for a process."""
+    def __init__(self, folder: RunFolder, resumed_step: int | None):
+        """`resumed_step`: the step after which the run continues."""
         self.folder = folder
         # The step of the newest complete checkpoint. None after resuming from a superseded one, which is not kept.
         self.newest = resumed_step if resumed_step in checkpoints_by_step(folder.path) else None
-        max_wait = datetime.timedelta(minutes=timeout)
-        self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
+        # for the collectives of the writing thread
+        self.group = dist.new_group(backend="gloo", timeout=distributed.TIMEOUT)
         self.thread = ThreadPoolExecutor(1)
         self.pending: tuple[Future[None], int] | None = None  # the write in progress, and its step
         self.was_read = threading.Event()  # whether that write no longer needs the trained tensors

@@ -54,7 +54,7 @@ def start(cfg: Config) -> Run:
     after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
     `load_checkpoint`, and everything else (position in the data, schedule, …) from `restore`.
     """
-    device = distributed.start(cfg.hang_timeout)
+    device = distributed.start()
     check_engine_available(cfg, device)
     folder = RunFolder(cfg.output, cfg.keep_last)
     resume = folder.plan_resume(cfg.resume)
@@ -79,7 +79,7 @@ def start(cfg: Config) -> Run:
         load_checkpoint(resume.checkpoint, policy, reference, optimizers)
     resumed_step = state["step"] if resume.continues_output else None
     log = prepare_output(cfg, folder, resumed_step, collector)
-    checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
+    checkpoints = Saver(folder, resumed_step)
     before_change = checkpoints.wait_until_read
     updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
     run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)

@@ -28,7 +28,7 @@ from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
 from policy.optimizer import ShardAdamW
-from tests.helpers.runs import SMALL, config, difference, metrics, weights
+from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, run_folder
 from training.checkpoint import Saver, is_same_setting
@@ -348,9 +348,10 @@ def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterato
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
-    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `--hang_timeout` plus
-    torchrun's 30 seconds."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
+    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `distributed.TIMEOUT`
+    plus torchrun's 30 seconds."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000"]
+    flags += [f"--plugin={plugin_with_timeout(tmp_path, 18)}"]
     with started_run(tmp_path / "run", *flags, max_restarts=0) as (script, child):
         os.kill(child, how)
         killed_at = time.monotonic()
