@@ -335,8 +335,6 @@ class GRPOFlags:
     seed: int = 0
     """Seed for the data order and for sampling."""
 
-    data_weights: tuple[float, ...] = ()
-    """Relative weights for drawing prompts from several data sets; by default, the data sets' row counts."""
     max_completion_length: int = 1024
     """Maximum completion length in tokens. A completion that reaches this length without a stop token is
     truncated."""
@@ -434,7 +432,6 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
-        require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
         require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")

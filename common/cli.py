@@ -28,6 +28,7 @@ BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EI
 RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
 """Flags by the names that they had in earlier versions."""
 WENT = {
+    "data_weights": ([], "name a data set several times, as in --data a,b,b; see docs/data.md"),
     "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
     "gather": ("auto", "sharded weights are gathered once per update if a full copy fits, otherwise layer by layer"),
     "hang_timeout": (30.0, "a plugin may set common.distributed.TIMEOUT, which is 30 minutes; see docs/training.md"),

@@ -358,7 +358,6 @@ def test_a_spike_is_five_times_the_median_of_ten_norms():
         (dict(max_grad_norm=NAN), "max_grad_norm is nan: give a finite number"),
         (dict(learning_rate=math.inf), "learning_rate is inf: give a finite number"),
         (dict(temperature=math.inf), "temperature is inf"),
-        (dict(data_weights=(1.0, NAN)), "data_weights is nan"),
         (dict(dual_clip=-1.0), "dual_clip must not be negative"),
         (dict(oversample=1.1, prompts_per_step=4), "oversample is too small to draw another prompt"),
         (dict(eval_every=10), "eval_every needs eval_data"),

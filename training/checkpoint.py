@@ -425,8 +425,11 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
     """Print the settings that have changed. Raise UserError if one of them must not change."""
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     for name, (default, instead) in cli.WENT.items():
-        if old.get(name, default) != default:
-            console.log(f"note: this run had --{name} {old[name]}, which is gone: {instead}")
+        if old.get(name, default) == default:
+            continue
+        if name in MUST_MATCH:
+            raise UserError(f"--resume: {folder} had --{name} {old[name]}, which is gone; in a new run, {instead}")
+        console.log(f"note: this run had --{name} {old[name]}, which is gone: {instead}")
     if old.get("dynamic_sampling") is False:  # an earlier version has saved it beside a number of rounds
         old = old | {"dynamic_sampling_rounds": 0}
     names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings

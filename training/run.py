@@ -125,7 +125,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
+    stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
     eval_samples = []
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)

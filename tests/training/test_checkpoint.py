@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
+from common import cli
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
@@ -419,7 +420,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tiny_model, shapes, tm
     assert verify_checkpoint(tmp_path / "checkpoint-1") is None and (tmp_path / "final").is_dir()
 
 
-SETTINGS = "task data_weights rows rows_digest seed drop_last prompts_per_step num_generations model train_vision "
+SETTINGS = "task rows rows_digest seed drop_last prompts_per_step num_generations model train_vision "
 SETTINGS += "train_router lora_rank lora_alpha lora_experts adapter load_in_4bit prompts_per_update num_iterations "
 SETTINGS += "loss_type reward"
 
@@ -433,6 +434,25 @@ def test_settings_that_must_not_change(name, tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"config": {name: 1}, "collector": {}}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
         checkpoint.read_state(tmp_path, {name: 2})
+
+
+def test_flags_that_went_are_told_when_their_run_is_resumed(tmp_path, capsys):
+    """Those on which the order of the rows depends are refused. Defaults are not mentioned."""
+    defaults = {"dynamic_sampling": False, "dynamic_sampling_rounds": 10, "keep_best": False, "data_weights": []}
+    (tmp_path / "state.json").write_text(json.dumps({"config": defaults, "collector": {}}))
+    checkpoint.read_state(tmp_path, {"dynamic_sampling_rounds": 0})
+    assert capsys.readouterr().err == ""
+    saved = defaults | {"reward_timeout": 60.0, "dynamic_sampling": True}
+    (tmp_path / "state.json").write_text(json.dumps({"config": saved, "collector": {}}))
+    checkpoint.read_state(tmp_path, {"dynamic_sampling_rounds": 10})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "note: this run had --dynamic_sampling True, which is gone: " + cli.WENT["dynamic_sampling"][1]
+    assert second.startswith("note: this run had --reward_timeout 60.0, which is gone: a plugin may set rewards.REWARD")
+    (tmp_path / "state.json").write_text(json.dumps({"config": {"data_weights": [1.0, 3.0]}, "collector": {}}))
+    with pytest.raises(
+        UserError, match=r"had --data_weights \[1.0, 3.0\], which is gone; in a new run, name a data set"
+    ):
+        checkpoint.read_state(tmp_path, {})
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
