@@ -152,15 +152,11 @@ class VerifierFlags:
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
     """Time limit for one question in seconds, including all retries."""
-    verifier_retries: int = 3
-    """Maximum number of retries of a failed request. The pause before each retry is longer than the previous pause."""
-    verifier_concurrency: int = 64
-    """Maximum number of simultaneous requests per process."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""
-        if self.verifier_timeout <= 0 or self.verifier_retries < 0 or self.verifier_concurrency < 1:
-            raise ValueError("verifier_timeout and verifier_concurrency must be above 0, verifier_retries at least 0")
+        if self.verifier_timeout <= 0:
+            raise ValueError("verifier_timeout must be above 0")
 
 
 @dataclass(kw_only=True)
@@ -170,14 +166,6 @@ class RewardFlags(VerifierFlags):
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
     flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
-    reward_timeout: float = 10.0
-    """Time limit in seconds for importing the file of a user-defined reward, and for scoring one completion with it."""
-
-    def check_rewards(self) -> None:
-        """Raise ValueError for invalid settings."""
-        self.check_verifier()
-        if self.reward_timeout <= 0:
-            raise ValueError("reward_timeout must be above 0")
 
 
 @dataclass(kw_only=True)
@@ -229,10 +217,6 @@ class PolicyFlags:
     processes share one copy; hybrid: the processes of each machine share one copy. auto: none if a full copy takes less
     than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
     thirds of the memory; otherwise full."""
-    gather: Literal["auto", "layer", "update"] = "auto"
-    """When sharded weights are gathered. layer: each time a layer runs; update: once for all micro-batches of an
-    update, which needs memory for a full copy in `dtype`. auto: update if there is enough memory, otherwise layer.
-    A reference model in host memory is always gathered layer by layer."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between updates."""
     offload_reference: bool = False
@@ -323,14 +307,6 @@ class RunFlags:
     runs out of memory."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
-    keep_best: bool = False
-    """Also save a checkpoint when an evaluation on `eval_data` gives the best reward since training began, and keep the
-    best checkpoint."""
-    max_skipped: int = 3
-    """Number of skipped updates in a row after which the run stops, at the end of a step. An update is skipped if its
-    loss or gradient is not finite."""
-    hang_timeout: float = 30.0
-    """Maximum time in minutes that a process waits for the other processes. After that, the run ends with an error."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html; 0: never write them."""
     log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
@@ -341,9 +317,7 @@ class RunFlags:
         """Raise ValueError for invalid settings."""
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
-        require(self.max_skipped >= 1 and self.hang_timeout > 0, "max_skipped must be at least 1, hang_timeout above 0")
-        is_scored = self.eval_data is not None
-        require(is_scored or not (self.keep_best or self.eval_every), "keep_best and eval_every need eval_data")
+        require(self.eval_data is not None or not self.eval_every, "eval_every needs eval_data")
         for name in self.log_to:
             spec = importlib.util.find_spec(name)
             is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
@@ -361,8 +335,6 @@ class GRPOFlags:
     seed: int = 0
     """Seed for the data order and for sampling."""
 
-    data_weights: tuple[float, ...] = ()
-    """Relative weights for drawing prompts from several data sets; by default, the data sets' row counts."""
     max_completion_length: int = 1024
     """Maximum completion length in tokens. A completion that reaches this length without a stop token is
     truncated."""
@@ -380,10 +352,9 @@ class GRPOFlags:
     """μ: number of passes over the completions of each step."""
     temperature: float = 1.0
     """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
-    dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal with groups of new prompts (DAPO, arXiv:2503.14476, eq. 11)."""
-    dynamic_sampling_rounds: int = 10
-    """Maximum number of sampling rounds per step with dynamic sampling. Each round samples P prompts."""
+    dynamic_sampling_rounds: int = 0
+    """Above 0: replace groups whose rewards are all equal with groups of new prompts, in up to this many rounds of P
+    prompts per step (DAPO, arXiv:2503.14476, eq. 11). 0: no dynamic sampling."""
 
     oversample: float = 1.0
     """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are whole, and the next step
@@ -444,16 +415,15 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         check_values(self)
         self.check_run()
         self.check_data()
-        self.check_rewards()
+        self.check_verifier()
         self.check_policy()
         self.check_engine()
         require(self.num_generations >= 2, "num_generations must be at least 2: advantages are relative to a group")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
-        counts = ("max_completion_length", "num_iterations", "epochs", "dynamic_sampling_rounds", "prompts_per_step")
-        for name in counts:
+        for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         not_negative = ("seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference")
-        for name in (*not_negative, "dual_clip"):
+        for name in (*not_negative, "dual_clip", "dynamic_sampling_rounds"):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         per_step, per_update = self.prompts_per_step, self.prompts_per_update
@@ -462,7 +432,6 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
-        require(all(weight > 0 for weight in self.data_weights), "data_weights must be above 0")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
         require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")

@@ -91,7 +91,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     def __post_init__(self) -> None:
         check_values(self)
         self.check_data()
-        self.check_rewards()
+        self.check_verifier()
         self.check_engine()
         require((self.model is None) == (self.predictions is not None), "give either model or predictions")
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")

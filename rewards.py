@@ -31,7 +31,7 @@ from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import check_math, same_answer
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
-from grading.verifier import Verifier, make_verifier, parse_verdict
+from grading.verifier import CONCURRENCY, Verifier, make_verifier, parse_verdict
 from inputs.images import decode_image
 
 __all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
@@ -250,6 +250,7 @@ def gold_problem(task: str | None, answer: str) -> str | None:
 
 # --- scoring a run ----------------------------------------------------------------------------------------------------
 
+REWARD_TIMEOUT = 10.0  # seconds for importing the file of a user-defined reward, and for scoring one completion with it
 MAX_REWARD = 1e15  # larger rewards and weights could overflow float32
 MAX_UNSCORED = 0.1  # maximum fraction of unscored completions in a step; above it, the run stops
 
@@ -330,7 +331,7 @@ class Scorer:
         if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
-            found = WorkerPool(1, [PARAMETERS]).call(PARAMETERS, self.flags.reward_timeout, {"name": name})
+            found = WorkerPool(1, [PARAMETERS]).call(PARAMETERS, REWARD_TIMEOUT, {"name": name})
         except CallFailed as error:
             raise UserError(f"--reward {text}: it cannot be loaded ({error})") from error
         self.weights[function] = weight
@@ -372,7 +373,7 @@ class Scorer:
             size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
             jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
         uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
-        threads = self.flags.verifier_concurrency if self.verifier else 8 if uses_workers else 1
+        threads = CONCURRENCY if self.verifier else 8 if uses_workers else 1
         values: dict[str, list[Value]] = {name: [] for name in self.weights}
         with (
             ThreadPoolExecutor(threads) as pool,
@@ -431,7 +432,7 @@ class Scorer:
             return [self._built_in_value(name, fields) for fields in calls]
         parameters = self.parameters[name]
         calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
-        results = self.workers.call_all(self.user_functions[name], self.flags.reward_timeout, calls)
+        results = self.workers.call_all(self.user_functions[name], REWARD_TIMEOUT, calls)
         return [self._judge(self.user_functions[name], result) for result in results]
 
     def _built_in_value(self, name: str, fields: dict[str, Any]) -> Value:

@@ -27,6 +27,18 @@ T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
 """Flags by the names that they had in earlier versions."""
+WENT = {
+    "data_weights": ([], "name a data set several times, as in --data a,b,b; see docs/data.md"),
+    "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
+    "gather": ("auto", "sharded weights are gathered once per update if a full copy fits, otherwise layer by layer"),
+    "hang_timeout": (30.0, "a plugin may set common.distributed.TIMEOUT, which is 30 minutes; see docs/training.md"),
+    "keep_best": (False, "--keep_last 0 keeps all checkpoints; without it, the best is deleted like the others"),
+    "max_skipped": (3, "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them"),
+    "reward_timeout": (10.0, "a plugin may set rewards.REWARD_TIMEOUT, which is 10 seconds; see docs/rewards.md"),
+    "verifier_concurrency": (64, "a process has up to 64 requests open; set a lower limit at the verifier's server"),
+    "verifier_retries": (3, "a failed request is repeated up to 3 times; --verifier_timeout limits the time for all"),
+}
+"""Flags of earlier versions that are gone: their default, and what to do instead."""
 
 
 def _join_lines(
@@ -88,7 +100,7 @@ def check_launcher() -> None:
 
 
 def _refuse_mistakes(config: type, arguments: list[str]) -> None:
-    """End the script if a flag has a value true or false, as in TRL and verl, or is given by an earlier name."""
+    """End the script if a flag has a value true or false, as in TRL and verl, or is of an earlier version."""
     switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
@@ -98,6 +110,9 @@ def _refuse_mistakes(config: type, arguments: list[str]) -> None:
             sys.exit(2)
         if argument.startswith("--") and name in RENAMED and not hasattr(config, name):
             console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
+            sys.exit(2)
+        if argument.startswith("--") and (name := name.removeprefix("no_")) in WENT:
+            console.log(f"error: --{name} is gone: {WENT[name][1]}")
             sys.exit(2)
 
 

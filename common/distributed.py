@@ -21,6 +21,7 @@ from common.errors import RunStopped, UserError
 
 T = TypeVar("T")
 OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
+TIMEOUT = datetime.timedelta(minutes=30)  # how long a process waits for the others before the run ends with an error
 _processes: list[tuple[str, int, int]] = []  # for each rank: the torchrun that started it, its pid, its restart count
 _heartbeats: list[dist.Store] = []  # empty, or the one store in which every process records its current activity
 
@@ -43,10 +44,10 @@ def run(main: Callable[[T], None], args: T) -> None:
     cli.run(explained, args)
 
 
-def start(timeout: float = 30.0) -> torch.device:
+def start() -> torch.device:
     """Join torchrun's process group, or create one of size 1. Return this process's device.
 
-    A collective fails if it takes longer than `timeout` minutes.
+    A collective fails if it takes longer than `TIMEOUT`.
     """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -55,17 +56,16 @@ def start(timeout: float = 30.0) -> torch.device:
             raise UserError(f"process {local_rank} of this machine has no GPU of its own: start at most {gpus} here")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        max_wait = datetime.timedelta(minutes=timeout)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         store, global_rank, size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
-            store, global_rank, size = next(dist.rendezvous("env://", timeout=max_wait))
+            store, global_rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's store outlives a restart. Without a prefix, the new processes would read the addresses of the
             # dead processes and wait for them.
             store = dist.PrefixStore(f"start {restarts}", store)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=store, timeout=max_wait, rank=global_rank, world_size=size)
+        dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=global_rank, world_size=size)
         _heartbeats[:] = [dist.PrefixStore("heartbeats", store)]
         _processes[:] = all_gather((_torchrun(), os.getpid(), restarts))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -24,7 +24,7 @@ from common.records import Sample, Turn
 from config import DataFlags
 from data import Processor, validate_rows
 from grading import answers
-from grading.verifier import Verifier
+from grading.verifier import CONCURRENCY, Verifier
 from inputs.images import allow_megapixels
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, raw_rows, resolve_image
 from rewards import find_answer, vqa_reward
@@ -383,7 +383,7 @@ def judge_benchmark(
     work = [(answers.answer_part(text), sample) for sample, responses in local_rows for text in responses]
     if server:
         server.reset_failures()
-    with ThreadPoolExecutor(server.flags.verifier_concurrency if server else 8) as pool:
+    with ThreadPoolExecutor(CONCURRENCY if server else 8) as pool:
         results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
         results = iter(list(console.progress(results, "scoring", total=len(work), unit="response")))
     judgements = distributed.gather_shards([[next(results) for _ in responses] for _, responses in local_rows])

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import openai
 
 NO_KEY = "none"  # passed if there is no key, because the client requires one
+RETRIES = 3  # of a failed request; the pause before each is longer than the previous one
+CONCURRENCY = 64  # requests per process at the same time
 MAX_REPLY = 1_000_000  # bytes of an HTTP reply; a verdict takes less than 20,000
 MAX_REPLY_TOKENS = 2048  # with the thinking
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
@@ -130,7 +132,7 @@ class ReplyCache:
             self.failed = True
 
 
-def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
+def make_client(url: str) -> "openai.AsyncOpenAI":
     """Return a client for the server at `url`. The client sends the key REWARD_MODEL_KEY and no other.
 
     The client reads at most `MAX_REPLY` + 1 bytes of a reply. It ignores redirects, which could lead to other servers.
@@ -155,7 +157,7 @@ def make_client(url: str, retries: int) -> "openai.AsyncOpenAI":
         default_query=dict(urllib.parse.parse_qsl(query)),
         api_key=os.environ.get("REWARD_MODEL_KEY") or NO_KEY,
         timeout=None,  # `Verifier` limits the time of a call with all its retries
-        max_retries=retries,
+        max_retries=RETRIES,
         http_client=BoundedClient(headers={"Accept-Encoding": "identity"}, follow_redirects=False, timeout=None),
     )
     client.organization = client.project = None  # not those of OPENAI_ORG_ID and OPENAI_PROJECT_ID
@@ -170,7 +172,7 @@ class Verifier:
 
     def __init__(self, url: str, model: str | None, flags: VerifierFlags, cache: str | None = None):
         url = parse_url(url)
-        self.client = make_client(url, flags.verifier_retries)
+        self.client = make_client(url)
         self.url = hide_credentials(url)  # for messages
         self.model, self.flags = model, flags
         path, names = flags.verifier_template, ["question", "gold", "answer"]
@@ -180,7 +182,7 @@ class Verifier:
         self.cache = ReplyCache(cache or ":memory:")
         self.loop = asyncio.new_event_loop()  # in this loop, a slow call can be cancelled, whatever it waits for
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.slots = asyncio.Semaphore(flags.verifier_concurrency)
+        self.slots = asyncio.Semaphore(CONCURRENCY)
         self.lock = threading.Lock()  # guards `requests`
         self.requests: dict[str, Future] = {}  # requests in flight, keyed by their messages
 
@@ -235,7 +237,7 @@ class Verifier:
         if cached is not None:
             return parse(cached)
         async with self.slots:
-            if self.failures >= 2 * self.flags.verifier_concurrency:  # the server is down
+            if self.failures >= 2 * CONCURRENCY:  # the server is down
                 return None
             self.failures += 1  # reset to 0 once a request succeeds
             create = self.client.chat.completions.with_raw_response.create

@@ -403,17 +403,17 @@ def choose_micro_batch_size(
 def choose_gathering(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
     """Set `keep_unsharded` on `policy` and on `reference`, each to the same value on every process.
 
-    `flags.gather` decides. With "auto", a model's layers stay gathered if its full weights fit into its free memory.
-    `free_bytes` holds the free memory for the policy, then for the reference.
+    A model's layers stay gathered if its full weights fit into its free memory. A reference model in host memory is
+    always gathered layer by layer. `free_bytes` holds the free memory for the policy, then for the reference.
     """
     models = [policy] if reference in (None, policy) else [policy, reference]
     for model, available in zip(models, free_bytes):
         parameters = list(model.parameters())
         size = compute_dtype(flags.dtype, parameters[0].device).itemsize
         full_bytes = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
-        never = flags.gather == "layer" or (model is reference and flags.offload_reference)
+        never = model is reference and flags.offload_reference
         counted = is_quantised(model)  # `measure_memory` has counted the gathered adapter
-        too_large = flags.gather == "auto" and available < full_bytes and not counted
+        too_large = available < full_bytes and not counted
         model.keep_unsharded = not distributed.all_max(torch.tensor(int(never or too_large)))
 
 

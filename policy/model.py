@@ -45,7 +45,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.keep_unsharded = False
-        """Whether layers stay gathered between micro-batches; see `PolicyFlags.gather`."""
+        """Whether layers stay gathered between micro-batches; see `memory.choose_gathering`."""
         self.num_shards = 1
         """Number of processes that share one copy of the weights; see `PolicyFlags.sharding`."""
 

@@ -52,7 +52,6 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="4b needs a GPU"):
         prefix.Config()
     scale.Config(shape="tiny")
-    scale.Config(plan=True)
 
 
 @pytest.mark.parametrize("bench", [speed, tail])

@@ -475,7 +475,7 @@ def test_missing_data(tmp_path):
 
 
 def test_the_stream_goes_through_every_row_each_epoch_in_a_new_order():
-    first, second = ([row_at(index, [10], seed=3) for index in range(start, start + 10)] for start in (0, 10))
+    first, second = ([row_at(index, 10, seed=3) for index in range(start, start + 10)] for start in (0, 10))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert first != [row_at(index, [10], seed=4) for index in range(10)]
+    assert first != [row_at(index, 10, seed=4) for index in range(10)]

@@ -157,14 +157,16 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
         "def own(completion, answer, level, **fields):\n"
         "    if completion == 'hang': time.sleep(60)\n"
         "    return {'pid': os.getpid(), 'level': level}[completion]\n"
+        "rewards.REWARD_TIMEOUT = 1.0\n"
         "rewards.TASKS['own'] = rewards.Task(own)\n"
         "rewards.TASKS['same'] = rewards.Task(count_reward)\n"
     )
     monkeypatch.setattr(plugins, "_modules", {})
     monkeypatch.setattr(plugins, "_digests", {})
     monkeypatch.setattr(rewards, "TASKS", dict(rewards.TASKS))
+    monkeypatch.setattr(rewards, "REWARD_TIMEOUT", rewards.REWARD_TIMEOUT)
     plugins.load(str(plugin))
-    scorer = rewards.Scorer("own", RewardFlags(reward_timeout=1.0))
+    scorer = rewards.Scorer("own", RewardFlags())
     assert scorer.user_functions == {"own": f"{plugin}:own"}
     row = make_sample("?", "1", [], "row 1", {"level": 5})
     with pytest.raises(UserError, match="row 2 has no 'level'"):

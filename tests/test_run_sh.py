@@ -117,7 +117,7 @@ def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
     assert re.search(r"^\+ \S*python evaluate.py .*--output runs/vqa/eval --temperature 0.6", said, re.MULTILINE), said
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "adapter_config.json").touch()
-    of_rewards = {"reward": ("mine.py:reward",), "reward_timeout": 40.0, "verifier_retries": 5}
+    of_rewards = {"reward": ("mine.py:reward",), "verifier_timeout": 5.0}
     cfg = grpo.Config(
         data="rows", model="base", adapter="sft", task="vqa", max_pixels=7056, gpu_memory=24, **of_rewards
     )

@@ -159,7 +159,7 @@ def test_gdpo_keeps_groups_whose_rewards_differ_although_their_sum_does_not(brie
     code += "def even(completion, answer):\n    return 2.0 - 2 * (len(completion) % 2)\n"
     (tmp_path / "r.py").write_text(code)
     rewards = ("count=0", f"{tmp_path}/r.py:odd", f"{tmp_path}/r.py:even=0.5")
-    flags = dict(reward=rewards, advantage="gdpo", dynamic_sampling=True, dynamic_sampling_rounds=2, num_generations=8)
+    flags = dict(reward=rewards, advantage="gdpo", dynamic_sampling_rounds=2, num_generations=8)
     grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, **flags))
     (row,) = metrics(tmp_path / "run")
     assert row["reward"] == 1 and row["groups_drawn"] == 4 and row["grad_norm"] > 0
@@ -235,7 +235,7 @@ def test_two_processes_make_the_same_run(tiny_model, shapes, tmp_path):
 
 VARIANTS = {
     "dr_grpo": dict(loss_type="dr_grpo", advantage="none"),
-    "dapo": dict(loss_type="dapo", dynamic_sampling=True, dynamic_sampling_rounds=3),
+    "dapo": dict(loss_type="dapo", dynamic_sampling_rounds=3),
     "gspo": dict(loss_type="gspo", num_iterations=2),
     "cispo, sampler's log-probabilities": dict(loss_type="cispo", num_iterations=2, old_logp="sampler"),
     "every option": dict(
@@ -285,7 +285,7 @@ def test_dynamic_sampling_draws_on_until_the_groups_differ(tiny_model, shapes, t
         return float(len(calls) % 2) if (len(calls) - 1) // 4 % 2 else 0.5
 
     monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
-    flags = dict(max_steps=2, dynamic_sampling=True)
+    flags = dict(max_steps=2, dynamic_sampling_rounds=10)
     grpo.main(config(tiny_model, shapes, tmp_path, **flags))
     for row in read_jsonl(tmp_path / "metrics.jsonl"):
         assert row["groups_drawn"] == 8
@@ -322,9 +322,10 @@ def test_an_update_without_a_gradient_does_not_move_the_weights(tiny_model, shap
         return float(len(calls) % 2) if len(calls) <= 16 else 0.3
 
     monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
+    monkeypatch.setattr("training.loop.MAX_SKIPPED", 1)
     for steps in (1, 3):
         calls.clear()
-        flags = dict(max_steps=steps, weight_decay=0.1, max_skipped=1)
+        flags = dict(max_steps=steps, weight_decay=0.1)
         grpo.main(config(tiny_model, shapes, tmp_path / str(steps), **flags))
     one, three = weights(tmp_path / "1" / "final"), weights(tmp_path / "3" / "final")
     assert all(torch.equal(one[name], three[name]) for name in one)
@@ -342,7 +343,7 @@ def test_epochs_count_the_prompts_that_dynamic_sampling_draws(tiny_model, shapes
         return float(sum(map(ord, completion)) % 7 == 0)
 
     monkeypatch.setitem(rewards.TASKS, "count", replace(rewards.TASKS["count"], reward=reward))
-    flags = dict(epochs=2, dynamic_sampling=True, dynamic_sampling_rounds=4, lr_schedule="linear")
+    flags = dict(epochs=2, dynamic_sampling_rounds=4, lr_schedule="linear")
     run = grpo.set_up(config(tiny_model, shapes, tmp_path / "a", save_every=1, keep_last=0, **flags))
     run.loop.train(run, grpo.train_step)
     rows = read_jsonl(tmp_path / "a" / "metrics.jsonl")
@@ -365,7 +366,7 @@ def test_two_processes_decide_alike_on_empty_updates_and_epochs(tiny_model, shap
     code = "def rare(completion, answer, question):\n    return float(sum(map(ord, completion)) % 11 == 0)\n"
     (tmp_path / "r.py").write_text(code)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--reward={tmp_path}/r.py:rare", "--reward=count=0"]
-    flags += ["--dynamic_sampling", "--dynamic_sampling_rounds=2", "--epochs=2", "--prompts_per_update=2"]
+    flags += ["--dynamic_sampling_rounds=2", "--epochs=2", "--prompts_per_update=2"]
     flags += [f"--{name}={value}" for name, value in (SMALL | {"learning_rate": 1e-3}).items()]
     for processes in (0, 2):
         done = run_script("grpo.py", *flags, f"--output={tmp_path}/{processes}", processes=processes)
@@ -492,7 +493,7 @@ def test_groups_that_differ_in_length_alone_are_not_kept_by_dynamic_sampling(bri
     """
     (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
     more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9, dynamic_sampling_rounds=2)
-    grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, dynamic_sampling=True, **more))
+    grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, **more))
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["groups_drawn"] == 8, "every group has equal rewards, so all rounds must be drawn"
     assert row["rewards/overlong"] < 0 and row["reward_std"] > 0

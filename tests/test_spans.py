@@ -286,6 +286,6 @@ def test_a_run_with_spans_is_the_same_on_several_processes_and_with_partial_roll
     flags = SMALL | {"model": tiny_model, "data": shapes, "max_steps": 2, "learning_rate": 1e-3, "oversample": 1.5}
     flags |= {"reward": f"{tmp_path}/own.py:credit", "beta": 0.05, "dynamic_sampling_rounds": 2, "max_staleness": 1}
     arguments = [f"--{name}={value}" for name, value in flags.items()]
-    done = run_script("grpo.py", *arguments, f"--output={tmp_path}/run", "--dynamic_sampling", processes=processes)
+    done = run_script("grpo.py", *arguments, f"--output={tmp_path}/run", processes=processes)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [row["loss"] != 0 for row in metrics(tmp_path / "run")] == [True, True]

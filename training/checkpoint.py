@@ -9,7 +9,6 @@ until all have been read (`Saver.wait_until_read`). Host memory holds copies onl
 is written last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
-import datetime
 import io
 import json
 import math
@@ -76,13 +75,13 @@ class Config:
 class Saver:
     """Saves the checkpoints of a run in the background."""
 
-    def __init__(self, folder: RunFolder, resumed_step: int | None, timeout: float):
-        """`resumed_step`: the step after which the run continues. `timeout`: minutes a write waits for a process."""
+    def __init__(self, folder: RunFolder, resumed_step: int | None):
+        """`resumed_step`: the step after which the run continues."""
         self.folder = folder
         # The step of the newest complete checkpoint. None after resuming from a superseded one, which is not kept.
         self.newest = resumed_step if resumed_step in checkpoints_by_step(folder.path) else None
-        max_wait = datetime.timedelta(minutes=timeout)
-        self.group = dist.new_group(backend="gloo", timeout=max_wait)  # for the collectives of the writing thread
+        # for the collectives of the writing thread
+        self.group = dist.new_group(backend="gloo", timeout=distributed.TIMEOUT)
         self.thread = ThreadPoolExecutor(1)
         self.pending: tuple[Future[None], int] | None = None  # the write in progress, and its step
         self.was_read = threading.Event()  # whether that write no longer needs the trained tensors
@@ -91,7 +90,7 @@ class Saver:
     def save(self, tensors: dict[str, Any], state: dict[str, Any], wait: bool = False) -> None:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
-        Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step", "best" and
+        Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step" and
         everything else that `read_state` should return. All processes must call this together. An error is printed and
         sets `save_failed`, but does not prevent later saves.
         """
@@ -191,10 +190,10 @@ class Saver:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the last optimizer step; the threads read on a stream of their own
             self.was_read.clear()
-            self.pending = self.thread.submit(self._write, tensors, state["step"], state["best"]), state["step"]
+            self.pending = self.thread.submit(self._write, tensors, state["step"]), state["step"]
         return error
 
-    def _write(self, tensors: dict[str, Any], step: int, best: dict[str, float] | None) -> None:
+    def _write(self, tensors: dict[str, Any], step: int) -> None:
         """Write `tensors` and publish the checkpoint. Runs in the writing thread."""
         # The files are flushed to disk when the checkpoint is published. One thread alone would write from the default
         # stream, behind the work of training. In a file of several tensors, torch would keep them all in host memory.
@@ -207,7 +206,7 @@ class Saver:
         finally:
             self.was_read.set()
         if console.is_main():  # `dcp.save` returns here when all processes have written
-            self.folder.publish(step, best["step"] if best else None)
+            self.folder.publish(step)
 
     def _report_failure(self, step: int, error: str) -> None:
         self.save_failed = True
@@ -427,6 +426,14 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
     if "scale_rewards" in old:  # by their names in earlier versions
         old = old | {"advantage": "gdpo" if old.get("gdpo") else old["scale_rewards"]}
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
+    for name, (default, instead) in cli.WENT.items():
+        if old.get(name, default) == default:
+            continue
+        if name in MUST_MATCH:
+            raise UserError(f"--resume: {folder} had --{name} {old[name]}, which is gone; in a new run, {instead}")
+        console.log(f"note: this run had --{name} {old[name]}, which is gone: {instead}")
+    if old.get("dynamic_sampling") is False:  # an earlier version has saved it beside a number of rounds
+        old = old | {"dynamic_sampling_rounds": 0}
     names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings
     changes = {
         name: f"{name} was {old[name]}, is {new[name]}"

@@ -73,7 +73,7 @@ class Collector:
         with self.clock("sync"):
             self.engine.wake_up()
             self.engine.sync_weights(policy)
-        limit = self.cfg.dynamic_sampling_rounds if self.cfg.dynamic_sampling else 1
+        limit = self.cfg.dynamic_sampling_rounds or 1
         rounds: list[GroupRewards] = []
         kept: list[int] = []  # the groups to keep, by their index over all rounds
         local: dict[int, ScoredGroup] = {}  # this process's groups, by the same index
@@ -100,7 +100,7 @@ class Collector:
 
     def _usable(self, rewards: GroupRewards, advantages_of: AdvantagesOf) -> list[int]:
         """Return the indices of the groups that dynamic sampling keeps; without it, all."""
-        if not self.cfg.dynamic_sampling:
+        if not self.cfg.dynamic_sampling_rounds:
             return list(range(len(rewards.total)))
         advantages = advantages_of(without_penalty(rewards), self.scorer.weights, self.cfg)
         return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()

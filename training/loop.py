@@ -1,14 +1,13 @@
 """The training loop: steps, evaluations, checkpoints, reports, and how a run stops.
 
-`Loop` owns the checkpoints, the held-out rows and the best score. It takes each step with the function that it is
-given, and undoes a step that fails before its first update.
+`Loop` owns the checkpoints and the held-out rows. It takes each step with the function that it is given, and undoes a
+step that fails before its first update.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +26,8 @@ from training.checkpoint import Saver, parts_of, random_states, restore_random_s
 from training.collect import Collector
 from training.run_log import RunLog
 from training.updates import Updater
+
+MAX_SKIPPED = 3  # skipped updates in a row after which a run stops, at the end of a step
 
 
 @dataclass
@@ -58,7 +59,6 @@ class Loop:
         """`eval_samples`: the held-out rows, if any; for `interrupted`, see `Collector`."""
         self.checkpoints, self.eval_samples, self.interrupted = checkpoints, eval_samples, interrupted
         self.eval_due = bool(eval_samples)  # whether the policy has to be evaluated before the next step
-        self.best: dict[str, float] | None = None  # step and score of the best evaluation
         self.last_problem = ""  # why the most recent of the skipped updates was skipped
 
     def train(self, run: Run, train_step: TrainStep) -> None:
@@ -131,10 +131,9 @@ class Loop:
                 problem = f"evaluation after step {run.step}: {error}"
         run.log.metrics(run.step, metrics)
         run.log.print_step(run.step, max(run.steps_left, 0), metrics)
-        is_best = self._record_best(run, metrics)
         stopping = bool(problem or interrupted)
         every = run.cfg.save_every
-        is_due = bool(run.step and every and run.step % every == 0) or (is_best and run.cfg.keep_best)
+        is_due = bool(run.step and every and run.step % every == 0)
         if stopping or write_failed or self.checkpoints.save_failed or is_due:
             self.save(run, wait=stopping)
         if problem:
@@ -145,20 +144,12 @@ class Loop:
     def _too_many_skipped(self, run: Run) -> str | None:
         """Return why the run has to stop if too many updates in a row were skipped; else None."""
         updater = run.updater
-        if updater.skipped < run.cfg.max_skipped:
+        if updater.skipped < MAX_SKIPPED:
             return None
         reason = f"step {run.step}: {updater.skipped} skipped updates in a row ({self.last_problem})"
         updater.skipped = 0  # a resumed run counts anew: it would otherwise stop at once if an evaluation is due
         self.checkpoints.folder.keep_last = 0  # keep all checkpoints: the last good one may be older
         return f"{reason}; {guards.NONFINITE_HINT}"
-
-    def _record_best(self, run: Run, metrics: dict[str, float]) -> bool:
-        """Record the best evaluation since training began; return whether it is this one."""
-        score = metrics.get("eval/reward", -math.inf)
-        is_best = bool(run.step) and score > (self.best["score"] if self.best else -math.inf)
-        if is_best:
-            self.best = {"step": run.step, "score": score}
-        return is_best
 
     def save(self, run: Run, wait: bool = False) -> None:
         """Save a checkpoint in the background; with `wait`, wait until it is on disk."""
@@ -189,14 +180,13 @@ class Loop:
 
 def state_of(run: Run) -> dict[str, Any]:
     """Return all that a step changes but the policy's and the optimizer's tensors and the random states."""
-    loop = run.loop
-    progress = {"step": run.step, "best": loop.best, "eval_due": loop.eval_due}
+    progress = {"step": run.step, "eval_due": run.loop.eval_due}
     return progress | {"collector": run.collector.state_dict(), "updater": run.updater.state_dict()}
 
 
 def load_state(run: Run, state: dict[str, Any]) -> None:
     """Restore what `state_of` returned."""
-    run.step, run.loop.best, run.loop.eval_due = state["step"], state["best"], state["eval_due"]
+    run.step, run.loop.eval_due = state["step"], state["eval_due"]
     run.collector.load_state_dict(state["collector"])
     run.updater.load_state_dict(state["updater"])
 

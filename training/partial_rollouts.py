@@ -75,7 +75,7 @@ class PartialCollector(Collector):
         more than the remaining steps train on.
         """
         target = round(self.cfg.oversample * self.cfg.prompts_per_step)
-        if not (self.cfg.max_steps and self.cfg.dynamic_sampling):  # otherwise it is not known how many will be needed
+        if not (self.cfg.max_steps and self.cfg.dynamic_sampling_rounds):  # else it is not known how many are needed
             target = min(target, self.steps_left(step) * self.cfg.prompts_per_step)
         new = range(self.position, self.position + max(target - len(self.in_flight), 0))
         return [*self.in_flight, *self.stream.draw(new, step, self.cfg)]

@@ -6,7 +6,6 @@ the stream, on any number of processes.
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -46,24 +45,22 @@ class PromptStream:
         samples: list[Sample],
         processor: Processor,
         seed: int,
-        weights: tuple[float, ...] = (),
         batch: int = 1,
         drop_last: bool = False,
     ):
         """`batch` is the number of prompts that are drawn at a time; for `drop_last`, see `row_at`."""
         self.samples, self.processor, self.seed = samples, processor, seed
-        self.sizes = source_sizes(samples, weights)
         if drop_last and batch > len(samples):
             raise UserError(
                 f"--drop_last drops every row: prompts_per_step is {batch}, and there are {len(samples)} rows"
             )
         self.epoch_length = epoch_length(len(samples), batch, drop_last)
-        self.shuffled = functools.partial(
-            row_at, sizes=self.sizes, seed=seed, weights=weights, batch=batch, drop_last=drop_last
-        )
+        self.shuffled = functools.partial(row_at, rows=len(samples), seed=seed, batch=batch, drop_last=drop_last)
         self.thread = ThreadPoolExecutor(1)
         texts = "".join(json.dumps([*sample.texts, sample.answer]) for sample in samples)
-        self.fingerprint = {"rows": self.sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
+        sources = [sample.source_index for sample in samples]
+        sizes = [sources.count(source) for source in range(max(sources) + 1)]  # of the data sets
+        self.fingerprint = {"rows": sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
         self.prefetched: dict[tuple[int, int], Future[Prompt]] = {}  # by position and row
         self.lengths: dict[str, float] = {}
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
@@ -157,42 +154,19 @@ def epoch_length(rows: int, batch: int, drop_last: bool) -> int:
     return rows - (rows % batch if drop_last else 0)
 
 
-def row_at(
-    position: int,
-    sizes: Sequence[int],
-    seed: int,
-    weights: tuple[float, ...] = (),
-    batch: int = 1,
-    drop_last: bool = False,
-) -> int:
-    """Return the row at `position` in an endless shuffled stream over concatenated data sets of `sizes` rows.
+def row_at(position: int, rows: int, seed: int, batch: int = 1, drop_last: bool = False) -> int:
+    """Return the row at `position` in an endless shuffled stream over `rows` rows.
 
-    An epoch has as many positions as there are rows. Without `weights`, each epoch visits every row once, in a new
-    order. With `weights`, each data set gets its fraction of the positions in every epoch. It fills these positions
-    from its own endless shuffled stream, so that every row is eventually visited.
-
-    The stream is read `batch` positions at a time. The last batch of an epoch is filled up with other rows of the next
-    epoch, so that without `weights` no batch has a row twice. With `drop_last`, an incomplete last batch is dropped.
+    An epoch has as many positions as there are rows, and visits every row once, in a new order. The stream is read
+    `batch` positions at a time. The last batch of an epoch is filled up with other rows of the next epoch, so that no
+    batch has a row twice. With `drop_last`, an incomplete last batch is dropped.
     """
-    epoch, index = divmod(position, epoch_length(sum(sizes), batch, drop_last))
-    return int(_epoch_order(tuple(sizes), seed, epoch, weights, 1 if drop_last else batch)[index])
+    epoch, index = divmod(position, epoch_length(rows, batch, drop_last))
+    return int(_epoch_order(rows, seed, epoch, 1 if drop_last else batch)[index])
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, weights: tuple[float, ...], batch: int) -> np.ndarray:
-    rows = sum(sizes)
-    if not weights:
-        return _unweighted_order(rows, seed, epoch, batch)
-    shuffled = np.random.default_rng([seed, epoch]).permutation(rows)
-    bounds = itertools.pairwise(_bounds(weights, rows))
-    chosen = []
-    for source, (size, offset, (start, end)) in enumerate(zip(sizes, np.cumsum([0, *sizes]), bounds)):
-        positions = range(epoch * (end - start), (epoch + 1) * (end - start))
-        chosen += [offset + row_at(position, (size,), seed + 1 + source) for position in positions]
-    return np.asarray(chosen)[shuffled]
-
-
-def _unweighted_order(rows: int, seed: int, epoch: int, batch: int) -> np.ndarray:
+def _epoch_order(rows: int, seed: int, epoch: int, batch: int) -> np.ndarray:
     """Return the rows of an epoch in an order in which its first batch repeats none of the previous epoch's last rows.
 
     That depends on the previous epoch's order, and so on, back to an epoch that begins with a batch of its own.
@@ -206,26 +180,3 @@ def _unweighted_order(rows: int, seed: int, epoch: int, batch: int) -> np.ndarra
             first = order[~np.isin(order, previous[-begun:])][: batch - begun]
             order = np.concatenate([first, order[~np.isin(order, first)]])
     return order
-
-
-def _bounds(weights: tuple[float, ...], rows: int) -> list[int]:
-    """Return where the positions of each data set start in an epoch of `rows` positions, and where the last ends."""
-    return [0, *np.round(np.cumsum(weights) / sum(weights) * rows).astype(int).tolist()] if weights else []
-
-
-def source_sizes(samples: list[Sample], weights: tuple[float, ...]) -> list[int]:
-    """Return the number of rows of each data set.
-
-    Raises UserError if weights are given but their number differs from the number of data sets.
-    """
-    sources = [sample.source_index for sample in samples]
-    sizes = [sources.count(source) for source in range(max(sources) + 1)]
-    if weights and len(weights) != len(sizes):
-        raise UserError(f"--data_weights has {len(weights)} weights for {len(sizes)} data sets: give one for each")
-    for source, (start, end) in enumerate(itertools.pairwise(_bounds(weights, sum(sizes))), start=1):
-        if start == end or not sizes[source - 1]:
-            raise UserError(
-                f"--data_weights: data set {source} has {sizes[source - 1]} rows and would get {end - start} of the "
-                f"{sum(sizes)} prompts of an epoch: leave it out, or give it a larger weight"
-            )
-    return sizes

@@ -52,11 +52,11 @@ def start(cfg: Config) -> Run:
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
     sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
     after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
-    `load_checkpoint`, and everything else (position in the data, schedule, best score, …) from `restore`.
+    `load_checkpoint`, and everything else (position in the data, schedule, …) from `restore`.
     """
-    device = distributed.start(cfg.hang_timeout)
+    device = distributed.start()
     check_engine_available(cfg, device)
-    folder = RunFolder(cfg.output, cfg.keep_last, cfg.keep_best)
+    folder = RunFolder(cfg.output, cfg.keep_last)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
@@ -79,7 +79,7 @@ def start(cfg: Config) -> Run:
         load_checkpoint(resume.checkpoint, policy, reference, optimizers)
     resumed_step = state["step"] if resume.continues_output else None
     log = prepare_output(cfg, folder, resumed_step, collector)
-    checkpoints = Saver(folder, resumed_step, cfg.hang_timeout)
+    checkpoints = Saver(folder, resumed_step)
     before_change = checkpoints.wait_until_read
     updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
     run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)
@@ -125,7 +125,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    stream = PromptStream(samples, processor, cfg.seed, cfg.data_weights, cfg.prompts_per_step, cfg.drop_last)
+    stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
     eval_samples = []
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
@@ -203,6 +203,6 @@ def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, col
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Continue `run` from the `state` of a checkpoint; see `check_state`."""
     load_state(run, state)
-    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # the best score is of other rows
-        run.loop.best, run.loop.eval_due = None, True
+    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # other rows have no score yet
+        run.loop.eval_due = True
     run.loop.eval_due &= bool(run.loop.eval_samples)  # the resumed command may have no --eval_data

@@ -43,11 +43,10 @@ class ResumePlan:
 class RunFolder:
     """The checkpoints in the output folder of a run."""
 
-    def __init__(self, output: str, keep_last: int = 0, keep_best: bool = False):
-        """`keep_last` and `keep_best` say which checkpoints are kept; `keep_last` 0 keeps all."""
-        self.path, self.keep_last, self.keep_best = Path(output), keep_last, keep_best
+    def __init__(self, output: str, keep_last: int = 0):
+        """`keep_last`: number of most recent checkpoints to keep; 0: all."""
+        self.path, self.keep_last = Path(output), keep_last
         self.lock: IO[str] | None = None
-        self.best_step: int | None = None  # the best step whose checkpoint has been saved
 
     def plan_resume(self, requested: str | None) -> ResumePlan:
         """Return where the run starts, the same on every process.
@@ -150,7 +149,7 @@ class RunFolder:
         """Return the folder into which the checkpoint of `step` is written until it is complete."""
         return partial_path(self.path / f"checkpoint-{step}")
 
-    def publish(self, step: int, best_step: int | None) -> None:
+    def publish(self, step: int) -> None:
         """Give the written checkpoint of `step` its manifest and its final name, then delete expired checkpoints.
 
         Raises OSError if there already is a checkpoint of `step`, which is then kept.
@@ -161,9 +160,7 @@ class RunFolder:
         flush(self.path)
         checkpoints = checkpoints_by_step(self.path)
         steps = sorted(other for other in checkpoints if other <= step)
-        if self.keep_best and best_step in checkpoints:  # otherwise saving it has failed: keep the best one that exists
-            self.best_step = best_step
-        kept = {*steps[-self.keep_last :], self.best_step}  # the slice [-0:] is the whole list
+        kept = steps[-self.keep_last :]  # the slice [-0:] is the whole list
         expired = [checkpoints[other] for other in steps if other not in kept]
         superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
         expired += [folder for other, folder in superseded.items() if other <= step]

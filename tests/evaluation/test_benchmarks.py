@@ -525,7 +525,7 @@ def test_a_reply_of_the_extractor_that_is_cut_off_is_no_answer(server, tmp_path,
     monkeypatch.setenv("REWARD_MODEL_NAME", "judge")
     server.reply = lambda body: reply
     server.finish = finish
-    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_retries=0), str(tmp_path / "cache.sqlite"))
+    verifier = Verifier(server.url, "judge", VerifierFlags(), str(tmp_path / "cache.sqlite"))
     for requests in (1, 2):
         assert verifier.extract("Which colour?", "I cannot say") == answer
         assert len(server.requests) == (requests if answer is None else 1), "only an answer is cached"
@@ -547,18 +547,19 @@ def test_a_letter_is_never_read_into_a_gold():
     assert right("mathvista", row, "(A)", "c", "(C)", "(C) b") == [True, True, False, False]
 
 
-def test_a_missing_extractor_is_not_replaced_by_the_rule(server, tmp_path):
+def test_a_missing_extractor_is_not_replaced_by_the_rule(server, tmp_path, monkeypatch):
     """One missing reply in twelve is counted and reported; two in twelve stop the evaluation."""
     server.reply = lambda body: "3"
     rows = [
         VISTA | dict(question=f"{i}", answer_type="integer", answer="3", response=f"it is 3 {i}") for i in range(12)
     ]
-    flags = dict(benchmark="mathvista", verifier_url=server.url, verifier_retries=0, output=str(tmp_path / "o"))
+    flags = dict(benchmark="mathvista", verifier_url=server.url, output=str(tmp_path / "o"))
+    monkeypatch.setattr("grading.verifier.RETRIES", 0)
     for bad in (1, 2):
         server.status = [200] * 13
         server.status[1 : 1 + bad] = [500] * bad
         saved = write_jsonl(tmp_path / "p.jsonl", rows)
-        cfg = Config(**flags, predictions=saved, judge_cache=str(tmp_path / f"{bad}.sqlite"), verifier_concurrency=2)
+        cfg = Config(**flags, predictions=saved, judge_cache=str(tmp_path / f"{bad}.sqlite"))
         if bad == 2:
             with pytest.raises(UserError, match="17% of the responses have no reply from the extractor"):
                 evaluate.main(cfg)
@@ -569,7 +570,7 @@ def test_a_missing_extractor_is_not_replaced_by_the_rule(server, tmp_path):
         assert scores["score"] == pytest.approx(11 / 12)
 
 
-def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
+def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys, monkeypatch):
     server.reply = lambda body: "Correct" if "hypotenuse" in body["messages"][1]["content"] else "Incorrect"
     common = dict(query_wo="Q?", question="Q?")
     rows = [
@@ -584,9 +585,10 @@ def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys):
     assert scores["score"] == pytest.approx(2 / 3)
     assert scores["scoring"] == "judge judge"
     server.status = 500
+    monkeypatch.setattr("grading.verifier.RETRIES", 0)
     flags["judge_cache"] = str(tmp_path / "new.sqlite")
     with pytest.raises(UserError, match="cannot be used"):
-        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o2"), verifier_retries=0))
+        evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o2")))
 
 
 # --- saved predictions ------------------------------------------------------------------------------------------------

@@ -413,9 +413,10 @@ def test_the_tasks_own_weight_can_be_set(user_file):
     assert [r.total for r in group] == pytest.approx([-1.0, -7.0])
 
 
-def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(user_file):
+def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(user_file, monkeypatch):
+    monkeypatch.setattr(rewards, "REWARD_TIMEOUT", 1.0)
     start = time.perf_counter()
-    scorer, group, error = scored(user_file, "user:slow", texts=("3", "slow 1", "3", "slow 2", "3"), reward_timeout=1.0)
+    scorer, group, error = scored(user_file, "user:slow", texts=("3", "slow 1", "3", "slow 2", "3"))
     assert error is None
     assert [r.total == r.total for r in group] == [True, False, True, False, True]
     assert "user.py:slow took longer than 1 s" in scorer.why_none
@@ -668,10 +669,11 @@ def timed(name, completion, gold):
         ("def f(completion): pass", "it must be a function of"),
     ],
 )
-def test_a_reward_that_cannot_be_imported_is_refused(tmp_path, code, message):
+def test_a_reward_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, code, message):
+    monkeypatch.setattr(rewards, "REWARD_TIMEOUT", 1.0)
     (tmp_path / "r.py").write_text(code)
     with pytest.raises(UserError, match=message):
-        Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",), reward_timeout=1.0))
+        Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:f",)))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,15 @@ from rewards import Scorer
 from tests.helpers.judge_server import HostileServer, Server
 from tests.helpers.rows import make_sample
 
-QUICK = dict(verifier_timeout=0.5, verifier_retries=1)
+QUICK = dict(verifier_timeout=0.5)
+
+
+@pytest.fixture(autouse=True)
+def retries(monkeypatch):
+    """Return a function that sets the number of retries, which is 1 here."""
+    set_retries = functools.partial(monkeypatch.setattr, "grading.verifier.RETRIES")
+    set_retries(1)
+    return set_retries
 
 
 def client(server: Server, **flags) -> Verifier:
@@ -100,8 +108,9 @@ def test_no_candidate_can_know_its_own_mark():
     assert f"two marks {mark}" not in second
 
 
-def test_requests_run_concurrently_and_within_their_bound(server):
-    verifier = client(server, verifier_timeout=10, verifier_concurrency=5)
+def test_requests_run_concurrently_and_within_their_bound(server, monkeypatch):
+    monkeypatch.setattr("grading.verifier.CONCURRENCY", 5)
+    verifier = client(server, verifier_timeout=10)
     server.seconds = 0.2
     with ThreadPoolExecutor(20) as pool:
         assert all(pool.map(lambda i: verifier("q", "gold", f"candidate {i}"), range(20)))
@@ -111,8 +120,9 @@ def test_requests_run_concurrently_and_within_their_bound(server):
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_verifier_gives_no_verdict_within_its_time(server):
-    verifier = client(server, verifier_timeout=1.0, verifier_retries=3)
+def test_a_slow_verifier_gives_no_verdict_within_its_time(server, retries):
+    retries(3)
+    verifier = client(server, verifier_timeout=1.0)
     server.seconds = 30
     start = time.perf_counter()
     assert rewards.math_reward(think("x y"), "z", "q", verifier) is None
@@ -122,8 +132,9 @@ def test_a_slow_verifier_gives_no_verdict_within_its_time(server):
     assert rewards.math_reward(think("x y"), "z", "q", verifier) == 1, "a failed request must not be cached"
 
 
-def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
-    verifier = client(server, verifier_timeout=10, verifier_retries=2)
+def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server, retries):
+    retries(2)
+    verifier = client(server, verifier_timeout=10)
     server.status = [500, 503, 200]
     assert verifier("q", "a", "b") is True
     server.status = 500
@@ -135,8 +146,9 @@ def test_a_failing_verifier_is_asked_again_and_then_gives_no_verdict(server):
     assert len(server.requests) == 7, "a refused request must not be retried"
 
 
-def test_threads_that_ask_the_same_question_share_its_failure(server):
-    verifier = client(server, verifier_timeout=10, verifier_retries=0)
+def test_threads_that_ask_the_same_question_share_its_failure(server, retries):
+    retries(0)
+    verifier = client(server, verifier_timeout=10)
     server.status, server.seconds = 500, 1.0
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda _: verifier("q", "a", "b"), range(8))) == [None] * 8
@@ -180,11 +192,12 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize("head", [b"", HEAD + b"\r\n", b"HTTP/1.1 500 No\r\n\r\n"])
-def test_a_verifier_that_sends_one_byte_after_another_is_held_to_the_time_limit(head):
+def test_a_verifier_that_sends_one_byte_after_another_is_held_to_the_time_limit(head, retries):
     """The bytes come faster than any limit on the time between two of them, in the headers or in the body."""
     text = b"HTTP/1.1 200 OK\r\nX: " + b"y" * 500 if not head else b" " * 500
     server = HostileServer([head, *(text[i : i + 1] for i in range(len(text)))], pause=0.1)
-    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=1.0, verifier_retries=3))
+    retries(3)
+    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=1.0))
     start = time.perf_counter()
     assert verifier("q", "a", "b") is None
     assert time.perf_counter() - start < 2
@@ -201,10 +214,11 @@ def test_a_verifier_that_sends_one_byte_after_another_is_held_to_the_time_limit(
         HEAD + b"Transfer-Encoding: chunked\r\n",
     ],
 )
-def test_only_the_first_megabyte_of_a_reply_is_read(head):
+def test_only_the_first_megabyte_of_a_reply_is_read(head, retries):
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n" if b"chunked" in head else b" " * 65536
     server = HostileServer(itertools.chain([head + b"\r\n"], itertools.repeat(chunk, 4800)))  # 300 MB
-    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=20, verifier_retries=0))
+    retries(0)
+    verifier = Verifier(server.url, "judge", VerifierFlags(verifier_timeout=20))
     assert verifier("q", "a", "b") is None
     assert server.sent < 20e6, "the rest may only be in the buffers of the sockets"
     assert "TimeoutError" not in verifier.last_error and len(verifier.last_error) <= 200
@@ -237,12 +251,13 @@ def test_the_replies_in_a_cache_are_those_of_one_model(server, tmp_path):
     assert [request["model"] for request in server.requests] == ["small", "large"]
 
 
-def test_a_refusing_verifier_is_given_up_for_the_round(server):
+def test_a_refusing_verifier_is_given_up_for_the_round(server, monkeypatch):
+    monkeypatch.setattr("grading.verifier.CONCURRENCY", 4)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     patient = QUICK | {"verifier_timeout": 20}  # on a busy machine even a refusal takes its time
-    verifier = Verifier(f"http://127.0.0.1:{port}", "judge", VerifierFlags(**patient, verifier_concurrency=4))
+    verifier = Verifier(f"http://127.0.0.1:{port}", "judge", VerifierFlags(**patient))
     start = time.perf_counter()
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda i: verifier("q", "a", str(i)), range(200)))
@@ -387,10 +402,11 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
     assert "<image>" not in server.requests[-1]["messages"][1]["content"]
 
 
-def test_each_step_asks_a_verifier_anew_that_was_given_up(server):
+def test_each_step_asks_a_verifier_anew_that_was_given_up(server, retries, monkeypatch):
     """Otherwise, a run would have no verdicts any more after a short outage."""
-    flags = dict(verifier_retries=0, verifier_concurrency=1)  # it is given up after two failures
-    scorer = Scorer("math", RewardFlags(verifier_url=server.url, verifier_model="judge", **flags))
+    retries(0)
+    monkeypatch.setattr("grading.verifier.CONCURRENCY", 1)  # it is given up after two failures
+    scorer = Scorer("math", RewardFlags(verifier_url=server.url, verifier_model="judge"))
     group = [Rollout(torch.zeros(1), torch.zeros(1), text=think(f"answer {i}")) for i in range(4)]
     for status, want, requests in ((500, math.nan, 2), (200, 1, 4)):
         server.status, before = status, len(server.requests)

@@ -52,9 +52,9 @@ VARIANTS = {  # name: (flags, order of the groups); each of n processes takes ev
         [1, 3, 0, 2, 5],
     ),
     "a copy on each of two machines": ({"sharding": "hybrid", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
-    "gathered once": ({"gather": "update", "micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
+    "gathered once": ({"micro_batch_tokens": 60}, [0, 1, 2, 3, 4, 5]),
     "two machines, gathered once, trained vision tower": (
-        {"sharding": "hybrid", "gather": "update", "train_vision": True, "micro_batch_tokens": 60},
+        {"sharding": "hybrid", "train_vision": True, "micro_batch_tokens": 60},
         [0, 1, 2, 3, 4, 5],
     ),
     "two machines, trained vision tower, first micro-batch without images": (
@@ -110,10 +110,13 @@ def count_gathers(policy) -> dict[str, int]:
     return counts
 
 
-def gradients(model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool) -> dict:
+def gradients(
+    model: str, processor, flags: dict, order: list[int], interleave: bool, evened_out: bool, gathered_once: bool
+) -> dict:
     """Return the gradients and stats of one update, and the number of micro-batches.
 
     With `interleave`, only every second prompt has images. With `evened_out`, the first process starts with all groups.
+    With `gathered_once`, there is memory for the full weights.
     """
     cfg = Config(
         data="rows", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
@@ -121,7 +124,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
     resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
-    choose_gathering(policy, None, cfg, (0, 0))
+    choose_gathering(policy, None, cfg, (2**40 if gathered_once else 0, 0))
     groups = fixed_groups(processor, images_at_even_indices=interleave)
     groups = [replace(groups[old], index=new) for new, old in enumerate(order)]
     advantages = group_advantages(torch.tensor([[rewards.total for rewards in group.rewards] for group in groups]))
@@ -134,7 +137,7 @@ def gradients(model: str, processor, flags: dict, order: list[int], interleave: 
         minibatch = updater.balance(training_groups(cfg, groups if console.is_main() else [], advantages))
     else:
         minibatch = training_groups(cfg, distributed.shard(groups), advantages)
-    gathers = count_gathers(policy) if cfg.gather == "update" else {}
+    gathers = count_gathers(policy) if gathered_once else {}
     if cfg.beta or gathers:
         completion_logprobs(policy, minibatch, 1.0, tokens)
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters() if parameter.requires_grad)
@@ -159,7 +162,8 @@ def main(model: str, out: str, only: str = "") -> None:
     results = {}
     for name in only.split("|") if only else VARIANTS:
         flags, order = VARIANTS[name]
-        results[name] = gradients(model, processor, flags, order, "without images" in name, "evened out" in name)
+        ways = (way in name for way in ("without images", "evened out", "gathered once"))
+        results[name] = gradients(model, processor, flags, order, *ways)
     if console.is_main():
         torch.save(results, out)
     distributed.barrier()

@@ -42,3 +42,11 @@ def metrics(folder: pathlib.Path) -> list[dict]:
     """Return the logged metrics of a run, except timings."""
     timed = ("time/", "idle/", "step_time", "tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def plugin_with_timeout(folder: pathlib.Path, seconds: int) -> str:
+    """Write a plugin with which a process waits `seconds` for the others, and return its path."""
+    path = folder / "timeout.py"
+    lines = f"distributed.TIMEOUT = datetime.timedelta(seconds={seconds})\n"
+    path.write_text(f"import datetime\n\nfrom common import distributed\n\n{lines}")
+    return str(path)

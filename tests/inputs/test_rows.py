@@ -33,7 +33,7 @@ from data import encode_prompt, load_processor, load_samples
 from inputs.images import check_image, decode_image, fitted_size
 from inputs.rows import Cell, raw_rows
 from tests.helpers.scripts import ROOT, VECTORS, run_script
-from training.prompt_stream import row_at, source_sizes
+from training.prompt_stream import row_at
 
 
 def png(colour: str = "blue", size: int = 60) -> bytes:
@@ -466,15 +466,11 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
     )
     samples = load_samples(f"{text}, {image}", "math")
     assert [s.source_index for s in samples] == [0] * 6 + [1] * 2
-    sizes = source_sizes(samples, ())
-    assert sizes == [6, 2]
-    order = [row_at(index, sizes, 0) for index in range(8)]
+    order = [row_at(index, len(samples), 0) for index in range(8)]
     assert sorted(order) == list(range(8))
     assert order != sorted(order), "the rows of all data sets must be shuffled together"
-    with pytest.raises(UserError, match="--data_weights has 3 weights for 2 data sets"):
-        source_sizes(samples, (1.0, 2.0, 3.0))
-    with pytest.raises(UserError, match="data set 2 has 2 rows and would get 0 of the 8 prompts of an epoch"):
-        source_sizes(samples, (300.0, 1.0))
+    twice = load_samples(f"{text},{image},{image}", "math")
+    assert [s.source_index for s in twice] == [0] * 6 + [1] * 2 + [2] * 2, "a data set may be named several times"
     with pytest.raises(UserError, match="has an empty entry"):
         load_samples(f"{text},,{image}", "math")
     odd = tmp_path_factory.mktemp("a, b")
@@ -482,18 +478,6 @@ def test_several_data_sets_are_mixed(folder, tmp_path_factory):
     bad = jsonl(folder / "bad.jsonl", {"prompt": "q", "answer": ""})
     with pytest.raises(UserError, match=r"bad\.jsonl: no usable row"):
         load_samples(f"{text},{bad}", "math", skip_bad_rows=True)
-
-
-def test_weights_set_each_data_sets_share_and_leave_no_row_out():
-    sizes, weights = [90, 10], (1.0, 1.0)
-    drawn = [row_at(index, sizes, 7, weights) for index in range(400)]
-    for epoch in range(4):
-        epoch_rows = drawn[100 * epoch : 100 * (epoch + 1)]
-        assert sum(row >= 90 for row in epoch_rows) == 50
-    assert {row for row in drawn if row >= 90} == set(range(90, 100))
-    assert set(drawn[:200]) >= set(range(90)), "with fifty rows per epoch, two epochs must draw all ninety rows"
-    assert drawn == [row_at(index, sizes, 7, weights) for index in range(400)]
-    assert drawn != [row_at(index, sizes, 8, weights) for index in range(400)]
 
 
 # --- duplicates, corrupt images, archives -----------------------------------------------------------------------------

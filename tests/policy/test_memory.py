@@ -92,24 +92,22 @@ def test_a_large_requested_micro_batch_is_checkpointed(policy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "flag", "want", "want_reference"),
+    ("tokens", "want"),
     [
-        (9_000, "auto", False, True),  # micro-batches fill the memory, but passes without gradients need little memory
-        (50_000, "auto", True, True),
-        (50_000, "layer", False, False),
-        (9_000, "update", True, True),
+        (9_000, False),  # micro-batches fill the memory, but passes without gradients need little memory
+        (50_000, True),
     ],
 )
-def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatch, tokens, flag, want, want_reference):
+def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatch, tokens, want):
     distributed.start()
     set_free_memory(monkeypatch, policy, 0, tokens)
     cpu = torch.device("cpu")
     policy, reference = (
         apply_fsdp(p, cpu, torch.float32) for p in (policy, load_policy(tiny_model, PolicyFlags(), cpu))
     )
-    memory.choose_micro_batch_size(policy, reference, PolicyFlags(gather=flag), 2000, GPU)
-    assert (policy.keep_unsharded, reference.keep_unsharded) == (want, want_reference)
-    offloaded = PolicyFlags(gather=flag, offload_reference=True)
+    memory.choose_micro_batch_size(policy, reference, PolicyFlags(), 2000, GPU)
+    assert (policy.keep_unsharded, reference.keep_unsharded) == (want, True)
+    offloaded = PolicyFlags(offload_reference=True)
     memory.choose_micro_batch_size(policy, reference, offloaded, 2000, GPU)
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, False)
 

@@ -20,6 +20,7 @@ from policy.batches import micro_batches
 from policy.model import load_policy
 from policy.sharding import apply_fsdp, unsharded
 from tests.helpers.models import make_group
+from tests.helpers.runs import plugin_with_timeout
 from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
 from training.run_log import check_output_folder
 
@@ -204,7 +205,8 @@ def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_mode
 
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     """On one machine, torchrun and its worker are killed and restarted. The run resumes from the newest checkpoint."""
-    command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, hang_timeout=1)
+    plugin = plugin_with_timeout(tmp_path, 60)
+    command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, plugin=plugin)
     port = free_port()
     with on_machine(0, port, *command, processes=1) as first:
         with on_machine(1, port, *command, processes=1):

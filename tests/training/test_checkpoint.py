@@ -24,11 +24,12 @@ import torch
 from safetensors.torch import load_file
 
 import grpo
+from common import cli
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
 from policy.optimizer import ShardAdamW
-from tests.helpers.runs import SMALL, config, difference, metrics, weights
+from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, run_folder
 from training.checkpoint import Saver, is_same_setting
@@ -227,35 +228,25 @@ def test_a_named_checkpoint_is_gone_on_from(saved, tiny_model, shapes, tmp_path)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_the_last_and_the_best_are_kept(tiny_model, shapes, tmp_path, monkeypatch):
-    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
-    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
-    flags = dict(max_steps=5, save_every=1, keep_last=2, keep_best=True, eval_every=1, eval_data=shapes)
-    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
-        "checkpoint-1",
-        "checkpoint-4",
-        "checkpoint-5",
-    ]
-    assert json.loads((tmp_path / "checkpoint-5" / "state.json").read_text())["best"] == {"step": 1, "score": 0.9}
+@pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
+def test_the_last_are_kept(keep_last, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
+    folder = RunFolder(str(tmp_path), keep_last)
+    for step in range(1, 5):
+        folder.partial(step).mkdir()
+        folder.publish(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in kept]
 
 
-def test_the_best_is_not_saved_unless_it_is_to_be_kept(tiny_model, shapes, tmp_path):
-    """The evaluation after step 1 is the best so far. A checkpoint after each of them would cost time and space."""
-    flags = dict(max_steps=2, save_every=0, eval_every=1, eval_data=shapes)
-    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-
-
-def test_the_best_is_kept_when_the_same_held_out_rows_are_spelled_otherwise(tiny_model, shapes, tmp_path, monkeypatch):
+def test_the_same_held_out_rows_in_another_spelling_are_not_evaluated_again(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
     monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
-    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
     same = os.path.relpath(shapes)
     grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=same, resume="newest", **flags))
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-3"]
     grpo.main(config(tiny_model, shapes, output, max_steps=3, eval_data=shapes, resume="newest", **flags))
     assert next(scores) == 0.4, "a finished run is not evaluated again"
 
@@ -266,17 +257,17 @@ def test_urls_with_credentials_are_compared_without_them():
     assert is_same_setting(None, None) and not is_same_setting("rows", None)
 
 
-def test_the_best_of_other_held_out_rows_is_forgotten(tiny_model, shapes, tmp_path, monkeypatch):
+def test_other_held_out_rows_are_evaluated_before_the_next_step(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
     monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
     shutil.copytree(shapes, tmp_path / "others")
-    flags = dict(save_every=1, keep_last=1, keep_best=True, eval_every=1)
+    flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
     grpo.main(
         config(tiny_model, shapes, output, max_steps=4, eval_data=str(tmp_path / "others"), resume="newest", **flags)
     )
-    assert json.loads((output / "checkpoint-4" / "state.json").read_text())["best"] == {"step": 4, "score": 0.5}
+    assert next(scores, None) is None, "after step 2 of the resumed run, too"
 
 
 def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, shapes, tmp_path, capsys):
@@ -358,9 +349,10 @@ def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterato
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
-    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `--hang_timeout` plus
-    torchrun's 30 seconds."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
+    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `distributed.TIMEOUT`
+    plus torchrun's 30 seconds."""
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000"]
+    flags += [f"--plugin={plugin_with_timeout(tmp_path, 18)}"]
     with started_run(tmp_path / "run", *flags, max_restarts=0) as (script, child):
         os.kill(child, how)
         killed_at = time.monotonic()
@@ -428,7 +420,7 @@ def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tiny_model, shapes, tm
     assert verify_checkpoint(tmp_path / "checkpoint-1") is None and (tmp_path / "final").is_dir()
 
 
-SETTINGS = "task data_weights rows rows_digest seed drop_last prompts_per_step num_generations model train_vision "
+SETTINGS = "task rows rows_digest seed drop_last prompts_per_step num_generations model train_vision "
 SETTINGS += "train_router lora_rank lora_alpha lora_experts adapter load_in_4bit prompts_per_update num_iterations "
 SETTINGS += "loss_type reward"
 
@@ -442,6 +434,25 @@ def test_settings_that_must_not_change(name, tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"config": {name: 1}, "collector": {}}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
         checkpoint.read_state(tmp_path, {name: 2})
+
+
+def test_flags_that_went_are_told_when_their_run_is_resumed(tmp_path, capsys):
+    """Those on which the order of the rows depends are refused. Defaults are not mentioned."""
+    defaults = {"dynamic_sampling": False, "dynamic_sampling_rounds": 10, "keep_best": False, "data_weights": []}
+    (tmp_path / "state.json").write_text(json.dumps({"config": defaults, "collector": {}}))
+    checkpoint.read_state(tmp_path, {"dynamic_sampling_rounds": 0})
+    assert capsys.readouterr().err == ""
+    saved = defaults | {"reward_timeout": 60.0, "dynamic_sampling": True}
+    (tmp_path / "state.json").write_text(json.dumps({"config": saved, "collector": {}}))
+    checkpoint.read_state(tmp_path, {"dynamic_sampling_rounds": 10})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "note: this run had --dynamic_sampling True, which is gone: " + cli.WENT["dynamic_sampling"][1]
+    assert second.startswith("note: this run had --reward_timeout 60.0, which is gone: a plugin may set rewards.REWARD")
+    (tmp_path / "state.json").write_text(json.dumps({"config": {"data_weights": [1.0, 3.0]}, "collector": {}}))
+    with pytest.raises(
+        UserError, match=r"had --data_weights \[1.0, 3.0\], which is gone; in a new run, name a data set"
+    ):
+        checkpoint.read_state(tmp_path, {})
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):

@@ -228,7 +228,7 @@ def saved_progress(run: pathlib.Path, step: int) -> dict:
     folder = run / f"checkpoint-{step}"
     state = json.loads((folder / "state.json").read_text())
     in_flight = torch.load(folder / "in_flight.pt") if (folder / "in_flight.pt").is_file() else []
-    progress = {name: state[name] for name in ("step", "eval_due", "best", "collector", "updater")}
+    progress = {name: state[name] for name in ("step", "eval_due", "collector", "updater")}
     return progress | {"in_flight": [(each["position"], each["step"]) for each in in_flight]}
 
 
@@ -293,7 +293,7 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
 
 
 def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained, capsys):
-    flags = dict(dynamic_sampling=True, dynamic_sampling_rounds=3, max_steps=3)
+    flags = dict(dynamic_sampling_rounds=3, max_steps=3)
     grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))
     rows = metrics(tmp_path)
     assert len(rows) == 3
