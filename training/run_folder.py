@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 LOCK = "run.lock"
 SUPERSEDED_SUFFIX = ".before-resume"
 WRITTEN = re.compile(rf"(final|checkpoint-\d+({re.escape(SUPERSEDED_SUFFIX)})?)(\.partial)?")  # what a run may delete
-RESTART_WAIT = 120.0  # seconds; a file server may keep the locks of a lost machine for 90 seconds
+LOCK_WAIT = 120.0  # seconds that `--resume auto` waits; a file server may keep a lost machine's lock for 90 seconds
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,22 @@ class RunFolder:
     def plan_resume(self, requested: str | None) -> ResumePlan:
         """Return where the run starts, the same on every process.
 
-        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
-        restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
-        damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run uses the
-        folder, if there is no checkpoint, or if the requested checkpoint is damaged.
+        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. If the newest
+        checkpoint is damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run
+        uses the folder, if there is no checkpoint, or if the requested checkpoint is damaged. With "auto", the
+        processes of an earlier start have time to end first.
         """
         plan = None
         with distributed.shared_errors():
             if console.is_main():
                 if os.path.exists(self.path / LOCK):  # a run that may still be refused must not write into a new folder
-                    self._lock()
+                    self._lock(LOCK_WAIT if requested == "auto" else 0.0)
                 plan = self._plan_resume(requested)
         return distributed.all_gather(plan)[0]
 
-    def _lock(self) -> None:
-        """Lock the folder until the process ends. Raises UserError if another run has it.
-
-        After a restart, wait for a while: the processes of the previous start may not have ended yet.
-        """
-        give_up_at = time.monotonic() + (RESTART_WAIT if distributed.restarted() else 0.0)
+    def _lock(self, wait: float = 0.0) -> None:
+        """Lock the folder until the process ends. Raises UserError if another run still has it after `wait` seconds."""
+        give_up_at = time.monotonic() + wait
         in_use = f"another run writes to {str(self.path)!r}: wait until it ends, stop it, or choose another --output"
         while True:
             try:
@@ -86,13 +83,11 @@ class RunFolder:
             time.sleep(0.5)
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
-        restarted = distributed.restarted() and self._is_same_launch()
-        continue_if_possible = restarted or requested == "auto"
         # A superseded checkpoint is deleted by the first save after it: if it is there, nothing was saved since.
         named = Path(requested or "")
         is_superseded = named.name.endswith(SUPERSEDED_SUFFIX) and named.is_dir()
         start_again = is_superseded and named.resolve().parent == self.path.resolve()
-        if requested == "newest" or (continue_if_possible and not start_again and checkpoints_by_step(self.path)):
+        if requested == "newest" or (requested == "auto" and not start_again and checkpoints_by_step(self.path)):
             checkpoint = self._newest_complete()
         elif not requested or requested == "auto":
             checkpoint = None
@@ -100,13 +95,7 @@ class RunFolder:
             checkpoint = named_checkpoint(Path(requested), "--resume")
         is_own = checkpoint is not None and checkpoint.resolve().parent == self.path.resolve()
         is_unfinished = requested == "auto" and not (self.path / "final").exists()
-        return ResumePlan(checkpoint, is_own, restarted or is_unfinished)
-
-    def _is_same_launch(self) -> bool:
-        """Return whether the run in the folder was started by the same torchrun, on any of its machines."""
-        path = self.path / "config.json"
-        launchers = json.loads(path.read_text()).get("launch", []) if path.is_file() else []
-        return not set(launchers).isdisjoint(distributed.launcher_ids())
+        return ResumePlan(checkpoint, is_own, is_unfinished)
 
     def _newest_complete(self) -> Path:
         checkpoints = checkpoints_by_step(self.path)

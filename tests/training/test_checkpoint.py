@@ -357,9 +357,9 @@ def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterato
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model, shapes, tmp_path):
-    """If a process dies, the job ends within 30 seconds. If a process hangs, the job ends within `--hang_timeout` plus
-    torchrun's 30 seconds."""
+def test_a_process_that_dies_or_hangs_ends_the_job(how, tiny_model, shapes, tmp_path):
+    """If a process dies, the job ends within 30 seconds, and torchrun names the process. If a process hangs, the job
+    ends within `--hang_timeout` plus torchrun's 30 seconds."""
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=1000", "--hang_timeout=0.3"]
     with started_run(tmp_path / "run", *flags, max_restarts=0) as (script, child):
         os.kill(child, how)
@@ -367,14 +367,14 @@ def test_a_process_that_dies_or_hangs_ends_the_job_and_is_named(how, tiny_model,
         status, stderr = script.wait(90)
     assert time.monotonic() - killed_at < (30 if how == signal.SIGKILL else 60)
     assert status != 0
-    message = r'another process died or hangs .*; last seen: rank [01] in "\w+" \d+ s ago'
-    assert re.search(message, stderr), stderr[-3000:]
+    assert "another process died or hangs (" in stderr, stderr[-3000:]
+    assert how == signal.SIGSTOP or f"Signal 9 (SIGKILL) received by PID {child}" in stderr, stderr[-3000:]
 
 
 @SLOW  # tests/policy/test_sharding.py replaces a whole machine by the same means
 def test_a_killed_process_is_started_again(tiny_model, shapes, tmp_path):
     """With `--max_restarts`, torchrun restarts the job, which resumes from its checkpoint and finishes."""
-    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=9"]
+    flags = [f"--model={tiny_model}", f"--data={shapes}", "--max_steps=9", "--resume=auto"]
     with started_run(tmp_path / "run", *flags, max_restarts=1) as (script, child):
         os.kill(child, signal.SIGKILL)
         check_success(script)
