@@ -26,8 +26,7 @@ from common.files import flush, lock_file, partial_path
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
-SUPERSEDED_SUFFIX = ".before-resume"
-WRITTEN = re.compile(rf"(final|checkpoint-\d+({re.escape(SUPERSEDED_SUFFIX)})?)(\.partial)?")  # what a run may delete
+WRITTEN = re.compile(r"(final|checkpoint-\d+)(\.partial)?")  # what a run may delete
 LOCK_WAIT = 120.0  # seconds that `--resume auto` waits; a file server may keep a lost machine's lock for 90 seconds
 
 
@@ -54,8 +53,8 @@ class RunFolder:
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. If the newest
         checkpoint is damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run
-        uses the folder, if there is no checkpoint, or if the requested checkpoint is damaged. With "auto", the
-        processes of an earlier start have time to end first.
+        uses the folder, if there is no checkpoint, or if the requested checkpoint is damaged or not the newest of the
+        folder. With "auto", the processes of an earlier start have time to end first.
         """
         plan = None
         with distributed.shared_errors():
@@ -83,19 +82,19 @@ class RunFolder:
             time.sleep(0.5)
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
-        # A superseded checkpoint is deleted by the first save after it: if it is there, nothing was saved since.
-        named = Path(requested or "")
-        is_superseded = named.name.endswith(SUPERSEDED_SUFFIX) and named.is_dir()
-        start_again = is_superseded and named.resolve().parent == self.path.resolve()
-        if requested == "newest" or (requested == "auto" and not start_again and checkpoints_by_step(self.path)):
+        checkpoints = checkpoints_by_step(self.path)
+        if requested == "newest" or (requested == "auto" and checkpoints):
             checkpoint = self._newest_complete()
         elif not requested or requested == "auto":
             checkpoint = None
         else:
             checkpoint = named_checkpoint(Path(requested), "--resume")
-        is_own = checkpoint is not None and checkpoint.resolve().parent == self.path.resolve()
+        own_steps = [step for step, own in checkpoints.items() if checkpoint and own.samefile(checkpoint)]
+        later = [path for step, path in checkpoints.items() if own_steps and step > own_steps[0]]
+        if complete := [path for path in later if verify_checkpoint(path) is None]:
+            raise UserError(f"--resume: {complete[0]} is newer than {checkpoint}: choose a new --output to start there")
         is_unfinished = requested == "auto" and not (self.path / "final").exists()
-        return ResumePlan(checkpoint, is_own, is_unfinished)
+        return ResumePlan(checkpoint, bool(own_steps), is_unfinished)
 
     def _newest_complete(self) -> Path:
         checkpoints = checkpoints_by_step(self.path)
@@ -112,9 +111,8 @@ class RunFolder:
     def prepare(self, step: int | None) -> None:
         """Prepare the folder for a run that resumes after `step`; for a new run (None), delete any earlier run.
 
-        Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
-        checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
-        process if another run has started in the folder since `plan_resume`.
+        Call this after all other checks have passed. Raises UserError on every process if another run has started in
+        the folder since `plan_resume`.
         """
         with distributed.shared_errors():
             if console.is_main() and not self.lock:
@@ -128,12 +126,6 @@ class RunFolder:
         if step is None:
             for folder in [path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)]:
                 _delete(folder)
-            return
-        for later, folder in checkpoints_by_step(self.path).items():
-            if later > step:
-                superseded = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
-                _delete(superseded)
-                folder.rename(superseded)
 
     def partial(self, step: int) -> Path:
         """Return the folder into which the checkpoint of `step` is written until it is complete."""
@@ -142,28 +134,27 @@ class RunFolder:
     def publish(self, step: int, best_step: int | None) -> None:
         """Give the written checkpoint of `step` its manifest and its final name, then delete expired checkpoints.
 
-        Raises OSError if there already is a checkpoint of `step`, which is then kept.
+        A damaged checkpoint of `step`, from before the run was resumed, is replaced. Raises OSError if there already is
+        a complete one, which is then kept.
         """
-        partial = self.partial(step)
+        partial, checkpoint = self.partial(step), self.path / f"checkpoint-{step}"
         write_manifest(partial)
-        partial.rename(self.path / f"checkpoint-{step}")
+        if verify_checkpoint(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        partial.rename(checkpoint)
         flush(self.path)
         checkpoints = checkpoints_by_step(self.path)
         steps = sorted(other for other in checkpoints if other <= step)
         if self.keep_best and best_step in checkpoints:  # otherwise saving it has failed: keep the best one that exists
             self.best_step = best_step
         kept = {*steps[-self.keep_last :], self.best_step}  # the slice [-0:] is the whole list
-        expired = [checkpoints[other] for other in steps if other not in kept]
-        superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
-        expired += [folder for other, folder in superseded.items() if other <= step]
-        for folder in expired:
-            _delete(folder)
+        for expired in [checkpoints[other] for other in steps if other not in kept]:
+            _delete(expired)
 
 
-def checkpoints_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
-    """Return the folders in `folder` that are named `checkpoint-STEP` plus `suffix`, keyed by step."""
-    pattern = rf"checkpoint-(\d+){re.escape(suffix)}"
-    matches = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("checkpoint-*")]
+def checkpoints_by_step(folder: Path) -> dict[int, Path]:
+    """Return the folders in `folder` that are named `checkpoint-STEP`, keyed by step."""
+    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     return {int(match[1]): path for match, path in matches if match}
 
 

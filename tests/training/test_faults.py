@@ -62,25 +62,55 @@ def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tiny_model, shapes, tmp_path):
-    """After resuming from step 2, a complete checkpoint-4 and a damaged checkpoint-9 do not displace new checkpoints.
+def test_an_older_checkpoint_is_resumed_in_a_folder_of_its_own(saved, tiny_model, shapes, tmp_path):
+    """In its own folder, the run would meet the later checkpoint again. Nothing is changed there."""
+    shutil.copytree(saved, tmp_path / "run")
+    resume, before = str(tmp_path / "run" / "checkpoint-2"), list_files(tmp_path / "run")
+    flags = dict(max_steps=4, save_every=2, resume=resume)
+    for more in ({}, {"overwrite": True}):
+        with pytest.raises(UserError, match=r"^--resume: \S+-4 is newer than \S+-2: choose a new --output to start"):
+            grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags, **more))
+    grpo.main(config(tiny_model, shapes, tmp_path / "new", **flags))
+    assert list_files(tmp_path / "run") == before
+    assert difference(tmp_path / "new" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
+
+
+def list_files(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """Return all files of `folder` but its lock, and when they were last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+
+def test_damaged_checkpoints_after_the_one_resumed_are_in_nobodys_way(saved, tiny_model, shapes, tmp_path):
+    """A damaged checkpoint-4 is replaced, and a damaged checkpoint-9 does not displace new checkpoints.
 
     The partly written checkpoint that a killed run left behind is deleted.
     """
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(saved / "checkpoint-4", tmp_path / "run" / "checkpoint-9")
-    (tmp_path / "run" / "checkpoint-9" / "state.json").write_text("{")
+    for name in ("checkpoint-4", "checkpoint-9"):
+        (tmp_path / "run" / name / "state.json").write_text("{")
     (tmp_path / "run" / "checkpoint-3.partial").mkdir()
-    resume = str(tmp_path / "run" / "checkpoint-2")
-    run = grpo.set_up(
-        config(tiny_model, shapes, tmp_path / "run", max_steps=4, save_every=1, keep_last=1, resume=resume)
-    )
+    for resume in (str(tmp_path / "run" / "checkpoint-2"), "newest"):
+        flags = dict(max_steps=4, save_every=1, keep_last=1, resume=resume)
+        run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert names == {"checkpoint-2", "checkpoint-4.before-resume", "checkpoint-9.before-resume"}
+    assert names == {"checkpoint-2", "checkpoint-4", "checkpoint-9"}
     run.loop.train(run, grpo.train_step)
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert names == {"checkpoint-4", "checkpoint-9.before-resume"}
+    assert names == {"checkpoint-4", "checkpoint-9"}
     assert difference(tmp_path / "run" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
+
+
+def test_a_complete_checkpoint_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
+    monkeypatch.setattr(run_folder, "verify_checkpoint", lambda _: None)
+    folder = RunFolder(str(tmp_path))
+    for path in (tmp_path / "checkpoint-1", folder.partial(1)):
+        path.mkdir()
+        (path / "file").touch()
+    with pytest.raises(OSError, match="not empty"):
+        folder.publish(1, None)
+    assert (tmp_path / "checkpoint-1" / "file").is_file()
 
 
 def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path):
