@@ -27,6 +27,8 @@ T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
 RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
 """Flags by the names that they had in earlier versions."""
+WENT = {"explain_memory": "the metric memory_gib"}
+"""What to use instead of flags that earlier versions had."""
 
 
 def _join_lines(
@@ -88,7 +90,7 @@ def check_launcher() -> None:
 
 
 def _refuse_mistakes(config: type, arguments: list[str]) -> None:
-    """End the script if a flag has a value true or false, as in TRL and verl, or is given by an earlier name."""
+    """End the script if a flag has a value true or false, as in TRL and verl, or is one of an earlier version."""
     switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
@@ -98,6 +100,9 @@ def _refuse_mistakes(config: type, arguments: list[str]) -> None:
             sys.exit(2)
         if argument.startswith("--") and name in RENAMED:
             console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
+            sys.exit(2)
+        if argument.startswith("--") and name in WENT:
+            console.log(f"error: --{name} went: use {WENT[name]} instead")
             sys.exit(2)
 
 
