@@ -191,8 +191,6 @@ class PolicyFlags:
     micro_batch_tokens: int = 0
     """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
     most 10240 (16384 without a GPU). Without dropout, the gradient does not depend on this number."""
-    explain_memory: bool = False
-    """On a GPU, when the size of the micro-batches is chosen, print what the memory is used for."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
     full: all layers, which takes a third more compute; auto: as few layers as allow micro-batches of 8192 tokens."""

@@ -24,7 +24,8 @@
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
 #   ADAPTER                           an SFT adapter of MODEL to continue training
-#   N_GPUS=8, RESTARTS=3              number of processes on this machine; of several, restarts after one of them dies
+#   N_GPUS=8, RESTARTS=3              number of processes on this machine; of several, restarts after one of them dies,
+#                                     which needs --resume auto
 #   NNODES=2, NODE_RANK=0             number of machines; index of this machine, starting at 0
 #   MASTER_ADDR=10.0.0.1, MASTER_PORT address and port of the first machine
 #   SEED=1                            a different seed for the demos

@@ -30,6 +30,7 @@ RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", 
 WENT = {
     "data_weights": ([], "name a data set several times, as in --data a,b,b; see docs/data.md"),
     "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
+    "explain_memory": (False, "the metric memory_gib says how much memory a step takes; see docs/metrics.md"),
     "gather": ("auto", "sharded weights are gathered once per update if a full copy fits, otherwise layer by layer"),
     "hang_timeout": (30.0, "a plugin may set common.distributed.TIMEOUT, which is 30 minutes; see docs/training.md"),
     "keep_best": (False, "--keep_last 0 keeps all checkpoints; without it, the best is deleted like the others"),
@@ -100,7 +101,7 @@ def check_launcher() -> None:
 
 
 def _refuse_mistakes(config: type, arguments: list[str]) -> None:
-    """End the script if a flag has a value true or false, as in TRL and verl, or is of an earlier version."""
+    """End the script if a flag has a value true or false, as in TRL and verl, or is one of an earlier version."""
     switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")

@@ -4,8 +4,6 @@ import contextlib
 import datetime
 import heapq
 import os
-import pathlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -22,12 +20,10 @@ from common.errors import RunStopped, UserError
 T = TypeVar("T")
 OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
 TIMEOUT = datetime.timedelta(minutes=30)  # how long a process waits for the others before the run ends with an error
-_processes: list[tuple[str, int, int]] = []  # for each rank: the torchrun that started it, its pid, its restart count
-_heartbeats: list[dist.Store] = []  # empty, or the one store in which every process records its current activity
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Call `cli.run`; report the death of another process, or a lack of GPU memory, in one line as well."""
+    """Call `cli.run`; report the loss of another process, or a lack of GPU memory, in one line as well."""
 
     def explained(args: T) -> None:
         try:
@@ -38,8 +34,9 @@ def run(main: Callable[[T], None], args: T) -> None:
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
                 raise
-            reason = f"another process died or hangs ({str(error).strip().splitlines()[0][:120]})"
-            raise RunStopped(f"{reason}; last seen: {last_heartbeats() or 'unknown'}", status=1) from None
+            time.sleep(1)  # so that torchrun, which names the process that ended first, notices the one that died
+            reason = str(error).strip().splitlines()[0][:120]
+            raise RunStopped(f"another process died or hangs ({reason})", status=1) from None
 
     cli.run(explained, args)
 
@@ -56,18 +53,15 @@ def start() -> torch.device:
             raise UserError(f"process {local_rank} of this machine has no GPU of its own: start at most {gpus} here")
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         store, global_rank, size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
             store, global_rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's store outlives a restart. Without a prefix, the new processes would read the addresses of the
             # dead processes and wait for them.
-            store = dist.PrefixStore(f"start {restarts}", store)
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, timeout=TIMEOUT, rank=global_rank, world_size=size)
-        _heartbeats[:] = [dist.PrefixStore("heartbeats", store)]
-        _processes[:] = all_gather((_torchrun(), os.getpid(), restarts))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
@@ -75,58 +69,6 @@ def shutdown() -> None:
     """Leave the process group, whose gloo threads may otherwise abort the process while the interpreter shuts down."""
     if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators
         dist.destroy_process_group()
-
-
-def _torchrun() -> str:
-    """Return an id, unique across machines, of the torchrun that started this process; "" without torchrun."""
-    if "GROUP_RANK" not in os.environ:
-        return ""
-    start_time = ""  # part of the id because pids are reused
-    with contextlib.suppress(OSError):  # only Linux has /proc
-        start_time = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()} {os.getppid()} {start_time}"
-
-
-def launcher_ids() -> list[str]:
-    """Return the ids of this run's torchruns. A restart keeps all ids; a replacement machine has a new id."""
-    return sorted({torchrun for torchrun, _, _ in _processes if torchrun})
-
-
-def restarted() -> bool:
-    """Return whether torchrun has restarted this command on any machine; a replacement machine counts from 0."""
-    return any(restarts for _, _, restarts in _processes)
-
-
-def peer_died() -> bool:
-    """Return whether another process of the same torchrun has died."""
-    for torchrun, pid, _ in _processes:
-        try:
-            if torchrun and torchrun == _processes[rank()][0]:
-                os.kill(pid, 0)
-        except OSError:
-            return True
-    return False
-
-
-def heartbeat(activity: str) -> None:
-    """Record what this process does from now on, for the error message of another process."""
-    for store in _heartbeats:
-        store.set(str(rank()), f"{time.time()} {activity}")
-
-
-def last_heartbeats() -> str:
-    """Return the last recorded activity of up to 16 other processes, or "" if the store is unavailable.
-
-    The oldest activity comes first, because it most likely belongs to the dead process.
-    """
-    heartbeats = []
-    with contextlib.suppress(RuntimeError):  # torchrun hosts the store and may have died, too
-        for other in range(world_size()):
-            if other != rank() and _heartbeats[0].check([str(other)]):
-                timestamp, _, activity = _heartbeats[0].get(str(other)).decode().partition(" ")
-                heartbeats.append((time.time() - float(timestamp), other, activity))
-    oldest = sorted(heartbeats, reverse=True)[:16]
-    return ", ".join(f'rank {other} in "{activity}" {age:.0f} s ago' for age, other, activity in oldest)
 
 
 def memory_fraction(gib: float) -> float:

@@ -313,10 +313,6 @@ class MemoryBudget:
         """What is left for the activations of a micro-batch."""
         return self.total - self.margin - self.in_use - self.optimizer - self.logits - self.gathered
 
-    def __str__(self) -> str:
-        names = ("total", "margin", "in_use", "optimizer", "logits", "gathered", "activations")
-        return "\n".join(f"{name:12}{getattr(self, name) / 2**30:8.2f} GiB" for name in names)
-
 
 def measure_memory(
     policy: Policy, flags: PolicyFlags, device: torch.device, limit: float, sharding: str
@@ -394,9 +390,6 @@ def choose_micro_batch_size(
     checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
     gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
     console.log(f"micro-batches of {size} tokens, {checkpointing}{gathering}")
-    if flags.explain_memory:
-        per_token = token_bytes[num_checkpointed] / 2**20
-        console.log(f"{memory}\nof which    {size * per_token / 1024:8.2f} GiB, {per_token:.3f} MiB a token")
     return size
 
 

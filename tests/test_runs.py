@@ -743,6 +743,10 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
         (["evaluate.py", model, data, "--max_tokens=4"], "error: --max_tokens has a new name: write --max_completion"),
         (["grpo.py", model, data, "--gdpo"], "error: --gdpo has a new name: write --advantage gdpo"),
+        (
+            ["grpo.py", model, data, "--explain_memory"],
+            "error: --explain_memory went: use the metric memory_gib instead",
+        ),
         (["grpo.py", model, data, "--advantage=x"], "error: --advantage x: choose one of group, batch, none, gdpo"),
         (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]

@@ -44,7 +44,7 @@ from policy.model import Policy, load_policy
 from policy.optimizer import Optimizers
 from policy.sharding import AFTER_UPDATE
 from training.export import export
-from training.run_folder import RunFolder, checkpoints_by_step, named_checkpoint
+from training.run_folder import RunFolder, named_checkpoint
 
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
 # of updates depend on them, and nobody changes `loss_type` or `reward` within a run on purpose. Other settings, such as
@@ -78,8 +78,7 @@ class Saver:
     def __init__(self, folder: RunFolder, resumed_step: int | None):
         """`resumed_step`: the step after which the run continues."""
         self.folder = folder
-        # The step of the newest complete checkpoint. None after resuming from a superseded one, which is not kept.
-        self.newest = resumed_step if resumed_step in checkpoints_by_step(folder.path) else None
+        self.newest = resumed_step  # the step of the newest complete checkpoint in the folder
         # for the collectives of the writing thread
         self.group = dist.new_group(backend="gloo", timeout=distributed.TIMEOUT)
         self.thread = ThreadPoolExecutor(1)

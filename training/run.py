@@ -56,6 +56,7 @@ def start(cfg: Config) -> Run:
     """
     device = distributed.start()
     check_engine_available(cfg, device)
+    check_restarts(cfg)
     folder = RunFolder(cfg.output, cfg.keep_last)
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
@@ -86,6 +87,13 @@ def start(cfg: Config) -> Run:
     if state:
         restore(run, state)
     return run
+
+
+def check_restarts(cfg: Config) -> None:
+    """Raise UserError if torchrun may restart this command and it would then not continue its own run."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and cfg.resume not in ("auto", "newest"):
+        raise UserError(f"with --max_restarts {restarts}, torchrun runs the same command again: add --resume auto")
 
 
 def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:

@@ -1,24 +1,20 @@
 """The output folder of a run: its lock, which checkpoints it holds, which one is resumed, and which ones are deleted.
 
-A checkpoint is a folder `checkpoint-STEP`. Its `manifest.json` holds the size and hash of each file, so a damaged
-checkpoint is recognised before any of it is loaded. The folder is written as `checkpoint-STEP.partial`, flushed to disk
-and renamed when it is complete, and renamed back before it is deleted. A killed run therefore never leaves a part of a
-checkpoint under the final name.
+A checkpoint is a folder `checkpoint-STEP`. It is written as `checkpoint-STEP.partial`, flushed to disk and renamed when
+it is complete, and renamed back before it is deleted. A killed run therefore never leaves a part of a checkpoint under
+the final name. `manifest.json` holds the size of each file, so a truncated or missing file is noticed before anything
+is loaded.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
-
-from torch.distributed.checkpoint import FileSystemReader
 
 from common import console, distributed
 from common.errors import UserError
@@ -26,9 +22,8 @@ from common.files import flush, lock_file, partial_path
 
 MANIFEST = "manifest.json"
 LOCK = "run.lock"
-SUPERSEDED_SUFFIX = ".before-resume"
-WRITTEN = re.compile(rf"(final|checkpoint-\d+({re.escape(SUPERSEDED_SUFFIX)})?)(\.partial)?")  # what a run may delete
-RESTART_WAIT = 120.0  # seconds; a file server may keep the locks of a lost machine for 90 seconds
+WRITTEN = re.compile(r"(final|checkpoint-\d+)(\.partial)?")  # what a run may delete
+LOCK_WAIT = 120.0  # seconds that `--resume auto` waits; a file server may keep a lost machine's lock for 90 seconds
 
 
 @dataclass(frozen=True)
@@ -51,25 +46,22 @@ class RunFolder:
     def plan_resume(self, requested: str | None) -> ResumePlan:
         """Return where the run starts, the same on every process.
 
-        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. After torchrun has
-        restarted this launch, the newest checkpoint is used, whatever was requested. If the newest checkpoint is
-        damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run uses the
-        folder, if there is no checkpoint, or if the requested checkpoint is damaged.
+        `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. If the newest
+        checkpoint is damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run
+        uses the folder, if there is no checkpoint, or if the requested checkpoint is damaged or not the newest of the
+        folder. With "auto", the processes of an earlier start have time to end first.
         """
         plan = None
         with distributed.shared_errors():
             if console.is_main():
                 if os.path.exists(self.path / LOCK):  # a run that may still be refused must not write into a new folder
-                    self._lock()
+                    self._lock(LOCK_WAIT if requested == "auto" else 0.0)
                 plan = self._plan_resume(requested)
         return distributed.all_gather(plan)[0]
 
-    def _lock(self) -> None:
-        """Lock the folder until the process ends. Raises UserError if another run has it.
-
-        After a restart, wait for a while: the processes of the previous start may not have ended yet.
-        """
-        give_up_at = time.monotonic() + (RESTART_WAIT if distributed.restarted() else 0.0)
+    def _lock(self, wait: float = 0.0) -> None:
+        """Lock the folder until the process ends. Raises UserError if another run still has it after `wait` seconds."""
+        give_up_at = time.monotonic() + wait
         in_use = f"another run writes to {str(self.path)!r}: wait until it ends, stop it, or choose another --output"
         while True:
             try:
@@ -85,27 +77,19 @@ class RunFolder:
             time.sleep(0.5)
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
-        restarted = distributed.restarted() and self._is_same_launch()
-        continue_if_possible = restarted or requested == "auto"
-        # A superseded checkpoint is deleted by the first save after it: if it is there, nothing was saved since.
-        named = Path(requested or "")
-        is_superseded = named.name.endswith(SUPERSEDED_SUFFIX) and named.is_dir()
-        start_again = is_superseded and named.resolve().parent == self.path.resolve()
-        if requested == "newest" or (continue_if_possible and not start_again and checkpoints_by_step(self.path)):
+        checkpoints = checkpoints_by_step(self.path)
+        if requested == "newest" or (requested == "auto" and checkpoints):
             checkpoint = self._newest_complete()
         elif not requested or requested == "auto":
             checkpoint = None
         else:
             checkpoint = named_checkpoint(Path(requested), "--resume")
-        is_own = checkpoint is not None and checkpoint.resolve().parent == self.path.resolve()
+        own_steps = [step for step, own in checkpoints.items() if checkpoint and own.samefile(checkpoint)]
+        later = [path for step, path in checkpoints.items() if own_steps and step > own_steps[0]]
+        if complete := [path for path in later if verify_checkpoint(path) is None]:
+            raise UserError(f"--resume: {complete[0]} is newer than {checkpoint}: choose a new --output to start there")
         is_unfinished = requested == "auto" and not (self.path / "final").exists()
-        return ResumePlan(checkpoint, is_own, restarted or is_unfinished)
-
-    def _is_same_launch(self) -> bool:
-        """Return whether the run in the folder was started by the same torchrun, on any of its machines."""
-        path = self.path / "config.json"
-        launchers = json.loads(path.read_text()).get("launch", []) if path.is_file() else []
-        return not set(launchers).isdisjoint(distributed.launcher_ids())
+        return ResumePlan(checkpoint, bool(own_steps), is_unfinished)
 
     def _newest_complete(self) -> Path:
         checkpoints = checkpoints_by_step(self.path)
@@ -122,9 +106,8 @@ class RunFolder:
     def prepare(self, step: int | None) -> None:
         """Prepare the folder for a run that resumes after `step`; for a new run (None), delete any earlier run.
 
-        Checkpoints after `step` are renamed to `checkpoint-STEP.before-resume` and deleted once the run has saved a
-        checkpoint of that step or a later one. Call this after all other checks have passed. Raises UserError on every
-        process if another run has started in the folder since `plan_resume`.
+        Call this after all other checks have passed. Raises UserError on every process if another run has started in
+        the folder since `plan_resume`.
         """
         with distributed.shared_errors():
             if console.is_main() and not self.lock:
@@ -138,12 +121,6 @@ class RunFolder:
         if step is None:
             for folder in [path for path in self.path.iterdir() if WRITTEN.fullmatch(path.name)]:
                 _delete(folder)
-            return
-        for later, folder in checkpoints_by_step(self.path).items():
-            if later > step:
-                superseded = folder.with_name(folder.name + SUPERSEDED_SUFFIX)
-                _delete(superseded)
-                folder.rename(superseded)
 
     def partial(self, step: int) -> Path:
         """Return the folder into which the checkpoint of `step` is written until it is complete."""
@@ -152,26 +129,25 @@ class RunFolder:
     def publish(self, step: int) -> None:
         """Give the written checkpoint of `step` its manifest and its final name, then delete expired checkpoints.
 
-        Raises OSError if there already is a checkpoint of `step`, which is then kept.
+        A damaged checkpoint of `step`, from before the run was resumed, is replaced. Raises OSError if there already is
+        a complete one, which is then kept.
         """
-        partial = self.partial(step)
+        partial, checkpoint = self.partial(step), self.path / f"checkpoint-{step}"
         write_manifest(partial)
-        partial.rename(self.path / f"checkpoint-{step}")
+        if verify_checkpoint(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        partial.rename(checkpoint)
         flush(self.path)
         checkpoints = checkpoints_by_step(self.path)
         steps = sorted(other for other in checkpoints if other <= step)
         kept = steps[-self.keep_last :]  # the slice [-0:] is the whole list
-        expired = [checkpoints[other] for other in steps if other not in kept]
-        superseded = checkpoints_by_step(self.path, SUPERSEDED_SUFFIX)
-        expired += [folder for other, folder in superseded.items() if other <= step]
-        for folder in expired:
-            _delete(folder)
+        for expired in [checkpoints[other] for other in steps if other not in kept]:
+            _delete(expired)
 
 
-def checkpoints_by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
-    """Return the folders in `folder` that are named `checkpoint-STEP` plus `suffix`, keyed by step."""
-    pattern = rf"checkpoint-(\d+){re.escape(suffix)}"
-    matches = [(re.fullmatch(pattern, path.name), path) for path in folder.glob("checkpoint-*")]
+def checkpoints_by_step(folder: Path) -> dict[int, Path]:
+    """Return the folders in `folder` that are named `checkpoint-STEP`, keyed by step."""
+    matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
     return {int(match[1]): path for match, path in matches if match}
 
 
@@ -197,57 +173,21 @@ def _delete(folder: Path) -> None:
         partial.unlink()  # if it was a file
 
 
-# --- the manifest -----------------------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: Path) -> None:
-    """Write `manifest.json` with the size and hash of every file in `folder`, then flush everything to disk.
-
-    The last line of the manifest is the hash of its other lines. Raises OSError if a file of the checkpoint is missing.
-    """
+    """Write `manifest.json` with the size of every file in `folder`, then flush everything to disk."""
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
-    if missing := _required_files(folder) - {path.name for path in paths}:
-        raise FileNotFoundError(f"{folder}: {min(missing)} is missing")
-    (folder / MANIFEST).write_bytes(_append_hash(json.dumps({"files": _fingerprints(paths)}, indent=1).encode()))
+    files = {path.name: {"size": path.stat().st_size} for path in paths}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     for path in [*paths, folder / MANIFEST, folder]:
         flush(path)
 
 
 def verify_checkpoint(folder: Path) -> str | None:
-    """Compare the checkpoint in `folder` with its manifest; return an error message, or None if all bytes match."""
+    """Compare the checkpoint in `folder` with its manifest; return an error message, or None if all sizes match."""
     try:
-        manifest = (folder / MANIFEST).read_bytes()
-        text = manifest[:-66]  # the rest is a hash of 64 digits between two line breaks
-        if manifest != _append_hash(text):
-            return f"{folder}: its {MANIFEST} is damaged"
-        written = json.loads(text)["files"]
-        found = _fingerprints([folder / name for name in written])
-        if damaged := [name for name in written if found[name] != written[name]]:
-            return f"{folder}: {damaged[0]} is damaged: its size or hash differs from {MANIFEST}"
-        missing = _required_files(folder) - written.keys()
+        text = (folder / MANIFEST).read_text()
+        files = json.JSONDecoder().raw_decode(text)[0]["files"]  # in earlier versions, a hash follows
+        damaged = [name for name, file in files.items() if (folder / name).stat().st_size != file["size"]]
     except (OSError, ValueError, KeyError) as error:
         return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:300]})"
-    return f"{folder} is not a complete checkpoint: {MANIFEST} does not list {min(missing)}" if missing else None
-
-
-def _required_files(folder: Path) -> set[str]:
-    """Return the names of all files that resuming from the checkpoint in `folder` reads."""
-    world_size = json.loads((folder / "state.json").read_text())["world_size"]
-    shards = {shard.relative_path for shard in FileSystemReader(folder).read_metadata().storage_data.values()}
-    return {"state.json", ".metadata", *(f"random-{rank}.pt" for rank in range(world_size))} | shards
-
-
-def _append_hash(text: bytes) -> bytes:
-    return text + f"\n{hashlib.sha256(text).hexdigest()}\n".encode()
-
-
-def _fingerprints(paths: list[Path]) -> dict[str, dict[str, int | str]]:
-    """Return the size and hash of each file, by name."""
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(_hash, paths))
-    return {path.name: {"size": path.stat().st_size, "sha256": digest} for path, digest in zip(paths, hashes)}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return f"{folder}: {damaged[0]} is damaged: its size differs from {MANIFEST}" if damaged else None

@@ -61,8 +61,8 @@ class RunLog:
         self.flushes_reported = False  # whether full GPU memory has been reported
         if not console.is_main():
             return
-        launch = {"launch": distributed.launcher_ids(), "world_size": distributed.world_size()}
-        launch |= {"command": shlex.join(sys.argv), "git_commit": git_commit()} | plugins.record()
+        launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
+        launch |= plugins.record()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated

@@ -74,17 +74,6 @@ def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, num_checkpoi
     )
 
 
-def test_the_memory_budget_is_explained(policy, monkeypatch, capsys):
-    set_free_memory(monkeypatch, policy, 2, 9_000)
-    size = memory.choose_micro_batch_size(policy, None, PolicyFlags(explain_memory=True), 2000, GPU)
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines()[1:-1])
-    terms = {name: float(text.removesuffix(" GiB")) for name, text in lines.items()}
-    assert terms["total"] == 16.0 and terms["margin"] == pytest.approx(16 * memory.MARGIN, abs=0.01)
-    spent = sum(terms[name] for name in ("margin", "in_use", "optimizer", "logits", "gathered", "activations"))
-    assert spent == pytest.approx(terms["total"], abs=0.05)
-    assert terms["activations"] == pytest.approx(size * memory.bytes_per_token(policy, 2, True) / 2**30, abs=0.01)
-
-
 def test_a_large_requested_micro_batch_is_checkpointed(policy, monkeypatch):
     set_free_memory(monkeypatch, policy, 2, 20_000)
     assert memory.choose_micro_batch_size(policy, None, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000

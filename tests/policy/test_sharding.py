@@ -192,7 +192,7 @@ def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[s
 def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_model, shapes, tmp_path):
     process = run_script(*flags(tiny_model, shapes, tmp_path / "one", max_steps=3), processes=4)
     assert process.returncode == 0, process.stderr[-3000:]
-    run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=3, sharding=sharding))
+    run_on_machines(*flags(tiny_model, shapes, tmp_path / "two", max_steps=3, sharding=sharding, resume="auto"))
     folders = (pathlib.Path(tiny_model), tmp_path / "one" / "final", tmp_path / "two" / "final")
     start, one, two = (load_file(folder / "model.safetensors") for folder in folders)
 
@@ -206,7 +206,8 @@ def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_mode
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     """On one machine, torchrun and its worker are killed and restarted. The run resumes from the newest checkpoint."""
     plugin = plugin_with_timeout(tmp_path, 60)
-    command = flags(tiny_model, shapes, tmp_path / "run", max_steps=8, save_every=2, plugin=plugin)
+    more = dict(max_steps=8, save_every=2, plugin=plugin, resume="auto")
+    command = flags(tiny_model, shapes, tmp_path / "run", **more)
     port = free_port()
     with on_machine(0, port, *command, processes=1) as first:
         with on_machine(1, port, *command, processes=1):

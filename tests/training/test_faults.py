@@ -11,13 +11,11 @@ import json
 import math
 import os
 import pathlib
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ from grading.sandbox import WorkerPool
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, export, report, trackers
+from training import checkpoint, export, report, run_folder, trackers
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
@@ -63,50 +61,70 @@ def saved(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_later_checkpoints_are_set_aside_until_the_run_is_there_again(saved, tiny_model, shapes, tmp_path):
-    """After resuming from step 2, a complete checkpoint-4 and a damaged checkpoint-9 do not displace new checkpoints.
+def test_an_older_checkpoint_is_resumed_in_a_folder_of_its_own(saved, tiny_model, shapes, tmp_path):
+    """In its own folder, the run would meet the later checkpoint again. Nothing is changed there."""
+    shutil.copytree(saved, tmp_path / "run")
+    resume, before = str(tmp_path / "run" / "checkpoint-2"), list_files(tmp_path / "run")
+    flags = dict(max_steps=4, save_every=2, resume=resume)
+    for more in ({}, {"overwrite": True}):
+        with pytest.raises(UserError, match=r"^--resume: \S+-4 is newer than \S+-2: choose a new --output to start"):
+            grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags, **more))
+    grpo.main(config(tiny_model, shapes, tmp_path / "new", **flags))
+    assert list_files(tmp_path / "run") == before
+    assert difference(tmp_path / "new" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
+
+
+def list_files(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """Return all files of `folder` but its lock, and when they were last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+
+def test_damaged_checkpoints_after_the_one_resumed_are_in_nobodys_way(saved, tiny_model, shapes, tmp_path):
+    """A damaged checkpoint-4 is replaced, and a damaged checkpoint-9 does not displace new checkpoints.
 
     The partly written checkpoint that a killed run left behind is deleted.
     """
     shutil.copytree(saved, tmp_path / "run")
     shutil.copytree(saved / "checkpoint-4", tmp_path / "run" / "checkpoint-9")
-    (tmp_path / "run" / "checkpoint-9" / "state.json").write_text("{")
+    for name in ("checkpoint-4", "checkpoint-9"):
+        (tmp_path / "run" / name / "state.json").write_text("{")
     (tmp_path / "run" / "checkpoint-3.partial").mkdir()
-    resume = str(tmp_path / "run" / "checkpoint-2")
-    run = grpo.set_up(
-        config(tiny_model, shapes, tmp_path / "run", max_steps=4, save_every=1, keep_last=1, resume=resume)
-    )
+    for resume in (str(tmp_path / "run" / "checkpoint-2"), "newest"):
+        flags = dict(max_steps=4, save_every=1, keep_last=1, resume=resume)
+        run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert names == {"checkpoint-2", "checkpoint-4.before-resume", "checkpoint-9.before-resume"}
+    assert names == {"checkpoint-2", "checkpoint-4", "checkpoint-9"}
     run.loop.train(run, grpo.train_step)
     names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
-    assert names == {"checkpoint-4", "checkpoint-9.before-resume"}
+    assert names == {"checkpoint-4", "checkpoint-9"}
     assert difference(tmp_path / "run" / "checkpoint-4", saved / "checkpoint-4", tmp_path) == 0.0
 
 
-def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path, monkeypatch):
-    """After torchrun restarts a job, the run in the folder is replaced only if it belongs to the same launch.
+def test_a_complete_checkpoint_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "write_manifest", lambda _: None)
+    monkeypatch.setattr(run_folder, "verify_checkpoint", lambda _: None)
+    folder = RunFolder(str(tmp_path))
+    for path in (tmp_path / "checkpoint-1", folder.partial(1)):
+        path.mkdir()
+        (path / "file").touch()
+    with pytest.raises(OSError, match="not empty"):
+        folder.publish(1, None)
+    assert (tmp_path / "checkpoint-1" / "file").is_file()
 
-    A checkpoint from another folder cannot be resumed in a folder that already contains a run. If there is no
-    checkpoint, the error message does not advise --resume.
+
+def test_runs_do_not_mix(saved, tiny_model, shapes, tmp_path):
+    """A run in the folder is not replaced, and a checkpoint from another folder cannot be resumed there.
+
+    If there is no checkpoint, the error message does not advise --resume.
     """
     shutil.copytree(saved, tmp_path / "run")
-    monkeypatch.setattr(distributed, "restarted", lambda: True)
-    monkeypatch.setattr(distributed, "launcher_ids", lambda: ["survivor", "replacement"])
     with pytest.raises(UserError, match="contains a run: continue it with --resume or replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     assert (tmp_path / "run" / "checkpoint-4").is_dir() and (tmp_path / "run" / "final").is_dir()
     with pytest.raises(UserError, match="contains a run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=4, resume=str(saved / "checkpoint-2")))
-    (tmp_path / "run" / "config.json").write_text('{"launch": ["dead", "survivor"]}')
-    plan = RunFolder(str(tmp_path / "run")).plan_resume(str(saved / "checkpoint-2"))
-    assert plan.checkpoint == tmp_path / "run" / "checkpoint-4", (
-        "a restart must always resume from the newest checkpoint"
-    )
-    assert plan.replaces_output
     for folder in (tmp_path / "run").glob("checkpoint-*"):
         shutil.rmtree(folder)
-    monkeypatch.setattr(distributed, "launcher_ids", lambda: [])
     with pytest.raises(UserError, match=r"without a checkpoint: replace it with --overwrite"):
         grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=1))
     with pytest.raises(UserError, match=r"no checkpoint in .*use --overwrite instead to start a new run"):
@@ -129,6 +147,19 @@ def test_the_same_command_starts_and_goes_on(tiny_model, shapes, tmp_path):
         shutil.rmtree(folder)
     with pytest.raises(UserError, match="contains a run without a checkpoint: replace it with --overwrite"):
         grpo.main(cfg)
+
+
+@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": "checkpoint-2"}])
+def test_a_command_that_torchrun_may_restart_has_to_continue_its_run(
+    flags, saved, tiny_model, shapes, tmp_path, monkeypatch
+):
+    """Otherwise, the restarted command would be refused, or delete what it has trained."""
+    shutil.copytree(saved, tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(UserError, match=r"^with --max_restarts 3, torchrun .* again: add --resume auto$"):
+        grpo.set_up(config(tiny_model, shapes, tmp_path / "run", max_steps=4, **flags))
+    flags["resume"] = "auto"
+    assert grpo.set_up(config(tiny_model, shapes, tmp_path / "run", max_steps=4, **flags)).step == 4
 
 
 def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes, tmp_path, capsys):
@@ -450,7 +481,7 @@ def test_without_locks_the_record_of_the_holder_decides(tmp_path, monkeypatch):
             assert lock.closed and path.read_text() == "", "another machine may now start a run"
 
 
-def test_a_restarted_run_waits_for_the_lock_of_the_previous_start(tmp_path, monkeypatch):
+def test_a_run_that_goes_on_waits_for_the_lock_of_its_previous_start(tmp_path):
     script = "import pathlib, sys, time; from common.files import lock_file\n"
     script += "lock = lock_file(pathlib.Path(sys.argv[1]), '')\nprint(flush=True)\ntime.sleep(3)"
     command = [sys.executable, "-c", script, tmp_path / "run.lock"]
@@ -459,8 +490,7 @@ def test_a_restarted_run_waits_for_the_lock_of_the_previous_start(tmp_path, monk
         folder = RunFolder(str(tmp_path))
         with pytest.raises(UserError, match=rf"another run writes to .* \(pid {holder.pid} on "):
             folder.plan_resume(None)
-        monkeypatch.setattr(distributed, "restarted", lambda: True)
-        folder.plan_resume(None)
+        folder.plan_resume("auto")
         assert folder.lock and holder.wait(30) == 0
 
 
@@ -698,33 +728,6 @@ def test_a_hang_in_a_save_ends_too(tmp_path, monkeypatch):
     assert given["timeout"] == distributed.TIMEOUT
 
 
-LONG_ROLLOUT = """
-import os, signal, sys, time
-from common import distributed, signals
-signals.PEER_LOSS_GRACE = 0.5
-distributed._processes[:] = [("torchrun", os.getpid(), 0), ("torchrun", int(sys.argv[1]), 0), ("another", 1, 0)]
-received = []; signals.defer_signals(received)
-os.kill(os.getpid(), signal.SIGTERM)
-for _ in range(40):
-    time.sleep(0.1)
-print("saved", received)
-"""
-
-
-def test_who_is_left_alone_ends_and_who_is_not_saves():
-    """After SIGTERM during a long rollout, a process exits if a peer has died, but saves if the job is pre-empted."""
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    environment = os.environ | {"GROUP_RANK": "0"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    command = [sys.executable, "-c", LONG_ROLLOUT]
-    cases = ((dead.pid, 1, "another process died"), (os.getpid(), 0, "saved [15]"))
-    started = [subprocess.Popen([*command, str(case[0])], cwd=ROOT, env=environment, **pipes) for case in cases]
-    for process, (_, status, expected) in zip(started, cases):
-        output = "".join(process.communicate(timeout=60))
-        assert (process.returncode, expected in output) == (status, True), output
-
-
 def test_left_out_updates_count_on_and_a_spike_in_any_update_is_one(tiny_model, shapes, tmp_path, monkeypatch):
     """Skipped updates are counted across a checkpoint: two come before the checkpoint and the third after it. The
     gradient norms of skipped updates are not kept, and such an update is no spike although the last norm was one."""
@@ -782,26 +785,6 @@ def test_rows_are_named_by_whatever_is_not_a_number(field):
     group = Group(prompt, [Completion(torch.zeros(2), **values)])
     message = describe_nonfinite({"loss": torch.tensor(math.nan)}, torch.tensor(1.0), [group], [logp])
     assert "(row 7)" in message
-
-
-def test_who_was_last_seen_is_told_even_without_torchrun(monkeypatch):
-    """The oldest heartbeat is listed first, because it is probably from the dead process. If the store is unavailable,
-    the message is empty."""
-
-    class Store(dict):
-        def check(self, keys):
-            return keys[0] in self
-
-    store = Store({"9": f"{time.time() - 5} train".encode(), "10": f"{time.time() - 70} rollout".encode()})
-    monkeypatch.setattr(distributed, "_heartbeats", [store])
-    monkeypatch.setattr(distributed, "world_size", lambda: 11)
-    assert re.fullmatch('rank 10 in "rollout" 70 s ago, rank 9 in "train" 5 s ago', distributed.last_heartbeats())
-
-    def fail(*_):
-        raise torch.distributed.DistNetworkError("the store is unavailable")
-
-    monkeypatch.setattr(Store, "check", fail)
-    assert distributed.last_heartbeats() == ""
 
 
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):

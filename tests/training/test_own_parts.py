@@ -121,6 +121,8 @@ def test_checkpoints_of_earlier_versions_are_resumed(own, tiny_model, shapes, tm
     state["updater"] = {name: state["updater"][name] for name in ("scheduler", "skipped", "norms")}
     (old / "state.json").write_text(json.dumps(state))
     write_manifest(old)
+    with (old / "manifest.json").open("a") as file:
+        file.write(f"\n{'0' * 64}\n")  # a hash
     grpo.main(config(tiny_model, shapes, tmp_path / "old", resume="newest", **flags))
     new = [tmp_path / name / "checkpoint-2" for name in ("run", "old")]
     assert difference(*new, tmp_path) == 0.0
