@@ -265,27 +265,24 @@ def test_a_resumed_run_goes_on_with_its_unfinished_completions(brief_model, shap
 
 
 def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shapes, tmp_path, trained, monkeypatch):
-    flags = dict(save_every=1, max_completion_length=96, keep_last=0)
-    grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, oversample=2.0, **flags))
-    folder = tmp_path / "checkpoint-1"
+    flags = dict(save_every=1, max_completion_length=96, keep_last=0, max_steps=3)
+    grpo.main(config(brief_model, shapes, tmp_path / "first", oversample=2.0, **flags))
+    flags["resume"] = str(tmp_path / "first" / "checkpoint-1")
     del trained[1:]
-    grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags))
+    grpo.main(config(brief_model, shapes, tmp_path / "second", **flags))
     counts = Counter(itertools.chain.from_iterable(trained))
     assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
-    assert metrics(tmp_path)[1]["partial/tokens_of_age_1"] > 0
+    assert metrics(tmp_path / "second")[0]["partial/tokens_of_age_1"] > 0
+    third = tmp_path / "third"
     with pytest.raises(UserError, match=r"an unfinished completion .* has \d+ tokens: set --max_completion_length"):
-        grpo.main(
-            config(
-                brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags | {"max_completion_length": 16}
-            )
-        )
+        grpo.main(config(brief_model, shapes, third, **flags | {"max_completion_length": 16}))
     with pytest.raises(UserError, match="prompts in flight need an importance weight for each token"):
-        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), importance_cap=0.0, **flags))
+        grpo.main(config(brief_model, shapes, third, importance_cap=0.0, **flags))
     with pytest.raises(UserError, match="need --max_staleness 2 or more, until a run with --oversample 1 has trained"):
-        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_staleness=1, **flags))
+        grpo.main(config(brief_model, shapes, third, max_staleness=1, **flags))
     with pytest.raises(UserError, match=r"need --max_pixels as it was \(\d+\), until a run with --oversample 1"):
-        grpo.main(config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), max_pixels=6000, **flags))
-    cfg = config(brief_model, shapes, tmp_path, max_steps=3, resume=str(folder), **flags)
+        grpo.main(config(brief_model, shapes, third, max_pixels=6000, **flags))
+    cfg = config(brief_model, shapes, third, **flags)
     cfg.tensor_parallel = 2
     monkeypatch.setattr(training.run, "check_engine_available", lambda *_: None)
     with pytest.raises(UserError, match="prompts in flight need --tensor_parallel 1, until"):
