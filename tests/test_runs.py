@@ -745,7 +745,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", model, data, "--gdpo"], "error: --gdpo has a new name: write --advantage gdpo"),
         (
             ["grpo.py", model, data, "--explain_memory"],
-            "error: --explain_memory went: use the metric memory_gib instead",
+            "error: --explain_memory is gone: the metric memory_gib says",
         ),
         (["grpo.py", model, data, "--advantage=x"], "error: --advantage x: choose one of group, batch, none, gdpo"),
         (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),

@@ -108,7 +108,7 @@ def test_a_complete_checkpoint_is_not_replaced(tmp_path, monkeypatch):
         path.mkdir()
         (path / "file").touch()
     with pytest.raises(OSError, match="not empty"):
-        folder.publish(1, None)
+        folder.publish(1)
     assert (tmp_path / "checkpoint-1" / "file").is_file()
 
 
