@@ -389,10 +389,9 @@ class Scorer:
                 found = dict(zip(values, next(results)))
                 for name, value in found.items():
                     if value.error:
-                        reward = (
-                            f"{'--task' if name == self.task else '--reward'} {self.user_functions.get(name, name)}"
-                        )
-                        errors.append(f"{reward} on {sample.source}, {rollout.text[:60]!r}: {value.error}")
+                        flag = "--task" if name == self.task else "--reward"
+                        where = f"{self.user_functions.get(name, name)} on {sample.source}, {rollout.text[:60]!r}"
+                        errors.append(f"{flag} {where}: {value.error}")
                 scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
 

@@ -112,7 +112,7 @@ def _refuse_mistakes(config: type, arguments: list[str]) -> None:
         if argument.startswith("--") and name in RENAMED and not hasattr(config, name):
             console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
             sys.exit(2)
-        if argument.startswith("--") and (name := name.removeprefix("no_")) in WENT:
+        if argument.startswith("--") and (name := name.removeprefix("no_")) in WENT and not hasattr(config, name):
             console.log(f"error: --{name} is gone: {WENT[name][1]}")
             sys.exit(2)
 

@@ -44,7 +44,7 @@ def of_completions(group: ScoredGroup, advantages: Tensor) -> list[Tensor]:
     `advantages` (P, G) or (P, G, `max_length`) are those of the step.
     """
     own = [each[: len(r.ids)] if each.ndim else each for r, each in zip(group.rollouts, advantages[group.index])]
-    return [each.masked_fill(torch.tensor(math.isnan(r.total)), math.nan) for r, each in zip(group.rewards, own)]
+    return [torch.full_like(a, math.nan) if math.isnan(r.total) else a for r, a in zip(group.rewards, own)]
 
 
 def as_tensors(rows: Sequence[Sequence[Rewards]]) -> GroupRewards:

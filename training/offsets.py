@@ -35,7 +35,7 @@ def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[i
     stream, text, starts = DecodeStream(skip_special_tokens=False), opening, []
     pending: list[int] = []  # tokens that may lie inside a character
     for token in rollout.ids.tolist():
-        begun = processor.tokenizer.decode(pending)
+        begun = processor.tokenizer.decode(pending) if pending else ""
         while not rollout.text[len(text) :].startswith(begun):
             begun = begun[:-1]
         starts.append(len(without_marks(text + begun)))
