@@ -22,7 +22,7 @@ import torch
 from common import cli, console, distributed, plugins
 from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
-from common.records import TAG, Sample, Turn
+from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_processor, load_split, max_images
 from evaluation.benchmarks import (
@@ -44,14 +44,15 @@ from evaluation.metrics import (
     summarise,
     summarise_benchmark,
 )
+from evaluation.scorer import Scorer
 from grading.math_workers import check_math
 from grading.verifier import Verifier, make_verifier
 from inputs.images import file_version
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
-from policy.hf_engine import PolicyEngine
 from policy.model import Policy, compute_dtype, empty_model, load_policy
-from rewards import Scorer, gold_problem
-from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
+from rewards import gold_problem
+from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
+from sampling.hf_engine import PolicyEngine
 
 __all__ = ["pass_at_k"]
 MAX_VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much

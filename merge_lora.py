@@ -24,10 +24,10 @@ from common.files import partial_path
 from common.records import Sample, Turn
 from data import encode_prompt, load_processor
 from policy.base_files import base_folder, stored_dtypes
+from policy.export import write_model
 from policy.families import load_tokenizer
 from policy.lora import POLICY, adapted_layers, check_tokens, load_adapter, read_adapter
 from policy.model import load_config, load_model, untie
-from training.export import write_model
 
 # Maximum RMS difference of the logits, as a fraction of their standard deviation.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.03}

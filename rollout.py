@@ -1,7 +1,7 @@
 """The samplers, which generate completions and share one interface: `generate`, `sync_weights`, `sleep`, `wake_up`.
 
 `VLLMEngine` runs inside each training process. vLLM receives the trainer's weights before every step and frees its GPU
-memory while the trainer works. `HFEngine` (policy/hf_engine.py) is a plain transformers copy of the policy with a KV
+memory while the trainer works. `HFEngine` (sampling/hf_engine.py) is a plain transformers copy of the policy with a KV
 cache, and it needs no GPU. Each process has a full copy of the weights and samples at its own pace, except with
 `--tensor_parallel` or partial rollouts. `PolicyEngine` (in the same file) has no copy: it samples from the trainer's
 own model, in a single process.
@@ -13,15 +13,11 @@ vLLM with partial rollouts also depend on the lengths at which a completion was 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import logging
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,30 +25,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Prompt, Rollout, Sampling
+from common.records import Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
-from policy.continuation import Continuation
-from policy.hf_engine import HFEngine, PolicyEngine
-from policy.memory import describe_others
-from policy.model import Policy, load_config, load_model, num_weights, stop_tokens
+from policy.model import Policy, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
-from policy.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
-from policy.vllm_loop import request_seed, run_until
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """The largest request that a sampler must accept."""
-
-    tokens: int  # maximum number of tokens in a prompt plus its completion
-    images: int  # maximum number of images in a prompt
+from sampling.continuation import Continuation
+from sampling.hf_engine import HFEngine, PolicyEngine
+from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
+from sampling.vllm_loop import request_seed, run_until
+from sampling.vllm_start import start_vllm
 
 
 class Engine(Protocol):
@@ -186,95 +173,6 @@ ENGINES = {  # "auto" takes the first that can run
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def undo_global_changes(config: transformers.PreTrainedConfig) -> Iterator[None]:
-    """Undo what loading vLLM for a model with this `config` changes in the whole process.
-
-    For torch.compile, vLLM allows a single compile thread and sets its own cache folder. With the environment variables
-    restored, the trainer compiles as it would without vLLM, and a later run can reuse the trainer's compile cache.
-    vLLM also replaces some of transformers' configuration classes by its own. That of Qwen3.5 lacks fields that the
-    model needs when it is exported.
-    """
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        transformers.AutoConfig.register(config.model_type, type(config), exist_ok=True)
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def model_options(config: transformers.PreTrainedConfig, processor: Processor, limits: RequestLimits) -> dict[str, Any]:
-    """Return the options of vLLM that depend on the model and on what is installed."""
-    options: dict[str, Any] = {}
-    if limits.tokens <= (getattr(config, "sliding_window", None) or 0):  # no sequence is longer than the window
-        options["hf_overrides"] = {"sliding_window": None}  # else, vLLM manages a KV cache for each kind of layer
-    if importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        options["additional_config"] = {"gdn_prefill_backend": "triton"}  # for Qwen3.5
-    if processor.image_processor is not None:
-        options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
-        options["enable_mm_embeds"] = True
-        options["mm_processor_kwargs"] = processor.preparation.vllm_options
-    return options
-
-
-def start_vllm(
-    flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, weight_bytes: int
-) -> Any:
-    """Start vLLM in this process and return its `vllm.LLM`. Raises UserError if it does not start."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # run in this process, to pass weights by reference
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    for name in ("RANK", "LOCAL_RANK"):  # the "external_launcher" backend reads these variables
-        os.environ.setdefault(name, "0")
-    config = load_config(model)
-    options = model_options(config, processor, limits)
-    try:
-        with undo_global_changes(config):
-            import vllm
-
-            if "mm_device_do_normalize" in vllm.EngineArgs.__dataclass_fields__:  # releases after 0.25
-                options["mm_device_do_normalize"] = False  # else, `check_pixels` would see other pixels
-
-            logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
-            from policy.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
-            from policy.vllm_scheduler import DecodeScheduler
-            from policy.vllm_worker import prepare_worker
-
-            use_fast_logprobs()
-            llm = vllm.LLM(
-                model,
-                dtype=dtype,
-                seed=0,
-                max_model_len=limits.tokens,
-                max_num_seqs=flags.vllm_sequences,
-                gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
-                tensor_parallel_size=flags.tensor_parallel,
-                distributed_executor_backend="external_launcher",
-                scheduler_cls=DecodeScheduler,
-                enable_sleep_mode=True,
-                use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
-                logprobs_mode="processed_logprobs",  # computed after temperature and top-p
-                mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
-                **options,
-                **prepare_worker(weight_bytes, has_limit=bool(flags.gpu_memory)),
-            )
-            llm.apply_model(keep_logits_in_float32)
-            return llm
-    except Exception as error:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        place = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
-        reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
-        raise UserError(
-            f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
-            "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
-            f"{describe_others(device)}"
-        ) from error
 
 
 class VLLMEngine:
@@ -429,7 +327,7 @@ class VLLMEngine:
         return rendered
 
     def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
-        """Return the maximum length of a continued completion. bench/tail.py replaces this, to have its own lengths."""
+        """Return the maximum length of a continued completion. apps/bench/tail.py replaces it, to have its own."""
         return sampling.max_tokens
 
     def _params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:

@@ -160,7 +160,7 @@ run_recipe() {
   if [ -n "$smoke" ]; then
     output=runs/smoke/$name
     heading "A tiny model and a few rows"
-    show .venv/bin/python -m demo.smoke --recipe "$recipe" --output "$output/made"
+    show .venv/bin/python -m apps.demo.smoke --recipe "$recipe" --output "$output/made"
     model=$output/made/model
     smoke_flags=(--max_steps 2 --prompts_per_step 4 --prompts_per_update 2 --num_generations 4
       --max_completion_length 32 --overwrite)
@@ -238,7 +238,7 @@ case $recipe in
     .venv/bin/python -m evaluation.lmms_eval "$run" "$@" ;;
   serve)
     set_up
-    show .venv/bin/python -m service "$@" ;;
+    show .venv/bin/python -m apps.service "$@" ;;
   test)
     if [[ " $* " == *" --vllm "* ]]; then
       [ "$1" = --vllm ] || fail "--vllm comes right after test"

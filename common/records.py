@@ -128,6 +128,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class RequestLimits:
+    """The largest request that a sampler must accept."""
+
+    tokens: int  # maximum number of tokens in a prompt plus its completion
+    images: int  # maximum number of images in a prompt
+
+
+@dataclass(frozen=True)
 class Rollout:
     """A completion as it was sampled."""
 

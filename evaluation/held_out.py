@@ -18,8 +18,9 @@ from common.files import atomic_write, read_jsonl
 from common.records import Rollout, Sample, Sampling
 from data import Processor, encode_prompts
 from evaluation.metrics import summarise
+from evaluation.scorer import Scorer
 from policy.model import Policy
-from rewards import TASKS, Scorer
+from rewards import TASKS
 from rollout import Engine, prompt_seed
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation

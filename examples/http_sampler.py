@@ -16,10 +16,10 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import Prompt, Rollout, Sampling
 from data import load_processor
-from policy.hf_engine import HFEngine
 from policy.model import load_model
 from policy.sharding import sampler_weights
 from rollout import ENGINES, EngineEntry
+from sampling.hf_engine import HFEngine
 
 
 @dataclass

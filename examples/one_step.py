@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 import grpo
+from apps.demo import tiny
 from common.records import Rewards, Sample, Sampling, ScoredGroup, Turn
 from config import PolicyFlags
 from data import encode_prompt, load_processor
-from demo import tiny
 from packing import pack
-from policy.hf_engine import HFEngine
 from policy.model import load_model, load_policy
 from rewards import count_reward
+from sampling.hf_engine import HFEngine
 
 
 def show(line: str, name: str, value: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ def reading(model: str, part: str) -> Iterator[None]:
             place = "or in the hub's cache, and the hub cannot be reached" if offline else "or on the hub"
             raise UserError(
                 f"no model at {model!r} {place}: give a folder in Hugging Face layout, or a hub name if the hub can be "
-                "reached; `python -m demo.tiny` builds a small model"
+                "reached; `python -m apps.demo.tiny` builds a small model"
             ) from None
         if (Path(model) / "adapter_config.json").is_file():
             raise UserError(f"{model!r} is an adapter: give its base as the model, and it as the adapter") from None

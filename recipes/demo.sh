@@ -13,7 +13,7 @@ suffix_of_family=${MODEL_FAMILY:+-$family}
 run=runs/$recipe$suffix_of_family tiny=runs/tiny/$kind-$seed$suffix_of_family
 
 heading "1/3  A tiny model ($family) and its data"
-show .venv/bin/python -m demo.tiny --task "$kind" --seed "$seed" --family "$family" --output "$tiny"
+show .venv/bin/python -m apps.demo.tiny --task "$kind" --seed "$seed" --family "$family" --output "$tiny"
 
 heading "2/3  GRPO, scored on held-out images before, during and after training"
 show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny/train$suffix" \

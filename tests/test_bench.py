@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import prefix, scale, speed, tail
+from apps.bench import prefix, scale, speed, tail
 from tests.helpers.scripts import run_script
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -20,7 +20,7 @@ def test_steps_are_measured_and_compared_with_another_trainer(tmp_path):
     peer = tmp_path / "peer.py"
     peer.write_text("import sys\nprint('STEP 9 8')\nprint('STEP 1000 7', '{\"arguments\": %d}' % len(sys.argv[1:]))\n")
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
-    process = run_script("bench/speed.py", *folders, "--workloads=W1", f"--peer={peer}", *SMALL)
+    process = run_script("apps/bench/speed.py", *folders, "--workloads=W1", f"--peer={peer}", *SMALL)
     assert process.returncode == 0, process.stderr[-3000:]
     measured = report(tmp_path / "results")
     ours, theirs = measured["workloads"]["W1"], measured["peer"]
@@ -33,7 +33,7 @@ def test_steps_are_measured_and_compared_with_another_trainer(tmp_path):
 def test_a_failure_of_our_own_measurement_is_told_in_one_line(tmp_path):
     (tmp_path / "peer.py").touch()
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
-    process = run_script("bench/speed.py", *folders, f"--peer={tmp_path}/peer.py", *SMALL, "max_prompt_length=2")
+    process = run_script("apps/bench/speed.py", *folders, f"--peer={tmp_path}/peer.py", *SMALL, "max_prompt_length=2")
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1] == "measuring this project failed (exit status 2), see above"
     assert not (tmp_path / "results").exists()
@@ -41,7 +41,7 @@ def test_a_failure_of_our_own_measurement_is_told_in_one_line(tmp_path):
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
     """Before anything is measured: a trainer that is not there, or a large model without a GPU."""
-    monkeypatch.setattr("bench.speed.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("apps.bench.speed.importlib.util.find_spec", lambda name: None)
     for peer, reason in (("nothing.py", "there is no script 'nothing.py'"), ("verl", "verl is not installed here")):
         with pytest.raises(ValueError, match=reason):
             speed.Config(shape="tiny", peer=peer)
@@ -81,7 +81,7 @@ def test_every_value_of_oversample_is_checked_first():
 def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
     lengths = ["--generations=2", "--cap=64", "--median=20"]
-    process = run_script("bench/tail.py", *folders, *lengths, *SMALL)
+    process = run_script("apps/bench/tail.py", *folders, *lengths, *SMALL)
     assert process.returncode == 0, process.stderr[-3000:]
     with_and_without = report(tmp_path / "results")["oversample"]
     assert len(with_and_without) == 2

@@ -10,8 +10,8 @@ from data import load_processor, load_samples
 from evaluate import Config, free_share
 from evaluation import held_out
 from evaluation.metrics import interval, mean_score, pass_at_k, summarise
-from policy.hf_engine import HFEngine
 from policy.model import load_model
+from sampling.hf_engine import HFEngine
 from tests.helpers.scripts import VECTORS
 
 

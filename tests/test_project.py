@@ -19,14 +19,14 @@ import data
 import evaluate
 import grpo
 import merge_lora
-from demo import real, smoke, tiny
-from service import app
+from apps.demo import real, smoke, tiny
+from apps.service import app
 from tests.helpers.scripts import ROOT, tracked_files
 from tests.helpers.versions import normalise
 from training import checkpoint, report
 
 FRONT = ["grpo", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
-ROOMS = ["common", "inputs", "grading", "policy", "training", "evaluation", "service", "demo"]
+ROOMS = ["common", "inputs", "grading", "policy", "sampling", "evaluation", "training", "apps/service", "apps/demo"]
 # The lowest floor comes first. A module imports only from lower floors and from its own room.
 FLOORS = [
     ["common"],
@@ -36,11 +36,13 @@ FLOORS = [
     ["policy"],
     ["rewards"],
     ["data"],
-    ["rollout", "demo"],
+    ["sampling"],
+    ["rollout"],
     ["evaluation"],
     ["training"],
-    ["grpo", "evaluate", "merge_lora", "service"],
-    ["bench", "tests"],
+    ["grpo", "evaluate", "merge_lora"],
+    ["apps"],
+    ["tests"],
 ]
 COMMANDS = ("grpo", "evaluate", "merge_lora")  # no room imports them
 CONFIGS = {
@@ -50,10 +52,10 @@ CONFIGS = {
     "evaluate.py": evaluate.Config,
     "data.py": data.Config,
     "training.report": report.Config,
-    "demo.tiny": tiny.Config,
-    "demo.smoke": smoke.Config,
-    "demo.real": real.Config,
-    "service": app.Config,
+    "apps.demo.tiny": tiny.Config,
+    "apps.demo.smoke": smoke.Config,
+    "apps.demo.real": real.Config,
+    "apps.service": app.Config,
 }
 TRACKED = tracked_files()  # a plugin of the user's may lie beside them
 TOP_LEVEL = [path for path in TRACKED if path.parent == ROOT and path.suffix == ".py"]
@@ -78,14 +80,14 @@ def imports(path: pathlib.Path) -> set[str]:
 
 def test_the_top_level_holds_the_eight_files_that_tell_the_story():
     assert sorted(path.stem for path in TOP_LEVEL) == sorted(FRONT)
-    packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py") if path in TRACKED)
-    assert packages == sorted([*ROOMS, "tests"])
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py") if path in TRACKED}
+    assert packages == {room.split("/")[0] for room in ROOMS} | {"tests"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path):
     floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    room = path.parent.name if path.parent != ROOT else path.stem
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
     for name in imports(path):
         other = name.split(".")[0]
         if other != room:
@@ -122,7 +124,7 @@ def test_training_knows_no_loss():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_circle_within_a_room(room):
-    arrows = {f"{room}.{path.stem}": imports(path) for path in (ROOT / room).glob("*.py")}
+    arrows = {f"{room.replace('/', '.')}.{path.stem}": imports(path) for path in (ROOT / room).glob("*.py")}
     while arrows:
         leaves = [name for name, targets in arrows.items() if not targets & arrows.keys() - {name}]
         assert leaves, f"circular imports among these modules: {sorted(arrows)}"
@@ -213,7 +215,7 @@ def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
 
 
 def test_the_service_imports_no_torch():
-    code = "import sys, service.app; sys.exit('torch' in sys.modules)"
+    code = "import sys, apps.service.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -233,7 +235,7 @@ def test_the_readmes_map_is_the_tree():
 def known_flags() -> set[str]:
     """Return the flags of the project's scripts and benchmarks, and those of other programs that the documents run."""
     known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
-    for path in (ROOT / "bench").glob("*.py"):
+    for path in (ROOT / "apps/bench").glob("*.py"):
         fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
         known |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}
     known |= {
@@ -392,7 +394,7 @@ def test_imported_packages_are_required():
     own = {path.stem for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.iterdir()}
     packages = {"PIL": "pillow", "yaml": "pyyaml", "fla": "flash-linear-attention"}
     packages |= {"flash_attn": "flash-attn-4"}
-    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").glob("*.py")]:
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "apps/bench").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module] if isinstance(node, ast.ImportFrom) else []

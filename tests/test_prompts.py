@@ -11,14 +11,14 @@ from PIL import Image
 
 import data
 import evaluate
+from apps.demo import smoke
 from common.errors import UserError
 from common.records import Sample, Turn
 from config import RewardFlags
 from data import encode_prompt, load_processor, load_samples
-from demo import smoke
 from evaluation.held_out import judge_task
+from evaluation.scorer import Scorer
 from inputs.images import decode_image
-from rewards import Scorer
 from tests.helpers.scripts import ROOT, VECTORS
 from training.prompt_stream import PromptStream
 

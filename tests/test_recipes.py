@@ -14,12 +14,12 @@ import datasets
 import pytest
 from PIL import Image
 
+from apps.demo import real
 from common import hub
 from common.cli import parse
 from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
-from demo import real
 from recipes import geo3k, sums
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT

@@ -28,28 +28,19 @@ import evaluate
 import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
-from common.records import Completion, Group, Prompt, Rollout, Sampling
+from common.records import Completion, Group, Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
-from policy.continuation import NOT_STARTED, Continuation
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.hf_engine import HFEngine, sample
 from policy.model import cache_image_features, load_config, load_model, load_policy, stop_tokens
 from policy.optimizer import ShardAdamW
-from policy.vllm_checks import check_expansion, check_pixels, check_weights
-from policy.vllm_loop import Output
-from rollout import (
-    ENGINES,
-    EngineEntry,
-    RequestLimits,
-    VLLMEngine,
-    check_engine_available,
-    choose_engine,
-    make_engine,
-    prompt_seed,
-    undo_global_changes,
-)
+from rollout import ENGINES, EngineEntry, VLLMEngine, check_engine_available, choose_engine, make_engine, prompt_seed
+from sampling.continuation import NOT_STARTED, Continuation
+from sampling.hf_engine import HFEngine, sample
+from sampling.vllm_checks import check_expansion, check_pixels, check_weights
+from sampling.vllm_loop import Output
+from sampling.vllm_start import undo_global_changes
 from tests.helpers import runs
 from tests.helpers.rows import make_sample
 

@@ -12,9 +12,9 @@ from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rol
 from common.spans import as_tensors, spread_over_tokens, without_penalty
 from config import Config
 from data import load_processor
+from evaluation.scorer import Scorer
 from packing import pack
 from policy.forward import _from_logits, _TokenLogprobs
-from rewards import Scorer
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics
 from tests.helpers.scripts import run_script

@@ -40,10 +40,10 @@ from common import cli, console, distributed
 from common.console import hide_credentials
 from common.errors import RunStopped, UserError
 from config import PolicyFlags, RunFlags
+from policy.export import export
 from policy.model import Policy, load_policy
 from policy.optimizer import Optimizers
 from policy.sharding import AFTER_UPDATE
-from training.export import export
 from training.run_folder import RunFolder, named_checkpoint
 
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
@@ -142,7 +142,7 @@ class Saver:
         return self._status() if self.newest is None else f"{self._status()}: {action} with --resume"
 
     def export_final(self, policy: Policy, source: str) -> None:
-        """Export the trained model to the folder `final`; see `training.export.export`.
+        """Export the trained model to the folder `final`; see `policy.export.export`.
 
         Raises RunStopped if the export fails. The message names the checkpoint that can be exported instead.
         """

@@ -17,10 +17,11 @@ from common.errors import StepFailed
 from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup, Span
 from common.spans import as_tensors, without_penalty
 from config import Config
-from policy.continuation import Continuation
+from evaluation.scorer import Scorer
 from policy.model import Policy, cache_image_features
-from rewards import MAX_UNSCORED, Scorer
+from rewards import MAX_UNSCORED
 from rollout import Engine, prompt_seed
+from sampling.continuation import Continuation
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream

@@ -30,7 +30,7 @@ from common import distributed
 from common.errors import UserError
 from common.records import Prompt, Rollout
 from config import Config
-from policy.continuation import NOT_STARTED, Continuation
+from sampling.continuation import NOT_STARTED, Continuation
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
 

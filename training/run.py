@@ -13,9 +13,10 @@ import torch
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Sample
+from common.records import RequestLimits, Sample
 from config import Config
 from data import Processor, load_processor, load_split, max_images
+from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import (
     check_gpu_memory,
@@ -27,8 +28,7 @@ from policy.memory import (
 from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference
-from rewards import Scorer
-from rollout import ENGINES, Engine, RequestLimits, check_engine_available, choose_engine, make_engine
+from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
 from training.collect import Collector
 from training.loop import Loop, Run, load_state

@@ -20,6 +20,7 @@ import grpo
 import rewards
 from data import encode_prompt, load_processor
 from merge_lora import merge_lora
+from policy.export import export
 from policy.lora import adapted_weights
 from policy.model import Policy, load_model
 from tests.elsewhere.bases import is_float32
@@ -38,7 +39,6 @@ from tests.elsewhere.logits import last_logits
 from tests.helpers.models import write_rows
 from tests.helpers.rows import make_sample
 from training import checkpoint
-from training.export import export
 
 TASK = "length"
 # Random weights sample random text. Its length differs within a group, so that there is a gradient.

@@ -740,7 +740,7 @@ def flags_of(tiny_model: str, mme_folder: str) -> dict:
 
 def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     """Compare two models, then compare predictions with an earlier evaluation. The page must show what changed."""
-    from demo import tiny
+    from apps.demo import tiny
 
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, seed=5), tokenizer, tmp_path / "other")

@@ -20,9 +20,9 @@ from common.errors import CallFailed, CallLost, UserError
 from common.records import Rollout
 from config import RewardFlags
 from evaluation.benchmarks import judge_math
+from evaluation.scorer import Scorer
 from grading import answers, math_workers
 from grading.sandbox import WorkerPool
-from rewards import Scorer
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS
 

@@ -22,8 +22,8 @@ from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags, VerifierFlags
+from evaluation.scorer import Scorer
 from grading.verifier import Verifier, judge_messages, make_verifier, parse_url
-from rewards import Scorer
 from tests.helpers.judge_server import HostileServer, Server
 from tests.helpers.rows import make_sample
 

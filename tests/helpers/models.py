@@ -16,10 +16,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers.models.idefics3 import Idefics3VisionConfig
 
+from apps.demo import tiny
 from common.errors import UserError
 from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup
 from data import Processor, encode_prompt, prompt_positions
-from demo import tiny
 from policy import delta_net
 from policy.families import Vision, find_family
 from tests.helpers.rows import make_sample

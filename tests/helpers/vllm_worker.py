@@ -18,14 +18,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
 from common import distributed
 from common.errors import UserError
-from common.records import Completion, Group, Sampling
+from common.records import Completion, Group, RequestLimits, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompts, load_processor, load_samples
 from policy.batches import completion_logprobs
 from policy.model import cache_image_features, load_policy
 from policy.sharding import apply_fsdp
-from policy.vllm_checks import check_pixels
-from rollout import RequestLimits, make_engine
+from rollout import make_engine
+from sampling.vllm_checks import check_pixels
 from tests.helpers.rows import make_sample
 from tests.helpers.versions import loaded_packages
 

@@ -28,11 +28,11 @@ from packing import pack
 from policy import lora, optimizer
 from policy.batches import completion_logprobs
 from policy.forward import enable_packed_forward, token_logprobs
-from policy.hf_engine import HFEngine
 from policy.lora import adapted_weights, continue_adapter, has_dropout, new_adapter, read_adapter, reference_weights
 from policy.model import cache_image_features, check_trained, load_model, load_policy, vision_parameters
 from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
+from sampling.hf_engine import HFEngine
 from tests.helpers.adapters import LANGUAGE_TARGETS, VISION_TARGETS, copy_adapter, plain_logits, save_random_adapter
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs, save_tiny
 from tests.helpers.runs import SMALL, config, weights

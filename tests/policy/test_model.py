@@ -14,13 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
+from common.records import RequestLimits
 from config import EngineFlags, PolicyFlags
 from data import load_processor
 from merge_lora import merge_lora
 from policy.families import ImageLimits, find_family, load_image_processor
 from policy.model import check_trained, load_config, load_model, load_policy, stop_tokens
 from policy.sharding import load_reference
-from rollout import RequestLimits, make_engine
+from rollout import make_engine
 from tests.helpers.models import save_tiny
 
 SAVED_NAME = "model.layers.1.mlp.up_proj.weight"

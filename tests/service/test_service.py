@@ -35,13 +35,13 @@ from safetensors.numpy import save_file
 from starlette.requests import Request
 
 import grpo
+from apps.demo import tiny
+from apps.service.app import Config, check_address, find_model, job_info, pack_result, read_token
+from apps.service.jobs import Job, Store, used_bytes
+from apps.service.middleware import AccessMiddleware, OncePerSecond
+from apps.service.schema import LoraConfig, TrainingConfig
 from common.errors import UserError
 from common.files import release_locks
-from demo import tiny
-from service.app import Config, check_address, find_model, job_info, pack_result, read_token
-from service.jobs import Job, Store, used_bytes
-from service.middleware import AccessMiddleware, OncePerSecond
-from service.schema import LoraConfig, TrainingConfig
 from tests.helpers.scripts import ROOT, free_port
 from tests.service.clients import call_nine_endpoints, run_documented_client
 
@@ -57,7 +57,7 @@ SMALL = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05}
 
 
 class Service:
-    """Runs `python -m service` as a process that a test can kill and restart."""
+    """Runs `python -m apps.service` as a process that a test can kill and restart."""
 
     def __init__(self, folder: pathlib.Path, model: str, *flags: str, file_limit: int = 1024):
         self.folder, self.port = folder, free_port()
@@ -300,7 +300,7 @@ PATH_LIKE = [
 ]
 
 
-@pytest.mark.parametrize("name", [*PATH_LIKE, "service/app.py"])
+@pytest.mark.parametrize("name", [*PATH_LIKE, "apps/service/app.py"])
 def test_only_allowed_models(shared, name, archive):
     file = shared.upload(archive)
     body = {"job_name": "j", "data_file_id": file["file_id"], "base_model_path": name}

@@ -292,7 +292,7 @@ sys.path.insert(0, {root!r})
 import grpo
 from common import cli, distributed
 from common.errors import UserError
-from policy.hf_engine import HFEngine
+from sampling.hf_engine import HFEngine
 
 def fail_on_one_process(self, prompts, seeds, sampling, *rest):
     if sampling.temperature == 0 and distributed.rank() == 1:

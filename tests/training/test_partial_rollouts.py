@@ -24,9 +24,9 @@ from common.records import Rewards, Rollout, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
-from policy.continuation import NOT_STARTED, Continuation
-from policy.hf_engine import HFEngine
 from policy.model import load_model, load_policy
+from sampling.continuation import NOT_STARTED, Continuation
+from sampling.hf_engine import HFEngine
 from tests.helpers.models import plain_logprobs
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics, weights

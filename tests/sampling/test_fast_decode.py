@@ -126,9 +126,9 @@ def scheduler_class(monkeypatch):
         module = ModuleType(name)
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "policy.vllm_scheduler", raising=False)
-    yield importlib.import_module("policy.vllm_scheduler").DecodeScheduler
-    sys.modules.pop("policy.vllm_scheduler", None)
+    monkeypatch.delitem(sys.modules, "sampling.fast_decode", raising=False)
+    yield importlib.import_module("sampling.fast_decode").DecodeScheduler
+    sys.modules.pop("sampling.fast_decode", None)
 
 
 def sample(iteration: Record, stops: dict[str, int]) -> Record:

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from policy.vllm_loop import ADDED_TOGETHER, Output, run_until
+from sampling.vllm_loop import ADDED_TOGETHER, Output, run_until
 
 
 class Engine:

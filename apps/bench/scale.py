@@ -1,7 +1,7 @@
 """Measure weak scaling over the GPUs of one machine.
 
-    python bench/scale.py --gpus 1 2 4                                  # W1 with the 3B shape: 32 prompts per GPU
-    python bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then TRL with FSDP on the same GPUs; or verl
+    python apps/bench/scale.py --gpus 1 2 4                              # W1 with the 3B shape: 32 prompts per GPU
+    python apps/bench/scale.py --gpus 4 --shape 7b --prompts 16 --peer trl   # then TRL on the same GPUs; or verl
 
 The results are written to docs/results/.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 import speed
 
 from common import cli, errors
@@ -35,9 +35,9 @@ class Config:
     gpus: tuple[int, ...] = (1, 2, 4)
     """Numbers of GPUs to measure, one after another."""
     shape: speed.Shape = "3b"
-    """Shape of the model, as defined in bench/speed.py."""
+    """Shape of the model, as defined in apps/bench/speed.py."""
     workload: Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"] = "W1"
-    """Workload, as defined in bench/speed.py."""
+    """Workload, as defined in apps/bench/speed.py."""
     prompts: int = 32
     """Number of prompts per step and GPU, with 8 completions each."""
     steps: int = 2
@@ -48,7 +48,7 @@ class Config:
     """Further flags for grpo.py, as NAME=VALUE."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
-    results: str = str(HERE.parent / "docs" / "results")
+    results: str = str(HERE.parents[1] / "docs" / "results")
     """Folder for the JSON file with the results."""
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ def launch(gpus: int, script: str, *arguments: object, torchrun: bool = True) ->
 
 
 def measure(cfg: Config, gpus: int) -> dict:
-    """Run bench/speed.py on `gpus` GPUs and return its results."""
+    """Run apps/bench/speed.py on `gpus` GPUs and return its results."""
     folder = pathlib.Path(cfg.folder) / f"on-{gpus}"
     arguments = ["--shape", cfg.shape, "--workloads", cfg.workload, "--steps", cfg.steps]
     arguments += ["--prompts", cfg.prompts * gpus, "--folder", cfg.folder, "--results", folder]

@@ -1,15 +1,15 @@
-"""Time verl's GRPO trainer on workload W1 or W-tail; `bench/speed.py --peer verl` runs it on W1.
+"""Time verl's GRPO trainer on workload W1 or W-tail; `apps/bench/speed.py --peer verl` runs it on W1.
 
-    python bench/peer_verl.py runs/bench/3b --steps 3                   # in an environment with verl 0.9.1
-    python bench/peer_verl.py runs/bench/3b --steps 3 --settings algorithm.rollout_correction.bypass_mode=False
-    python bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0         # W-tail
-    python bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0 \
+    python apps/bench/peer_verl.py runs/bench/3b --steps 3                   # in an environment with verl 0.9.1
+    python apps/bench/peer_verl.py runs/bench/3b --steps 3 --settings algorithm.rollout_correction.bypass_mode=False
+    python apps/bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0         # W-tail
+    python apps/bench/peer_verl.py runs/bench/3b --prompts 64 --tokens 8192 --median 700 --beta 0 \
         --settings trainer.v1.trainer_mode=colocate_async                     # with verl's own partial rollouts
 
 verl is started as its examples start it, with its default trainer: FSDP2, the reference offloaded to host memory, and
 a vLLM server on the same GPU that sleeps during the update. Its old log-probabilities are those of vLLM, which spares
 it a forward pass. The model, image size, completion length, β and random rewards are those of W1, and the vision tower
-is frozen (bench/verl_extras.py).
+is frozen (apps/bench/verl_extras.py).
 
 Prints "STEP seconds GiB parts" for every step, including the first; `parts` is JSON, with verl's own names, and the
 mean length of the completions.
@@ -47,7 +47,7 @@ class Config:
     tokens: int = 512
     """Length of every completion in tokens, or the maximum length if there is a median."""
     median: float = 0.0
-    """Median of the lengths, which are then drawn from a log-normal distribution (bench/lengths.py)."""
+    """Median of the lengths, which are then drawn from a log-normal distribution (apps/bench/lengths.py)."""
     sigma: float = 1.0
     """Standard deviation of the logarithm of the lengths, if there is a median."""
     side: int = 448

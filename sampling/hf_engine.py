@@ -19,12 +19,12 @@ from common import console
 from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
 from packing import vision_inputs
-from policy.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_whole
 from policy.experts import prepare_experts
 from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
+from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_whole
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 
@@ -81,7 +81,7 @@ class HFEngine:
         return rollouts
 
     def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
-        """Return the maximum length of a completion. bench/tail.py replaces this, to have lengths of its own."""
+        """Return the maximum length of a completion. apps/bench/tail.py replaces this, to have lengths of its own."""
         return sampling.max_tokens
 
     def _halve_batch(self, sequences: int, n: int) -> None:

@@ -1,16 +1,16 @@
-"""Time TRL's GRPOTrainer on workload W1; `bench/speed.py --peer trl` and `bench/scale.py --peer trl` run it.
+"""Time TRL's GRPOTrainer on workload W1; `apps/bench/speed.py --peer trl` and `apps/bench/scale.py --peer trl` run it.
 
     pip install trl==1.16.0
-    python bench/peer_trl.py runs/bench/3b --steps 2
-    torchrun --nproc_per_node 4 bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16       # FSDP2 through accelerate
+    python apps/bench/peer_trl.py runs/bench/3b --steps 2
+    torchrun --nproc_per_node 4 apps/bench/peer_trl.py runs/bench/7b --steps 2 --prompts 16   # FSDP2 through accelerate
 
 TRL runs vLLM in the same process with sleep mode, float32 master weights under bfloat16 autocast, gradient
 checkpointing, and micro-batches of 16 completions. The model, image size, completion length and random rewards are the
 same as in W1. As there, the vision tower is frozen; by default, TRL would train it.
 
 Prints "STEP seconds GiB parts" for every step, including the first. A step is timed from the end of the previous one.
-The time therefore includes reading the step's rows, as in bench/speed.py. `parts` is JSON: seconds of reading the rows,
-of the generation, of the weight sync in it, and of all that precedes the update. TRL's own timer, which it prints as
+The time therefore includes reading the step's rows, as in speed.py. `parts` is JSON: seconds of reading the rows, of
+the generation, of the weight sync in it, and of all that precedes the update. TRL's own timer, which it prints as
 `step_time`, leaves out the rows and the optimizer.
 """
 
@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     sys.exit(f"TRL cannot be imported here ({error}): see docs/speed.md")
 
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
+sys.path.append(str(pathlib.Path(__file__).parents[2]))
 from policy import delta_net
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))

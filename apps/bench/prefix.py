@@ -1,6 +1,6 @@
 """Measure the forward and backward passes with shared prompts, against the same model with every sequence whole.
 
-    python bench/prefix.py --shape 4b                  # Qwen3.5-4B, images of 448x448 and 896x896 pixels, one GPU
+    python apps/bench/prefix.py --shape 4b                  # Qwen3.5-4B, images of 448x448 and 896x896 pixels, one GPU
 
 Both ways train on the same completions, in micro-batches of the same number of tokens, without padding. Whole sequences
 repeat the prompt for each of its completions. Weights and image features are random.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 import speed
 
 from common import cli, console, distributed
@@ -35,7 +35,7 @@ class Config:
     """Measure what sharing prompts saves on this machine."""
 
     shape: speed.Shape = "4b"
-    """Shape of the model; see bench/speed.py."""
+    """Shape of the model; see apps/bench/speed.py."""
     sides: tuple[int, ...] = (448, 896)
     """Sides of the square images in pixels."""
     prompts: int = 8

@@ -1,8 +1,8 @@
 """Measure the speed of the real `train_step` on fixed workloads, phase by phase, and compare it with hardware limits.
 
-    python bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
-    python bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
-    torchrun --nproc_per_node 4 bench/speed.py --workloads W1 --prompts 128      # see bench/scale.py
+    python apps/bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
+    python apps/bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
+    torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # see apps/bench/scale.py
 
 The results are written to docs/results/.
 
@@ -41,11 +41,11 @@ from transformers import (
 )
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 import grpo
+from apps.demo import tiny
 from common import cli, console, distributed, errors, files
 from data import load_split
-from demo import tiny
 from policy.families import attention_windows, head_dim, language_model, routed_experts
 from policy.model import Policy
 from training.loop import freeze_garbage_collector
@@ -89,12 +89,12 @@ class Config:
     generations: int = 8
     """Number of completions per prompt."""
     peer: str | None = None
-    """Another trainer to run on W1 afterwards: trl (bench/peer_trl.py), verl (bench/peer_verl.py), or a script. The
+    """Another trainer to run on W1 afterwards: trl (peer_trl.py), verl (peer_verl.py), or a script. The
     script gets the model's folder, --steps and --prompts, and must print "STEP seconds GiB" after each step, and may
     add its parts as JSON."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
-    results: str = str(HERE.parent / "docs" / "results")
+    results: str = str(HERE.parents[1] / "docs" / "results")
     """Folder for the JSON file with the results, which is named after the GPU and the time."""
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""

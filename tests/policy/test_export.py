@@ -16,11 +16,11 @@ from common.errors import RunStopped
 from config import PolicyFlags
 from merge_lora import merge_lora
 from policy.base_files import Layout, settings_folder, stored_dtypes, stored_tensors
+from policy.export import export
 from policy.model import empty_model, load_config, load_model, load_policy, ties_lm_head
 from tests.helpers.adapters import save_random_adapter
 from tests.helpers.models import save_tiny
 from tests.helpers.runs import config
-from training.export import export
 
 CPU = torch.device("cpu")
 SETTINGS = ["vocab.json", "merges.txt", "LICENSE", "README.md", "modeling_own.py", "card.png"]

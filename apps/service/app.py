@@ -1,7 +1,7 @@
 """The object-counting service, over HTTP and on a web page: upload images, run training jobs, download the results.
 
     ./run.sh serve                                       # http://127.0.0.1:8000, API reference at /docs
-    GRPO_TOKEN=SECRET python -m service --host 0.0.0.0   # reachable from other machines, with a token
+    GRPO_TOKEN=SECRET python -m apps.service --host 0.0.0.0   # reachable from other machines, with a token
 
 Each job is a grpo.py process that keeps running when the service ends (`jobs.py`); a restarted service finds the job
 again. One job trains at a time, and the others wait in a queue.
@@ -43,17 +43,17 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import State
 
+from apps.service.connections import Connection, max_connections
+from apps.service.jobs import ADAPTER, ROOT, Job, Store
+from apps.service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
+from apps.service.schema import FileInfo, JobInfo, Started, TrainRequest
+from apps.service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
 from common import cli
 from common.errors import CallFailed, UserError, require
 from common.files import what_to_give
 from common.records import TAG
 from grading.answers import without_marks
 from grading.sandbox import WorkerPool
-from service.connections import Connection, max_connections
-from service.jobs import ADAPTER, ROOT, Job, Store
-from service.middleware import LOCAL, AccessMiddleware, OncePerSecond, limit_bodies
-from service.schema import FileInfo, JobInfo, Started, TrainRequest
-from service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
 
 PAGE = ROOT / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP

@@ -1,7 +1,7 @@
 """What verl 0.9.1 lacks for workload W1: a coin flip as its reward, a frozen vision tower, kernels that start soon, and
 an lm_head that its fused kernels can read if it is not tied to the embeddings (7B).
 
-bench/peer_verl.py names this file to verl, as `reward.custom_reward_function` and as `model.external_lib`.
+apps/bench/peer_verl.py names this file to verl, as `reward.custom_reward_function` and as `model.external_lib`.
 """
 
 import functools
@@ -12,7 +12,7 @@ import sys
 from verl.utils import fsdp_utils
 from verl.workers.engine.fsdp import transformer_impl
 
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
+sys.path.append(str(pathlib.Path(__file__).parents[2]))
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: object) -> float:

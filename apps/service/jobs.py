@@ -38,7 +38,7 @@ from common.errors import UserError
 from common.files import lock_file, parse_jsonl
 from training.report import VALID_ROWS
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
 # A traceback, whose lines may start with torchrun's rank prefix.
 TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: )?Traceback \(most recent call last\):\n((\[rank\d+\]: )?([ \t].*)?\n)*")

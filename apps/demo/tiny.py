@@ -1,7 +1,7 @@
 """Build the default model and data: a tiny Qwen2.5-VL and generated images. GRPO then runs anywhere, without downloads.
 
-    python -m demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
-    python -m demo.tiny --task digits     # scans of handwritten digits: which digit is it? is it even?
+    python -m apps.demo.tiny --task count      # drawings of 1 to 6 shapes; the answer is "A photo of 3 circles"
+    python -m apps.demo.tiny --task digits     # scans of handwritten digits: which digit is it? is it even?
 
 The model is a real `Qwen2_5_VLForConditionalGeneration` with 0.9 M parameters, in Hugging Face layout. Its byte-level
 tokenizer has Qwen's special tokens and chat template. A short supervised warm start teaches the model the reply format

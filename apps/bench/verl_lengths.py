@@ -1,4 +1,4 @@
-"""Let verl sample completions of the lengths of W-tail; bench/peer_verl.py names `LogNormalLengths` to verl."""
+"""Let verl sample completions of the lengths of W-tail; apps/bench/peer_verl.py names `LogNormalLengths` to verl."""
 
 from typing import Any
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policy.continuation import PAUSE_EVERY
+from sampling.continuation import PAUSE_EVERY
 
 ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
 

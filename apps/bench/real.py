@@ -1,10 +1,10 @@
 """Train Gemma 3 270M on sums with this project and with TRL, or with several settings; draw and list the scores.
 
-    python bench/real.py                                        # after ./run.sh real: six seeds each, one after another
-    python bench/real.py --programs grpo --seeds 0 1 2 --steps 60 --flags learning_rate=1e-5 --together 3
-    python bench/real.py --seeds --draw docs/real.png           # no runs: only the table and the picture
+    python apps/bench/real.py                                # after ./run.sh real: six seeds each, one after another
+    python apps/bench/real.py --programs grpo --seeds 0 1 2 --steps 60 --flags learning_rate=1e-5 --together 3
+    python apps/bench/real.py --seeds --draw docs/real.png           # no runs: only the table and the picture
 
-The settings are those of recipes/real.flags, which bench/real_trl.py shares. Each run that ends adds a line to the file
+The settings are those of recipes/real.flags, which real_trl.py shares. Each run that ends adds a line to the file
 of results, with its machine. Runs that are there already are not repeated, so the work can be spread over many
 commands. With `--together`, several runs share each GPU; what they take for a step is then not comparable.
 """
@@ -27,7 +27,8 @@ from typing import Any, Literal
 import torch
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
 import speed
 
 from common import cli
@@ -56,7 +57,7 @@ class Config:
     """Further flags for grpo.py, as NAME=VALUE; of these, TRL knows learning_rate alone."""
     together: int = 1
     """Number of runs at a time on each GPU."""
-    results: str = str(HERE.parent / "docs" / "results" / "real.jsonl")
+    results: str = str(ROOT / "docs" / "results" / "real.jsonl")
     """File with one line for each run."""
     output: str = "runs/bench/real"
     """Folder for the runs and their logs."""
@@ -91,7 +92,7 @@ def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[
         rates = [f"--{flag.replace('=', ' ')}" for flag in cfg.flags]
         flags = [f"--output {folder}/trl.json --steps {cfg.steps} --seed {seed}", *rates]
         return [sys.executable, str(HERE / "real_trl.py"), cfg.data, *shlex.split(" ".join(flags))]
-    recipe = shlex.split((HERE.parent / "recipes" / "real.flags").read_text(), comments=True)
+    recipe = shlex.split((ROOT / "recipes" / "real.flags").read_text(), comments=True)
     files = {"model": "model", "data": "train.jsonl", "eval_data": "test.jsonl"}
     settings: dict[str, Any] = {name: f"{cfg.data}/{file}" for name, file in files.items()}
     settings |= {"output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
@@ -124,7 +125,12 @@ def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str
     started = time.perf_counter()
     with (folder / "log.txt").open("w") as log:
         finished = subprocess.run(
-            command(cfg, program, seed, folder), cwd=HERE.parent, env=environment, stdout=log, stderr=log, check=False
+            command(cfg, program, seed, folder),
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            check=False,
         )
     places.put(place)
     if finished.returncode:

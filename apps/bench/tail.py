@@ -1,8 +1,8 @@
 """W-tail: completions whose lengths spread over two orders of magnitude, with and without partial rollouts.
 
-    python bench/tail.py                                            # one GPU, 64 prompts x 8, Qwen2.5-VL-3B
-    torchrun --nproc_per_node 4 bench/tail.py --prompts 256
-    python bench/tail.py --shape tiny --prompts 8 --median 40 --cap 400 --results runs --draw runs/tail.png   # on a CPU
+    python apps/bench/tail.py                                            # one GPU, 64 prompts x 8, Qwen2.5-VL-3B
+    torchrun --nproc_per_node 4 apps/bench/tail.py --prompts 256
+    python apps/bench/tail.py --shape tiny --prompts 8 --median 40 --cap 400 --results runs --draw tail.png   # CPU
 
 The lengths are drawn from a log-normal distribution, and fixed by the seed for each prompt and completion: a sampler
 without stop tokens gets them as limits, one request per completion. Every value of `--oversample` is measured in the
@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import speed
 from lengths import log_normal_length
 
@@ -29,9 +29,9 @@ import grpo
 from common import cli, console, distributed
 from common.records import Sampling
 from data import load_split
-from policy.continuation import NOT_STARTED, Continuation
-from policy.hf_engine import HFEngine
 from rollout import Engine
+from sampling.continuation import NOT_STARTED, Continuation
+from sampling.hf_engine import HFEngine
 from training.partial_rollouts import make_collector
 from training.prompt_stream import PromptStream
 from training.run import Run
@@ -42,7 +42,7 @@ class Config:
     """Measure steps whose completions differ much in length."""
 
     shape: speed.Shape = "3b"
-    """Shape of the model; see bench/speed.py."""
+    """Shape of the model; see apps/bench/speed.py."""
     prompts: int = 64
     """Number of prompts per step, over all processes."""
     generations: int = 8
@@ -61,7 +61,7 @@ class Config:
     """Number of measured steps, for each value."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
-    results: str = str(HERE.parent / "docs" / "results")
+    results: str = str(HERE.parents[1] / "docs" / "results")
     """Folder for the JSON file with the results."""
     draw: str | None = None
     """Also draw the timelines of the last two steps of the first and the last value to this PNG file."""

@@ -1,0 +1,250 @@
+"""Scoring the completions of a run: `Scorer` calls its rewards, in workers where they are the user's own."""
+
+import itertools
+import math
+import re
+import reprlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from PIL import Image
+
+import rewards
+from common import console, plugins
+from common.errors import CallFailed, CallLost, UserError, WorkerLost
+from common.records import TAG, Rewards, Rollout, Sample, Span
+from config import RewardFlags
+from grading import answers
+from grading.math_workers import check_math
+from grading.sandbox import PARAMETERS, WorkerPool, parameters
+from grading.verifier import CONCURRENCY, Verifier, make_verifier
+from inputs.images import decode_image
+from rewards import MAX_REWARD, TASKS, format_reward, get_task, overlong_penalty
+
+CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
+
+
+def _decoded_images(sample: Sample) -> list[Image.Image]:
+    """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
+    if "\n".join(sample.texts).count(TAG) != len(sample.images):
+        raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
+    try:
+        return [decode_image(source) for source in sample.images]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a reward has returned for a completion."""
+
+    number: float = math.nan  # NaN if the completion is unscored
+    spans: tuple[tuple[int, int, float], ...] = ()  # (start, end, value), in order
+    error: str = ""
+
+
+class Scorer:
+    """Score completions with all rewards of a run.
+
+    The rewards are, in this order: the task's own, each `--reward`, and "overlong" if that penalty is on.
+    """
+
+    def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
+        get_task(task)
+        self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
+        self.built_in = {name: each.reward for name, each in TASKS.items()} | {"format": format_reward}
+        self.weights = {task: 1.0}
+        self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
+        self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
+        self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
+        self.sees_images: set[str] = set()  # user-defined rewards with a parameter `images`
+        for text in flags.reward:
+            self._add(text)
+        for task in self.weights.keys() - self.user_functions.keys():
+            reward = self.built_in[task]
+            is_own = reward.__module__ != format_reward.__module__
+            if is_own and (name := plugins.name_of(reward)):  # then the workers compute it, too
+                self._add_function(task, name, parameters(name))
+        if not any(self.weights.values()):
+            raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
+        if "math" in self.weights:
+            check_math()
+        self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
+        self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
+        self.why_none = ""  # why the most recent unscored completion has no reward
+
+    @property
+    def gold_task(self) -> str | None:
+        """The task, if its rule alone decides which answers are right; None with a verifier, or if its weight is 0."""
+        return None if not self.weights[self.task] or (self.task == "math" and self.verifier) else self.task
+
+    @property
+    def all_weights(self) -> dict[str, float]:
+        """`weights` and that of the overlong penalty, by the names in `Rewards.parts` and in the metrics."""
+        return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
+
+    def _add(self, text: str) -> None:
+        """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
+        match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)
+        name, weight = (match[1], float(match[2] or 1)) if match else ("", 1.0)
+        file, _, function = name.rpartition(":")
+        if "=" in function or not abs(weight) < MAX_REWARD:
+            raise UserError(f"--reward {text}: the weight must be a finite number below {MAX_REWARD:g}")
+        if name in (*self.built_in, self.user_functions.get(function)):  # the last weight counts
+            self.weights[function] = weight
+            return
+        if not file.endswith(".py"):
+            raise UserError(
+                f"--reward {text}: give file.py:function or one of {', '.join(self.built_in)}, "
+                "optionally followed by =WEIGHT"
+            )
+        if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
+            raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
+        try:
+            found = WorkerPool(1, [PARAMETERS]).call(PARAMETERS, rewards.REWARD_TIMEOUT, {"name": name})
+        except CallFailed as error:
+            raise UserError(f"--reward {text}: it cannot be loaded ({error})") from error
+        self.weights[function] = weight
+        self._add_function(function, name, found)
+
+    def _add_function(self, name: str, function: str, found: tuple[list[str], list[str], bool]) -> None:
+        """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `sandbox.parameters`."""
+        parameters, required, accepts_any = found
+        if not {"completion", "answer"} <= set(parameters):
+            raise UserError(f"--reward {function}: it must be a function of (completion, answer, **fields)")
+        self.user_functions[name] = function
+        self.parameters[name] = None if accepts_any else set(parameters)
+        self.required[name] = set(required)
+        self.sees_images |= {name} if "images" in parameters else set()
+
+    def check_columns(self, samples: Sequence[Sample]) -> None:
+        """Raise UserError if a row lacks a column that a user-defined reward requires."""
+        for sample in samples:
+            columns = {name for name, value in sample.fields.items() if value is not None}
+            for function, required in self.required.items():
+                if missing := sorted(required - columns - {"completion", "answer", "question", "images"}):
+                    raise UserError(
+                        f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
+                        "function's parameter a default value"
+                    )
+
+    def __call__(
+        self, samples: Sequence[Sample], rollouts: Sequence[list[Rollout]], max_length: int | None = None
+    ) -> tuple[list[list[Rewards]], str | None]:
+        """Return the rewards of each sample's completions, and the first error of a user-defined reward or None.
+
+        `max_length` is the completion length limit in tokens for the overlong penalty; None turns the penalty off.
+        """
+        if self.verifier:
+            self.verifier.reset_failures()
+        pairs = [(sample, rollout) for sample, group in zip(samples, rollouts, strict=True) for rollout in group]
+        jobs: list[tuple[str, list[tuple[Sample, Rollout]]]] = []
+        for name in self.weights:
+            size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
+            jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
+        uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
+        threads = CONCURRENCY if self.verifier else 8 if uses_workers else 1
+        values: dict[str, list[Value]] = {name: [] for name in self.weights}
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            console.progress(desc="rewards", total=len(pairs) * len(values)) as bar,
+        ):
+            for (name, chunk), results in zip(jobs, pool.map(lambda job: self._values(*job), jobs)):
+                values[name] += results
+                bar.update(len(chunk))
+        errors, scored, results = [], [], zip(*values.values())
+        for sample, group in zip(samples, rollouts):
+            scored.append([])
+            for rollout in group:
+                found = dict(zip(values, next(results)))
+                for name, value in found.items():
+                    if value.error:
+                        flag = "--task" if name == self.task else "--reward"
+                        where = f"{self.user_functions.get(name, name)} on {sample.source}, {rollout.text[:60]!r}"
+                        errors.append(f"{flag} {where}: {value.error}")
+                scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
+        return scored, errors[0] if errors else None
+
+    def _rewards(self, found: dict[str, Value], length: int, max_length: int | None) -> Rewards:
+        """Return the rewards of a completion of `length` tokens, and of each part of it that has its own."""
+        parts = {name: value.number for name, value in found.items()}
+        edges = sorted({edge for value in found.values() for *place, _ in value.spans for edge in place})
+        spans = []
+        for start, end in itertools.pairwise(edges):
+            own = {name: x for name, value in found.items() for a, b, x in value.spans if a <= start < b}
+            if own:
+                spans.append(Span(start, end, self._sum(parts | own, length, max_length)))
+        return replace(self._sum(parts, length, max_length), spans=tuple(spans))
+
+    def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
+        """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""
+        raw = sum(weight * parts[name] for name, weight in self.weights.items() if weight)
+        if not (self.overlong_buffer and max_length):
+            return Rewards(raw, raw, parts)
+        penalty = overlong_penalty(length, max_length, self.overlong_buffer)
+        return Rewards(raw + penalty, raw, parts | {"overlong": penalty})
+
+    def _values(self, name: str, pairs: list[tuple[Sample, Rollout]]) -> list[Value]:
+        """Compute one reward of each completion."""
+        calls = []
+        images: dict[str, list[Image.Image]] = {}  # by row, so that the calls for its completions share them
+        for sample, rollout in pairs:
+            fields: dict[str, Any] = {"question": sample.prompt}
+            fields |= {column: value for column, value in sample.fields.items() if value is not None}
+            if isinstance(fields["question"], str):
+                fields["question"] = fields["question"].replace(TAG, "").strip()
+            if name in self.sees_images:
+                fields["images"] = images.get(sample.source) or _decoded_images(sample)
+                images[sample.source] = fields["images"]
+            calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
+        if name not in self.user_functions:
+            return [self._built_in_value(name, fields) for fields in calls]
+        parameters = self.parameters[name]
+        calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
+        results = self.workers.call_all(self.user_functions[name], rewards.REWARD_TIMEOUT, calls)
+        return [self._judge(self.user_functions[name], result) for result in results]
+
+    def _built_in_value(self, name: str, fields: dict[str, Any]) -> Value:
+        """Compute the reward of a task or `format_reward`."""
+        try:
+            value = self.built_in[name](**fields | {"verifier": self.verifier})
+        except WorkerLost as error:
+            self.why_none = f"{name}: {error}"
+            return Value()
+        if value is None and name == "math":  # it does so only if the verifier gives no verdict
+            self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
+            return Value()
+        return self._judge(name, value)
+
+    def _judge(self, function: str, returned: Any) -> Value:
+        """Check what a reward has returned."""
+        if isinstance(returned, CallLost):
+            self.why_none = f"{function} {returned}"
+            return Value()
+        if isinstance(returned, CallFailed):
+            return Value(error=str(returned))
+        if returned is None:
+            self.why_none = f"{function} returned None"
+            return Value()
+        try:
+            if isinstance(returned, int | float) and abs(returned) < MAX_REWARD:
+                return Value(float(returned))
+            if isinstance(returned, list) and _are_spans(returned):
+                return Value(float(sum(value for *_, value in returned)), tuple(map(tuple, returned)))
+            shown = reprlib.repr(returned)
+        except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
+            shown = "an integer above 1e308"
+        expected = "a finite number, or spans [(start, end, value), …] in order that do not overlap"
+        return Value(error=f"it returned {shown}; expected {expected}")
+
+
+def _are_spans(value: list) -> bool:
+    """Return whether `value` lists (start, end, reward) in order, without overlap."""
+    if not all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
+        return False
+    edges = [edge for start, end, _ in value for edge in (start, end)]
+    are_numbers = all(isinstance(x, int | float) and abs(x) < MAX_REWARD for *_, x in value)
+    are_ordered = all(isinstance(edge, int) for edge in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
+    return are_numbers and are_ordered and all(start < end for start, end, _ in value)
