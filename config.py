@@ -377,6 +377,13 @@ class GRPOFlags:
     """ε_high: ratios above 1 + ε_high are clipped. Default: 0.2; 0.28 for dapo, 4e-4 for gspo, 4 for cispo."""
     dual_clip: float = 0.0
     """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
+    teacher: str | None = None
+    """A model that teaches (on-policy distillation), with the same vocabulary: a token's advantage gets
+    -teacher_weight · (log π - log ν), with ν the teacher. With a new adapter, the model itself may teach."""
+    teacher_weight: float = 1.0
+    """Weight of the teacher in the advantages; see docs/distillation.md."""
+    teacher_pixels: int = 0
+    """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. It may see more than the model does."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     unbiased_kl: bool = False
@@ -416,11 +423,24 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self.check_verifier()
         self.check_policy()
         self.check_engine()
-        require(self.num_generations >= 2, "num_generations must be at least 2: advantages are relative to a group")
+        least = 1 if self.teacher else 2
+        require(
+            self.num_generations >= least,
+            f"num_generations must be at least {least}: advantages are relative to a group",
+        )
+        require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        not_negative = ("seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference")
+        not_negative = (
+            "seed",
+            "max_steps",
+            "prompts_per_update",
+            "beta",
+            "importance_cap",
+            "max_logp_difference",
+            "teacher_pixels",
+        )
         for name in (*not_negative, "dual_clip", "dynamic_sampling_rounds"):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step

@@ -20,7 +20,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jinja2
@@ -169,12 +169,21 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
-    """Compute the token ids, fitted images, vision inputs and positions of `sample`.
+def encode_prompt(sample: Sample, processor: Processor, teacher: Processor | None = None) -> Prompt:
+    """Compute the token ids, fitted images, vision inputs and positions of `sample`, also as `teacher` sees them.
 
     Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
     UserError, naming the row, if an image can no longer be read.
     """
+    prompt = _encode(sample, processor)
+    if teacher is processor and not sample.teacher_images:
+        prompt.for_teacher = replace(prompt, images=[])  # without the features of the policy's own tower
+    elif teacher:
+        prompt.for_teacher = _encode(sample.for_teacher, teacher)
+    return prompt
+
+
+def _encode(sample: Sample, processor: Processor) -> Prompt:
     engine_ids, opening = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
@@ -205,6 +214,28 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     )
 
 
+def encode_response(sample: Sample, response: str, processor: Processor) -> Tensor:
+    """Return the (L,) token ids of an answer to `sample`, up to the control token that ends the assistant's turn.
+
+    Raises ValueError if the answer contains a control token, or if the chat template does not write it after what it
+    writes of the prompt.
+    """
+    turns = _turns(sample, processor)
+    prompt, chat = (
+        write_chat(each, processor.tokenizer, processor.chat_variables, is_answered)
+        for each, is_answered in ((turns, False), ([*turns, Turn("assistant", [response])], True))
+    )
+    text = chat[len(prompt) :]
+    end = text.rfind(response.strip()) + len(response.strip())
+    after = [(text.index(token, end), token) for token in processor.control_tokens if token in text[end:]]
+    if not (chat.startswith(prompt) and response.strip() in text and after):
+        raise ValueError("the chat template does not write its answer behind the prompt, with a token that ends it")
+    if any(token in response for token in processor.control_tokens):
+        raise ValueError("its answer contains a control token: remove it")
+    place, token = min(after)
+    return torch.tensor(processor.tokenizer(text[:place] + token, add_special_tokens=False).input_ids)
+
+
 def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
     """Replace the placeholder of each image, in order, with the image's tokens."""
     remaining, ids = iter(images), []
@@ -217,14 +248,14 @@ def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: 
     return ids
 
 
-def encode_prompts(samples: Sequence[Sample], processor: Processor) -> list[Prompt]:
+def encode_prompts(samples: Sequence[Sample], processor: Processor, teacher: Processor | None = None) -> list[Prompt]:
     """Call `encode_prompt` on each sample, in threads: most of the work is image processing, which releases the GIL."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda sample: encode_prompt(sample, processor), samples))
+        return list(pool.map(lambda sample: encode_prompt(sample, processor, teacher), samples))
 
 
-def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
-    """Return the sampler's token ids, and `Prompt.opening`."""
+def _turns(sample: Sample, processor: Processor) -> list[Turn]:
+    """Return the turns of a prompt, with the template around the question. Raises ValueError for a control token."""
     for token in processor.control_tokens:
         if any(token in text for text in (*sample.texts, sample.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
@@ -235,7 +266,12 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
     if system := sample.system or processor.system:
         turns.insert(0, Turn("system", [system]))
-    chat = write_chat(turns, processor.tokenizer, processor.chat_variables)
+    return turns
+
+
+def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
+    """Return the sampler's token ids, and `Prompt.opening`."""
+    chat = write_chat(_turns(sample, processor), processor.tokenizer, processor.chat_variables)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
@@ -348,6 +384,8 @@ def _check_row(
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
     try:
+        for image in row.teacher_images:
+            _check_image(image, image_sizes)
         image_keys = [_check_image(image, image_sizes) for image in row.images]
         sizes = [image_sizes[key] for key in image_keys]
         tokens = _checked_length(row, processor, max_length, sizes) if processor else 0

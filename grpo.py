@@ -8,9 +8,9 @@ left out: the reference is fixed, and no reward model is trained. Three more thi
 default (`--beta`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
 corrects for the small difference between the sampler's and the trainer's log-probabilities.
 
-Three objects do the rest, and none knows the loss. `run.collector` (training/collect.py) draws prompts, samples and
-scores. `run.updater` (training/updates.py) cuts micro-batches, steps AdamW and skips what is not finite. `run.loop`
-(training/loop.py) evaluates, saves and stops. config.py has the flags, and training/run.py sets a run up and resumes.
+Three objects do the rest, and none knows the loss: `run.collector` draws prompts, samples and scores, `run.updater`
+cuts micro-batches and steps AdamW, and `run.loop` evaluates, saves and stops (all in training/). config.py has the
+flags, and training/run.py sets a run up and resumes.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch. `row_of_token` (C,) numbers the completion of each token.
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.distillation import with_teacher
 from common.errors import UserError
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_row
 from common.records import Completion, Group, GroupRewards, ScoredGroup
@@ -196,9 +197,12 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
-        log_ratio = sequence_log_ratio(log_ratio, rows, values.per_token)
+        log_ratio = sequence_log_ratio(log_ratio, rows, values.per_token or bool(cfg.teacher))
+    advantages = values.advantages
+    if cfg.teacher:
+        advantages = with_teacher(advantages, trainer_logp, values.teacher_logp, cfg.teacher_weight)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
-    objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, batch, cfg, **options)
+    objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_importance = trainer_logp - values.sampling_logp
@@ -229,6 +233,8 @@ def train_step(run: Run) -> dict[str, float]:
         minibatches.append(updater.balance(training_groups(cfg, chosen, advantages)))
     if cfg.beta:
         minibatches = updater.with_logprobs(run.reference, minibatches, "ref_logp")
+    if cfg.teacher:
+        minibatches = updater.with_logprobs(run.teacher, minibatches, "teacher_logp")
     if (cfg.updates_per_step > 1 and cfg.old_logp == "policy") or updater.has_dropout:
         minibatches = updater.with_logprobs(run.policy, minibatches, "trainer_logp")  # π_old
     for _ in range(cfg.num_iterations):  # line 10
@@ -241,26 +247,23 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
     Unscored ones, and those with an advantage of NaN, neither train nor count. One whose advantages are all 0 counts in
-    the divisors of the weights, but trains only for a KL or entropy term. A truncated completion is trained on like
-    any other. With `mask_truncated`, its tokens are neither trained on nor counted; it counts as a sequence (DAPO,
-    arXiv:2503.14476, section 3.4).
+    the divisors of the weights, but trains only for a KL term, an entropy term or a teacher. A truncated one is trained
+    on like any other. With `mask_truncated`, its tokens are neither trained on nor counted; it counts as a sequence
+    (DAPO, arXiv:2503.14476, section 3.4).
     """
-    everyone = [pair for group in groups for pair in zip(group.rollouts, of_completions(group, advantages))]
-    lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for rollout, own in everyone]).long()
-    masked = torch.tensor([cfg.mask_truncated and rollout.truncated for rollout, _ in everyone], dtype=torch.bool)
+    everyone = [(group, *each) for group in groups for each in zip(group.rollouts, of_completions(group, advantages))]
+    lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for _, rollout, own in everyone]).long()
+    masked = torch.tensor([cfg.mask_truncated and rollout.truncated for _, rollout, _ in everyone], dtype=torch.bool)
     unmasked = lengths.masked_fill(masked, 0)
     totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
-    remaining, needed, needs_all = iter(weights.tolist()), [], cfg.beta or LOSSES[cfg.loss_type].needs_entropy
-    for group in groups:
-        completions = [
-            Completion(rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale)
-            for rollout, own, weight in zip(group.rollouts, of_completions(group, advantages), remaining)
-            if weight and (needs_all or own.any())
-        ]
-        if completions:
-            needed.append(Group(group.prompt, completions, group.index))
-    return needed
+    needs_all = cfg.beta or cfg.teacher or LOSSES[cfg.loss_type].needs_entropy
+    needed = {group.index: Group(group.prompt, [], group.index) for group in groups}
+    for (group, rollout, own), weight in zip(everyone, weights.tolist()):
+        if weight and (needs_all or own.any()):
+            completion = Completion(rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale)
+            needed[group.index].completions.append(completion)
+    return [group for group in needed.values() if group.completions]
 
 
 def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:

@@ -82,6 +82,7 @@ class TokenValues:
     stale: Tensor  # whether the policy of an earlier step sampled the token, bool
     trainer_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
     per_token: bool = False  # whether a completion has an advantage for each token
 
 
@@ -197,6 +198,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
         stale=torch.cat([torch.arange(n) < completion.num_stale for n, completion in zip(lengths, completions)]),
         trainer_logp=join([completion.trainer_logp for completion in completions]),
         ref_logp=join([completion.ref_logp for completion in completions]),
+        teacher_logp=join([completion.teacher_logp for completion in completions]),
         per_token=any(torch.as_tensor(completion.advantage).ndim > 0 for completion in completions),
     )
 

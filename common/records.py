@@ -13,7 +13,7 @@ import math
 import pathlib
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
@@ -70,6 +70,8 @@ class Sample:
     system: str | None = None  # the row's own system prompt, which replaces the task's system prompt
     source_index: int = 0  # index of the data set that the row comes from, when several data sets are mixed
     tokens: int = 0  # prompt length, with images expanded; 0 until the row has been checked with a processor
+    responses: list[str] = field(default_factory=list)  # the answers as rows have them, with reasoning: for sft.py
+    teacher_images: list[ImageSource] = field(default_factory=list)  # what a teacher sees in place of the images
 
     @property
     def texts(self) -> list[str]:
@@ -85,6 +87,16 @@ class Sample:
     def images(self) -> list[ImageSource]:
         """The images of all turns, in order."""
         return [piece for turn in self.turns for piece in turn.content if not isinstance(piece, str)]
+
+    @property
+    def for_teacher(self) -> Sample:
+        """The row with `teacher_images`, if it has any, in the places of the images."""
+        images = iter(self.teacher_images or self.images)
+        turns = [
+            Turn(role, [piece if isinstance(piece, str) else next(images) for piece in content])
+            for role, content in self.turns
+        ]
+        return replace(self, turns=turns)
 
 
 @dataclass
@@ -107,6 +119,7 @@ class Prompt:
     `policy.model.cache_image_features`."""
     image_token: int = -1  # the token id of image tokens in `ids`
     image_digest: bytes = b""  # a hash of the resized images; identical images have the same hash
+    for_teacher: Prompt | None = None  # the same prompt as the teacher sees it, if that differs
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
@@ -203,6 +216,7 @@ class Completion:
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
+    teacher_logp: Tensor | None = None  # (L,) log-probabilities under the teacher, if there is one
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,19 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     return variables
 
 
-def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, Any]) -> str:
+def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, Any], is_answered: bool = False) -> str:
     """Write `turns` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
 
-    `variables`: further variables of the template. Some templates ignore text that is not in a list of parts. Raises
-    ValueError if the template refuses the turns or leaves out a text.
+    `is_answered`: the last turn is the answer, and none begins. `variables`: further variables of the template. Some
+    templates ignore text that is not in a list of parts. Raises ValueError if the template refuses the turns or leaves
+    out a text.
     """
     for as_parts in (False, True):
         messages = [{"role": turn.role, "content": _content(turn, as_parts)} for turn in turns]
         try:
-            chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+            chat = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=not is_answered, tokenize=False, **variables
+            )
         except Exception as error:  # noqa: BLE001
             raise ValueError(f"the model's chat template refuses the prompt: {str(error)[:160]}") from None
         if all(piece.strip() in chat for turn in turns for piece in turn.content if isinstance(piece, str)):

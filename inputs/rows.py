@@ -202,6 +202,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     prompt_name = _column(row, PROMPT_COLUMNS, columns.prompt)
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
+    for_teacher = [resolve_image(image, locate) for image in _images(row.pop("teacher_images", None))]
     images = _take_images(row, _column(row, image_columns, columns.images))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
     earlier, prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
@@ -211,6 +212,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
+    response = answer if isinstance(answer, str) else answer_text(answer)
     prompt, answer = _with_options(prompt, row.get("options")), answer_text(answer)
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
@@ -221,7 +223,11 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
-    return place_images(Sample([*earlier, Turn("user", [prompt])], answer, source, drop_images(row), system), images)
+    if for_teacher and len(for_teacher) != len(images):
+        raise RowError(f"{len(for_teacher)} images in 'teacher_images', but {len(images)} for the model")
+    turns = [*earlier, Turn("user", [prompt])]
+    sample = Sample(turns, answer, source, drop_images(row), system, responses=[response], teacher_images=for_teacher)
+    return place_images(sample, images)
 
 
 def _other_images(row: dict) -> list:
@@ -292,7 +298,7 @@ def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Tur
     if name in CHAT_COLUMNS and not earlier:
         prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
     if reply and columns.answer is None:
-        if answer_text(row.get("solution")) not in ("", reply):
+        if answer_text(row.get("solution")) not in ("", answer_text(reply)):
             raise RowError("the assistant's answer and 'solution' differ: remove one, or set --answer_column")
         row.pop("answer", None)
         return earlier, prompt, reply, system, images
@@ -332,7 +338,7 @@ def _split_reply(turns: object) -> tuple[list | None, str | None]:
     reply, images = _text(content)
     if images:
         raise RowError("the assistant's turn contains an image")
-    return turns[:-1], re.sub(r"^\s*Answer:\s*", "", answer_text(reply))
+    return turns[:-1], re.sub(r"^\s*Answer:\s*", "", reply)
 
 
 def _with_options(prompt: str, options: object) -> str:

@@ -98,7 +98,7 @@ def _blank_group(policy: Policy) -> Group:
     tokens, zeros = torch.zeros(2, dtype=torch.long), torch.zeros(2)
     rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
     prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(rows, -1))
-    return Group(prompt, [Completion(tokens, zeros, trainer_logp=zeros, ref_logp=zeros)])
+    return Group(prompt, [Completion(tokens, zeros, trainer_logp=zeros, ref_logp=zeros, teacher_logp=zeros)])
 
 
 def vision_cost_per_token(policy: Policy) -> float:

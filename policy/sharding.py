@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import console, distributed
-from config import PolicyFlags
+from config import Config, PolicyFlags
 from policy.families import language_model, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward
 from policy.lora import adapted_weights, adapter_parameters, has_adapter
@@ -51,6 +51,16 @@ def load_reference(
             setattr(model.model, name, part)
     reference = Policy(model.eval().requires_grad_(bool(AFTER_UPDATE) and flags.train_vision))  # only a trained tower
     return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference).requires_grad_(False)
+
+
+def load_teacher(cfg: Config, device: torch.device, policy: Policy, sharding: str = "full") -> Policy:
+    """Return the frozen model `cfg.teacher`; if it is a new adapter's base, `policy` (`lora.reference_weights`)."""
+    if cfg.lora_rank and cfg.teacher == cfg.model:
+        return policy
+    dtype = compute_dtype(cfg.dtype, device)
+    model = load_model(cfg.teacher, dtype, to_shard=True)
+    enable_packed_forward(model, compiled=cfg.compile and device.type == "cuda")
+    return apply_fsdp(Policy(model.eval().requires_grad_(False)), device, dtype, sharding).requires_grad_(False)
 
 
 def apply_fsdp(

@@ -111,4 +111,6 @@ def _without_images(group: Group) -> Group:
     prompt = replace(group.prompt, images=[])
     if prompt.features is not None:
         prompt = replace(prompt, vision={})
+    if prompt.for_teacher:
+        prompt = replace(prompt, for_teacher=replace(prompt.for_teacher, images=[]))
     return replace(group, prompt=prompt)

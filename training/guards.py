@@ -25,7 +25,8 @@ def describe_nonfinite(
     bad_rows = []
     pairs = [(group, completion) for group in groups for completion in group.completions]
     for (group, completion), logp in zip(pairs, logps):
-        tensors = [logp, completion.sampling_logp, completion.trainer_logp, completion.ref_logp]
+        tensors = [logp, completion.sampling_logp, completion.trainer_logp]
+        tensors += [completion.ref_logp, completion.teacher_logp]
         finite = all(tensor.isfinite().all() for tensor in tensors if tensor is not None)
         if not (finite and torch.as_tensor(completion.advantage).isfinite().all()):
             bad_rows.append(group.prompt.source or f"prompt {group.index}")

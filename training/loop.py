@@ -37,6 +37,7 @@ class Run:
     cfg: Config
     policy: Policy
     reference: Policy | None  # of the KL term
+    teacher: Policy | None
     collector: Collector
     updater: Updater
     loop: Loop
@@ -50,13 +51,17 @@ class Run:
 
 
 TrainStep = Callable[[Run], dict[str, float]]  # takes a step and returns its metrics
+Evaluate = Callable[[Run, list[Sample]], dict[str, float]]  # returns the scores of the policy on held-out rows
 
 
 class Loop:
     """Trains a run to its last step."""
 
-    def __init__(self, checkpoints: Saver, eval_samples: list[Sample], interrupted: list[int]):
-        """`eval_samples`: the held-out rows, if any; for `interrupted`, see `Collector`."""
+    def __init__(
+        self, checkpoints: Saver, eval_samples: list[Sample], interrupted: list[int], evaluate: Evaluate | None = None
+    ):
+        """`eval_samples`: the held-out rows, if any, and how they are scored; for `interrupted`, see `Collector`."""
+        self.evaluate = evaluate or score_completions
         self.checkpoints, self.eval_samples, self.interrupted = checkpoints, eval_samples, interrupted
         self.eval_due = bool(eval_samples)  # whether the policy has to be evaluated before the next step
         self.last_problem = ""  # why the most recent of the skipped updates was skipped
@@ -125,7 +130,7 @@ class Loop:
         problem = self._too_many_skipped(run)
         if not problem and self.eval_due and not interrupted:
             try:
-                metrics |= self.evaluate(run)
+                metrics |= self.evaluate(run, self.eval_samples)
                 self.eval_due = False
             except UserError as error:
                 problem = f"evaluation after step {run.step}: {error}"
@@ -165,17 +170,11 @@ class Loop:
         status = 1 if self.checkpoints.save_failed else 130
         raise RunStopped(f"stopped after step {run.step}; {self.checkpoints.resume_hint()}", status)
 
-    def evaluate(self, run: Run) -> dict[str, float]:
-        """Return the scores of the current policy on the held-out rows."""
-        collector = run.collector
-        return score_policy(
-            run.policy,
-            collector.engine,
-            collector.stream.processor,
-            self.eval_samples,
-            collector.scorer,
-            run.cfg.max_completion_length,
-        )
+
+def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
+    """Return the scores of the current policy on held-out rows, with one greedy completion each."""
+    owner, max_tokens = run.collector, run.cfg.max_completion_length
+    return score_policy(run.policy, owner.engine, owner.stream.processor, samples, owner.scorer, max_tokens)
 
 
 def state_of(run: Run) -> dict[str, Any]:

@@ -40,6 +40,12 @@ class Clock:
             self.memory = max(self.memory, total - free)
         self.laps.setdefault(phase, []).append(time.perf_counter() - started)
 
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of the step and of its phases, and the memory that it took."""
+        seconds = {f"time/{phase}": sum(laps) for phase, laps in self.laps.items()}
+        memory = {"memory_gib": self.memory / 2**30, "memory_flushes": memory_flushes() - self.flushes_before}
+        return {"step_time": time.perf_counter() - self.started} | seconds | memory
+
 
 def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
     """Return the total seconds of all rounds, and the mean fraction of this time that a rank spends waiting.
@@ -65,8 +71,7 @@ def sampling_metrics(rollouts: list[Rollout], rewards: GroupRewards, clock: Cloc
     )
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
-    seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
-    step_time = time.perf_counter() - clock.started
+    timings = clock.metrics() | {"time/rollout": rollout_seconds}
     return {
         "reward": rewards.total.nanmean().item(),
         "reward_std": deviation(rewards.total).mean().item(),
@@ -77,16 +82,15 @@ def sampling_metrics(rollouts: list[Rollout], rewards: GroupRewards, clock: Cloc
         "completions/mean_length": (total_length / num_rollouts).item(),
         "completions/max_length": max_length.item(),
         "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
-        "step_time": step_time,
-        **{f"time/{phase}": taken for phase, taken in seconds.items()},
+        **timings,
         "idle/rollout": idle,
-        "tokens_per_second": total_length.item() / step_time,
-        "memory_gib": clock.memory / 2**30,
-        "memory_flushes": memory_flushes() - clock.flushes_before,
+        "tokens_per_second": total_length.item() / timings["step_time"],
     }
 
 
-def update_metrics(updates: list[dict[str, Tensor]], train_seconds: float) -> dict[str, float]:
+def update_metrics(
+    updates: list[dict[str, Tensor]], train_seconds: float, has_teacher: bool = False
+) -> dict[str, float]:
     """Return the metrics of the updates of a step, given each update's sums over tokens, and the seconds they took."""
 
     def total(name: str) -> float:
@@ -103,6 +107,7 @@ def update_metrics(updates: list[dict[str, Tensor]], train_seconds: float) -> di
         "clip_ratio": total("clip_ratio") / max(num_tokens, 1),
         "importance_capped": total("importance_capped") / max(num_tokens, 1),
         "kl": total("kl") / max(num_tokens, 1),
+        **({"teacher_kl": total("teacher_kl") / max(num_tokens, 1)} if has_teacher else {}),
         "entropy": total("entropy") / max(num_tokens, 1),
         "sampling/logp_difference_mean": _mean(difference, num_fresh),
         "sampling/logp_difference_image": _mean(image_difference, num_image_fresh),
@@ -134,4 +139,7 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
+    if (teacher_logp := batch.values.teacher_logp) is None:
+        teacher_logp = trainer_logp
+    sums["teacher_kl"] = ((trainer_logp - teacher_logp) * (batch.values.weights > 0)).sum()
     return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}

@@ -47,9 +47,10 @@ class PromptStream:
         seed: int,
         batch: int = 1,
         drop_last: bool = False,
+        teacher: Processor | None = None,
     ):
         """`batch` is the number of prompts that are drawn at a time; for `drop_last`, see `row_at`."""
-        self.samples, self.processor, self.seed = samples, processor, seed
+        self.samples, self.processor, self.seed, self.teacher = samples, processor, seed, teacher
         if drop_last and batch > len(samples):
             raise UserError(
                 f"--drop_last drops every row: prompts_per_step is {batch}, and there are {len(samples)} rows"
@@ -109,7 +110,7 @@ class PromptStream:
         More threads would compete with the training step for the GIL: 0.2 s per step of W1 (docs/log.md).
         """
         self.prefetched = {
-            (each.position, each.row): self.thread.submit(encode_prompt, row, self.processor)
+            (each.position, each.row): self.thread.submit(encode_prompt, row, self.processor, self.teacher)
             for each, row in zip(drawn, self.rows(drawn))
         }
 
@@ -123,7 +124,7 @@ class PromptStream:
         places = [(each.position, each.row) for each in drawn]
         missing = [each for each, place in zip(drawn, places) if place not in started]
         with distributed.shared_errors(StepFailed):
-            encoded = iter(encode_prompts(self.rows(missing), self.processor))
+            encoded = iter(encode_prompts(self.rows(missing), self.processor, self.teacher))
             prompts = [started[place].result() if place in started else next(encoded) for place in places]
         for each, prompt in zip(drawn, prompts):
             prompt.expected_length = self.lengths.get(str(each.row), 0.0)

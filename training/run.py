@@ -3,9 +3,11 @@
 Start reading at `start`. grpo.py trains what it returns.
 """
 
+import functools
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,16 +29,17 @@ from policy.memory import (
 )
 from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizers
-from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference
+from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
 from training.collect import Collector
-from training.loop import Loop, Run, load_state
+from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
 from training.partial_rollouts import check_lengths, make_collector
 from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
+from training.teacher import load_teacher_processor
 from training.updates import Updater
 
 FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5  # default learning rates; docs/adapters.md has the measurements
@@ -45,8 +48,16 @@ FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5  # default learning rates; docs/adapters.md
 PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
-def start(cfg: Config) -> Run:
+def start(
+    cfg: Config,
+    read: Callable[..., tuple] | None = None,
+    make: Callable[..., Collector] | None = None,
+    evaluate: Evaluate | None = None,
+) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
+
+    sft.py has its own functions to read the inputs, make the collector and evaluate (`check_inputs`, `make_collector`,
+    `Loop`).
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
@@ -55,7 +66,8 @@ def start(cfg: Config) -> Run:
     `load_checkpoint`, and everything else (position in the data, schedule, …) from `restore`.
     """
     device = distributed.start()
-    check_engine_available(cfg, device)
+    if cfg.engine:
+        check_engine_available(cfg, device)
     check_restarts(cfg)
     folder = RunFolder(cfg.output, cfg.keep_last)
     resume = folder.plan_resume(cfg.resume)
@@ -63,16 +75,17 @@ def start(cfg: Config) -> Run:
     check_start_survives(cfg)
     check_after_update(cfg)
     choose_learning_rate(cfg, resume)
-    stream, eval_samples, scorer, limits = check_inputs(cfg)
+    stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
-    policy, reference, engine, micro_batch_tokens = load_models(cfg, stream.processor, limits, device)
+    policy, reference, teacher, engine, micro_batch_tokens = load_models(cfg, stream.processor, limits, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
     clock, interrupted = Clock(), []  # shared by the owners
     has_in_flight = bool(state and state["collector"].get("in_flight"))
-    collector = make_collector(cfg, stream, engine, scorer, clock, interrupted, has_in_flight=has_in_flight)
+    make = make or functools.partial(make_collector, has_in_flight=has_in_flight)
+    collector = make(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     if resume.checkpoint:
@@ -83,7 +96,8 @@ def start(cfg: Config) -> Run:
     checkpoints = Saver(folder, resumed_step)
     before_change = checkpoints.wait_until_read
     updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
-    run = Run(cfg, policy, reference, collector, updater, Loop(checkpoints, eval_samples, interrupted), log)
+    loop = Loop(checkpoints, eval_samples, interrupted, evaluate)
+    run = Run(cfg, policy, reference, teacher, collector, updater, loop, log)
     if state:
         restore(run, state)
     return run
@@ -129,11 +143,21 @@ def check_after_update(cfg: Config) -> None:
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
     """Read and check every row and reward; return the training rows, the held-out rows, the rewards and the limits."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
+    has_reward = any(scorer.weights.values())
+    if not (has_reward or cfg.teacher):
+        raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
+    if has_reward and cfg.num_generations < 2:
+        raise UserError(
+            "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"
+        )
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
+    teacher = load_teacher_processor(cfg, processor) if cfg.teacher else None
+    if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
+        raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
+    stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
     eval_samples = []
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
@@ -174,28 +198,40 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
 
 def load_models(
     cfg: Config, processor: Processor, limits: RequestLimits, device: torch.device
-) -> tuple[Policy, Policy | None, Engine, int]:
-    """Load the policy, start the sampler, then place policy and reference on the GPUs. The sampler sleeps meanwhile.
+) -> tuple[Policy, Policy | None, Policy | None, Engine | None, int]:
+    """Load the policy, start the sampler, then place the models on the GPUs. The sampler sleeps meanwhile.
 
-    Returns policy, reference, sampler, and the maximum number of tokens of a micro-batch.
+    Returns policy, reference, teacher, sampler, and the maximum number of tokens of a micro-batch.
     """
     dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
     sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
+    engine = None
+    if cfg.engine:
+        engine = start_sampler(cfg, policy, processor, limits, device, sharding)
+    policy = apply_fsdp(policy, device, dtype, sharding)
+    reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
+    teacher = load_teacher(cfg, device, policy, sharding) if cfg.teacher else None
+    tokens = choose_micro_batch_size(policy, reference, cfg, limits.tokens, device, cfg.gpu_memory, sharding)
+    return policy, reference, teacher, engine, tokens
+
+
+def start_sampler(
+    cfg: Config, policy: Policy, processor: Processor, limits: RequestLimits, device: torch.device, sharding: str
+) -> Engine:
+    """Start the sampler that fits beside `policy`, and let it sleep."""
     has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
     sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
     chosen = ENGINES[sampler_flags.engine]
     if chosen.needs_gpu and chosen.needs_copy:
         console.log(f"{chosen.title}'s share of the GPU's memory: {vllm_memory:.2f}")
     check_gpu_memory(policy, cfg, device, vllm_memory if chosen.needs_copy else 0.0, sharding)
+    dtype = compute_dtype(cfg.dtype, device)
     engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
     engine.stays_awake = fits_beside_sampler(policy, cfg, device, sharding)
     engine.sleep()
-    policy = apply_fsdp(policy, device, dtype, sharding)
-    reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
-    tokens = choose_micro_batch_size(policy, reference, cfg, limits.tokens, device, cfg.gpu_memory, sharding)
-    return policy, reference, engine, tokens
+    return engine
 
 
 def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, collector: Collector) -> RunLog:

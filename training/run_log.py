@@ -117,9 +117,15 @@ class RunLog:
         columns = [f"step {step}/{step + steps_left}"]
         if "step_time" in metrics:
             self.steps += 1
-            columns += [f"reward {metrics['reward']:.3f}", f"loss {metrics['loss']:.2g}"]
-            columns += [f"{metrics['completions/mean_length']:.0f} tokens", f"{metrics['step_time']:.1f} s"]
-        if "eval/exact_match" in metrics:
+            if "reward" in metrics:
+                columns.append(f"reward {metrics['reward']:.3f}")
+            columns.append(f"loss {metrics['loss']:.2g}")
+            if "completions/mean_length" in metrics:
+                columns.append(f"{metrics['completions/mean_length']:.0f} tokens")
+            columns.append(f"{metrics['step_time']:.1f} s")
+        if "eval/loss" in metrics:
+            columns.append(f"held-out loss {metrics['eval/loss']:.3f}")
+        elif "eval/exact_match" in metrics:
             columns.append(f"held-out {metrics['eval/exact_match']:.3f}")
         elif self.steps:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left

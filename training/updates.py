@@ -27,6 +27,8 @@ from training import guards
 from training.balance import rebalance
 from training.metrics import Clock, update_metrics
 
+PHASES = {"ref_logp": "reference", "teacher_logp": "teacher", "trainer_logp": "old_logp"}  # where time is counted
+
 Backward = Callable[[PackedBatch], tuple[dict[str, Tensor], Tensor]]
 """Adds the gradient of a micro-batch; returns its sums over tokens, and the log-probabilities (C,) of its tokens."""
 
@@ -88,13 +90,14 @@ class Updater:
     def with_logprobs(self, policy: Policy, minibatches: list[list[Group]], name: str) -> list[list[Group]]:
         """Return `minibatches` with the log-probabilities of each completion under `policy` in its field `name`.
 
-        They are those of the reference ("ref_logp"), or of the trainer before the first update of the step
-        ("trainer_logp"). They are computed without dropout.
+        They are those of the reference ("ref_logp"), of the teacher ("teacher_logp"), or of the trainer before the
+        first update of the step ("trainer_logp"). They are computed without dropout.
         """
         groups = [group for minibatch in minibatches for group in minibatch]
-        is_reference = name == "ref_logp"
-        with self.clock("reference" if is_reference else "old_logp"), ExitStack() as stack:
-            if is_reference:
+        if name == "teacher_logp":
+            groups = [replace(group, prompt=group.prompt.for_teacher or group.prompt) for group in groups]
+        with self.clock(PHASES[name]), ExitStack() as stack:
+            if name != "trainer_logp":
                 stack.enter_context(reference_weights(policy.model))
             self.micro_batch_tokens, logps = with_oom_retry(
                 policy,
@@ -177,7 +180,7 @@ class Updater:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's updates."""
-        return update_metrics(self.updates, sum(self.clock.laps["train"]))
+        return update_metrics(self.updates, sum(self.clock.laps["train"]), bool(self.cfg.teacher))
 
     def end_step(self, num_rounds: int) -> dict[str, float]:
         """End a step; return the learning rate of the next update as a metric.

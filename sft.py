@@ -1,0 +1,197 @@
+"""Supervised fine-tuning on given answers, with all that GRPO has here: packing, sharding, LoRA, resume and export.
+
+    python sft.py --task vqa --data train.jsonl --lora_rank 64 --output runs/sft
+    python grpo.py --task vqa --data train.jsonl --adapter runs/sft/final --output runs/vqa     # GRPO begins there
+
+Rows are those of training: the answer may also be the assistant's last turn in `messages`. It is trained on as it
+stands, with the reasoning before it, and ends as the chat template ends it. Rows with the same prompt share it in one
+packed sequence, as completions do.
+
+The loss is −Σ log π_θ(token) / tokens over the answers of a step: the policy gradient of completions that are given
+instead of sampled, with an advantage of 1. `grpo.batch_loss` computes it with the entry "sft" of `LOSSES`.
+"""
+
+from common import cli
+from config import DataFlags, PolicyFlags, RunFlags, check_values
+
+if __name__ == "__main__":  # before the slow import of torch
+    cli.launch("sft")
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import grpo
+from common import distributed, signals
+from common.errors import UserError, require
+from common.records import Completion, Group, Prompt, RequestLimits, Sample
+from data import Processor, encode_prompts, encode_response, load_processor, load_split, max_images
+from packing import PackedBatch
+from policy.batches import completion_logprobs
+from policy.model import Policy, cache_image_features
+from training.collect import Collector
+from training.loop import Run
+from training.prompt_stream import PromptStream
+from training.run import start
+
+NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
+
+
+@dataclass(kw_only=True)
+class Config(RunFlags, PolicyFlags, DataFlags):
+    """Fine-tune a model on given answers."""
+
+    task: str = "vqa"
+    """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    """Model to train: a Hugging Face name or a folder."""
+    seed: int = 0
+    """Seed for the order of the rows and for dropout."""
+    max_completion_length: int = 1024
+    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
+    prompts_per_step: int = 32
+    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
+    epochs: int = 1
+    """Number of passes over the prompts."""
+    max_steps: int = 0
+    """Number of steps; 0: as many as `epochs` takes."""
+    drop_last: bool = False
+    """Leave out the last, incomplete batch of an epoch."""
+
+    # What the rest asks of a GRPO run.
+    loss_type: ClassVar[str] = "sft"
+    old_logp: ClassVar[str] = "policy"
+    engine: ClassVar[str] = ""  # no sampler
+    temperature: ClassVar[float] = 1.0
+    beta: ClassVar[float] = 0.0
+    importance_cap: ClassVar[float] = 0.0
+    max_logp_difference: ClassVar[float] = 0.0
+    gpu_memory: ClassVar[float] = 0.0
+    updates_per_step: ClassVar[int] = 1
+    num_generations: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
+    teacher: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        self.check_run()
+        self.check_data()
+        self.check_policy()
+        for name in ("max_completion_length", "prompts_per_step", "epochs"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1")
+        require(min(self.seed, self.max_steps) >= 0, "seed and max_steps must not be negative")
+
+
+def log_likelihood(
+    logp: Tensor, log_ratio: Tensor, advantages: Tensor, batch: PackedBatch, cfg: Config
+) -> tuple[Tensor, Tensor]:
+    """Return log π_θ of each token, which is never clipped. All tensors are (C,)."""
+    return logp, torch.zeros_like(logp, dtype=torch.bool)
+
+
+grpo.LOSSES["sft"] = grpo.Loss(log_likelihood, "tokens", 0.0, 0.0)
+
+
+class Answers(Collector):
+    """Draws prompts with the answers that the rows give, where GRPO's collector samples completions."""
+
+    def collect(self, policy: Policy, step: int) -> list[Group]:
+        """Return this process's prompts of the next step, with their answers."""
+        self.clock.restart()
+        signals.raise_if_interrupted(self.interrupted)
+        drawn = self.draw(step)
+        mine = {index: drawn[index] for index in self.assign(drawn)}
+        with self.clock("prompts"):
+            prompts = self.stream.get(list(mine.values()))
+            cache_image_features(policy, prompts, self.features)
+        self.position = drawn[-1].position + 1
+        self.prefetch(step)
+        samples = self.stream.rows(list(mine.values()))
+        groups = [as_group(*each, self.stream.processor) for each in zip(samples, prompts, mine)]
+        tokens = distributed.all_sum(
+            torch.tensor([len(each.ids) for group in groups for each in group.completions]).sum()
+        )
+        return [
+            replace(g, completions=[replace(each, weight=1 / tokens.item()) for each in g.completions]) for g in groups
+        ]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the seconds that the parts of a step took."""
+        return self.clock.metrics()
+
+
+def as_group(sample: Sample, prompt: Prompt, index: int, processor: Processor) -> Group:
+    """Return a prompt and its answers, each with an advantage of 1."""
+    answers = [encode_response(sample, response, processor) for response in sample.responses]
+    return Group(prompt, [Completion(ids, torch.zeros(len(ids)), 1.0) for ids in answers], index)
+
+
+def train_step(run: Run) -> dict[str, float]:
+    """Take one optimizer step on the answers of the next prompts."""
+    groups = run.updater.balance(run.collector.collect(run.policy, run.step))
+    run.updater.step(groups, lambda batch: grpo.backward(run, batch))
+    metrics = run.collector.metrics(run.step) | run.updater.metrics()
+    return {name: value for name, value in metrics.items() if name not in NOT_OF_SFT and "sampling/" not in name}
+
+
+def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestLimits]:
+    """Read and check every row; return the training prompts, the held-out prompts, no rewards, and the limits."""
+    processor = load_processor(
+        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
+    samples = with_all_answers(cfg, load_split(cfg, cfg.data, None, processor), processor)
+    held_out = []
+    if cfg.eval_data:
+        held_out = with_all_answers(cfg, load_split(cfg, cfg.eval_data, None, processor, True), processor)
+    stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
+    longest = cfg.max_prompt_length + cfg.max_completion_length
+    return stream, held_out, None, RequestLimits(longest, max_images([*samples, *held_out]))
+
+
+def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> list[Sample]:
+    """Return a row for each prompt, with the answers of all rows that have it.
+
+    Raises UserError if an answer is too long, or if the chat template cannot write it.
+    """
+    samples: dict[tuple, Sample] = {}
+    problems = []
+    for row in rows:
+        try:
+            length = len(encode_response(row, row.responses[0], processor))
+            require(
+                length <= cfg.max_completion_length,
+                f"its answer has {length} tokens, more than --max_completion_length",
+            )
+        except ValueError as error:
+            problems.append(f"{row.source}: {error}")
+            continue
+        images = [image if isinstance(image, bytes) else str(image) for image in row.images]
+        first = samples.setdefault((*row.texts, row.system, *images), row)
+        if first is not row:
+            first.responses += row.responses
+    if problems and not cfg.skip_bad_rows:
+        raise UserError(
+            f"{problems[0]} ({len(problems)} such rows); shorten them or pass --skip_bad_rows to leave them out"
+        )
+    return list(samples.values())
+
+
+def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:
+    """Return the mean loss of a token over all answers of held-out rows, without dropout."""
+    processor, local = run.collector.stream.processor, distributed.shard(samples)
+    prompts = encode_prompts(local, processor)
+    cache_image_features(run.policy, prompts, run.collector.features)
+    groups = [as_group(*each, processor) for each in zip(local, prompts, range(len(local)))]
+    logps = completion_logprobs(run.policy, groups, 1.0, run.updater.micro_batch_tokens)
+    total = torch.stack(
+        [torch.tensor(float(sum(map(len, logps)))), sum((logp.sum() for logp in logps), torch.zeros(()))]
+    )
+    tokens, logp = distributed.all_sum(total).tolist()
+    return {"eval/loss": -logp / tokens}
+
+
+def main(cfg: Config) -> None:
+    run = start(cfg, read_inputs, Answers, held_out_loss)
+    run.loop.train(run, train_step)

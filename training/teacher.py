@@ -1,0 +1,30 @@
+"""How a teacher (`--teacher`) sees the prompts, and whether it can teach this model."""
+
+from common.errors import UserError
+from config import Config
+from data import Processor, load_processor
+
+
+def load_teacher_processor(cfg: Config, processor: Processor) -> Processor:
+    """Return what encodes prompts for the teacher: `processor` itself if it sees them as the policy does.
+
+    Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples.
+    """
+    pixels = cfg.teacher_pixels or cfg.max_pixels
+    teacher = load_processor(
+        cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
+    ours, theirs = (each.tokenizer.get_vocab() for each in (processor, teacher))
+    if ours != theirs:
+        token = min((ours.items() ^ theirs.items()), key=lambda pair: pair[1])[0]
+        raise UserError(
+            f"--teacher {cfg.teacher!r} has another vocabulary than --model {cfg.model!r} (they differ in {token!r}, "
+            "for example): choose a teacher that shares it"
+        )
+    return processor if pixels == cfg.max_pixels and _looks_of(teacher) == _looks_of(processor) else teacher
+
+
+def _looks_of(processor: Processor) -> tuple:
+    """Return what decides the tokens, pixels and positions of a prompt, besides the flags."""
+    images = processor.image_processor.to_dict() if processor.image_processor else None
+    return processor.skeleton.config.model_type, processor.tokenizer.chat_template, images
