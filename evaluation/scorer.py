@@ -178,7 +178,7 @@ class Scorer:
 
     def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
         """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""
-        raw = sum(weight * parts[name] for name, weight in self.weights.items() if weight)
+        raw = sum((weight * parts[name] for name, weight in self.weights.items() if weight), 0.0)
         if not (self.overlong_buffer and max_length):
             return Rewards(raw, raw, parts)
         penalty = overlong_penalty(length, max_length, self.overlong_buffer)

@@ -1,0 +1,125 @@
+"""Supervised fine-tuning: the loss of transformers, resumed runs, adapters that GRPO takes, and rows it refuses."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+import grpo
+import sft
+from common.distributed import local_tensor
+from common.errors import UserError
+from common.files import read_jsonl
+from data import encode_prompt, encode_response, load_processor, load_samples
+from policy.batches import micro_batches
+from tests.helpers.runs import config, weights
+from tests.helpers.scripts import run_script
+
+FLAGS = {"prompts_per_step": 4, "max_completion_length": 40, "learning_rate": 1e-3, "report_every": 0}
+
+
+def sft_config(model: str, data, output, **flags) -> sft.Config:
+    return sft.Config(task="count", model=model, data=str(data), output=str(output), **(FLAGS | flags))
+
+
+@pytest.fixture
+def rows(shapes, tmp_path):
+    """Write rows of messages, of which the first two and the next three share their prompts."""
+    image, other = (f"{shapes}/images/0000{i}.png" for i in range(2))
+    questions = [("How many?", [image])] * 2 + [("And now?", [other])] * 3 + [("How much is 1 + 1?", [])]
+    answers = ["three", "<think>I see.</think> 4", "five", "six of them", "7", "2"]
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for (question, images), answer in zip(questions, answers):
+            turns = [{"role": "user", "content": "<image>" * len(images) + question}]
+            turns.append({"role": "assistant", "content": answer})
+            file.write(json.dumps({"messages": turns, "images": images}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("budget", [30, 10000])
+def test_loss_and_gradient_are_those_of_transformers(tiny_model, rows, tmp_path, budget):
+    """With several answers in a packed sequence and with one, the same to 1e-6."""
+    flags = dict(prompts_per_step=3, micro_batch_tokens=budget, train_vision=True, dtype="float32")
+    run = sft.start(sft_config(tiny_model, rows, tmp_path / "run", **flags), sft.read_inputs, sft.Answers)
+    groups = run.collector.collect(run.policy, 0)
+    assert sorted(len(group.completions) for group in groups) == [1, 2, 3]
+    loss = sum(grpo.backward(run, batch)[0]["loss"] for batch, _ in micro_batches(run.policy, groups, budget))
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+    processor = load_processor(tiny_model, "count")
+    samples = load_samples(str(rows), None)
+    encoded = [(encode_prompt(s, processor), encode_response(s, s.responses[0], processor)) for s in samples]
+    tokens = sum(len(response) for _, response in encoded)
+    expected = 0.0
+    for prompt, response in encoded:
+        ids = torch.cat([prompt.ids, response])[None]
+        labels = ids.clone()
+        labels[:, : len(prompt.ids)] = -100
+        inputs = dict(prompt.vision)
+        if inputs:
+            inputs["mm_token_type_ids"] = (ids == prompt.image_token).int()
+        part = model(input_ids=ids, labels=labels, **inputs).loss * (len(response) / tokens)
+        part.backward()
+        expected += part.item()
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    theirs = dict(model.named_parameters())
+    for name, parameter in run.policy.model.named_parameters():
+        gradient = theirs[name].grad
+        if gradient is not None:
+            assert (local_tensor(parameter.grad) - gradient).abs().max() < 1e-6, name
+
+
+def test_an_answer_is_trained_on_as_it_stands_with_its_end(tiny_model, rows):
+    processor = load_processor(tiny_model, "count")
+    texts = [
+        processor.tokenizer.decode(encode_response(sample, sample.responses[0], processor))
+        for sample in load_samples(str(rows), None)
+    ]
+    assert texts[:2] == ["three<|im_end|>", "<think>I see.</think> 4<|im_end|>"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, shapes, tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    flags = dict(save_every=2, eval_data=shapes, eval_every=2, lora_rank=4)
+    for output, steps, resume in ((whole, 4, None), (halves, 2, None), (halves, 4, "newest")):
+        sft.main(sft_config(tiny_model, shapes, output, max_steps=steps, resume=resume, **flags))
+    (a, b) = (
+        [{k: v for k, v in row.items() if "time" not in k} for row in read_jsonl(f / "metrics.jsonl")]
+        for f in (whole, halves)
+    )
+    assert a[-1] == b[-1] and a[-1]["eval/loss"] < a[0]["eval/loss"]
+    adapters = [(f / "final" / "adapter_model.safetensors").read_bytes() for f in (whole, halves)]
+    assert adapters[0] == adapters[1]
+
+
+def test_grpo_begins_with_the_adapter(tiny_model, shapes, tmp_path):
+    """Two commands: supervised fine-tuning, then GRPO."""
+    flags = [f"--{name}={value}" for name, value in FLAGS.items()]
+    command = ["sft.py", "--task=count", f"--model={tiny_model}", f"--data={shapes}", "--lora_rank=4", *flags]
+    done = run_script(*command, f"--output={tmp_path}/sft", "--max_steps=2", processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", adapter=f"{tmp_path}/sft/final", max_steps=1))
+    assert weights(tmp_path / "run" / "final")
+
+
+def test_two_processes_make_the_same_run(tiny_model, rows, tmp_path):
+    flags = [f"--{name}={value}" for name, value in (FLAGS | {"max_steps": 3}).items()]
+    for processes in (0, 2):
+        command = ["sft.py", "--task=count", f"--model={tiny_model}", f"--data={rows}", *flags]
+        done = run_script(*command, f"--output={tmp_path}/{processes}", processes=processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("0", "2"))
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in one] == pytest.approx([row[name] for row in two], rel=1e-3, abs=1e-5)
+
+
+def test_rows_that_cannot_be_trained_on_are_named(tiny_model, rows, tmp_path):
+    with pytest.raises(UserError, match=r"rows.jsonl row 2: its answer has \d+ tokens, .*1 such row.*--skip_bad_rows"):
+        sft.main(sft_config(tiny_model, rows, tmp_path / "a", max_completion_length=12))
+    with rows.open("a") as file:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+        file.write(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(UserError, match="row 7: its answer contains a control token"):
+        sft.main(sft_config(tiny_model, rows, tmp_path / "b"))
