@@ -30,6 +30,7 @@ FLAGS = {
     "curriculum": [],
     "muon": ["--num_iterations=2"],
     "moving_reference": ["--beta=0.1", "--reference_rate=0.3"],
+    "losses": ["--loss_type=sapo", "--num_iterations=2", "--advantage=maxrl"],
     "best_and_worst": ["--advantage=best_and_worst", "--num_generations=10"],
 }
 
@@ -87,6 +88,22 @@ def test_the_entropy_is_added_to_the_objective(example, monkeypatch):
     loss.backward()
     assert logp.grad.tolist() == [-0.5] * 3 and entropy.grad.tolist() == [-0.125] * 3
     assert grpo.LOSSES["entropy_bonus"].objective is plugin.with_entropy
+
+
+def test_losses_of_the_year_have_the_numbers_of_their_papers(example):
+    """With r = 2, A = 3 and then -3: SAPO's gate is 4 σ(1), or 4 / 1.05 · σ(1.05). IcePop leaves out k = 6."""
+    plugin = example("losses")
+    advantages, log_ratio = torch.tensor([3.0, -3.0]), torch.tensor([2.0, 2.0]).log()
+    got, _ = plugin.sapo(log_ratio, log_ratio, advantages, None, None)
+    assert got.tolist() == pytest.approx([12 / (1 + np.exp(-1)), -12 / 1.05 / (1 + np.exp(-1.05))])
+    cfg = grpo.Config(data="x", loss_type="icepop", importance_cap=0.0)
+    grpo.resolve_loss(cfg)
+    values = SimpleNamespace(trainer_logp=torch.tensor([2.0, 6.0]).log(), sampling_logp=torch.zeros(2))
+    got, _ = plugin.icepop(log_ratio, log_ratio, advantages, SimpleNamespace(values=values), cfg)
+    assert got.tolist() == pytest.approx([2 * 1.2 * 3, 0.0])
+    total = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    got = plugin.maxrl(GroupRewards(total, total, {}), {}, None)
+    assert got.tolist() == [[3.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]
 
 
 def test_only_the_best_and_the_worst_have_advantages(example):

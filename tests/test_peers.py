@@ -19,12 +19,18 @@ from torch import Tensor
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
+from examples import losses as _  # noqa: F401 - its entries
 from grpo import LOSSES, gdpo_advantages, group_advantages, importance_weights, token_weights, training_groups
 from tests.helpers.losses import LossOptions, grpo_loss
 
 BATCHES, BOUND = 100, 1e-6
 P, G, MAX_LENGTH, CAP = 3, 4, 12, 2.0
-AGGREGATION = {"grpo": "seq-mean-token-mean", "gspo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "icepop": "seq-mean-token-mean",
+    "gspo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,10 @@ def cases() -> list[Case]:
             # verl's GSPO has the gradient of GSPO-token, which differs where the weights of a completion's tokens do
             peers = ("trl",) if (variant, mode) == ("gspo", "token_truncate") else ("trl", "verl")
             every.append(Case(f"{variant}, {mode}", LossOptions(**base), importance=mode, peers=peers))
-    return [*every, Case("grpo, GDPO", LossOptions(), gdpo=True, peers=("verl",))]
+    every.append(Case("grpo, GDPO", LossOptions(), gdpo=True, peers=("verl",)))
+    # of examples/losses.py
+    every.append(Case("sapo", LossOptions("sapo"), peers=("trl",)))
+    return [*every, Case("icepop", LossOptions("icepop"), importance="token_0.5_5", peers=("verl",))]
 
 
 @dataclass
@@ -116,10 +125,11 @@ def our_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
     if case.mask_truncated:
         weights = weights_of_a_step(case, batch, advantages)
     importance = None
-    if case.importance:
+    if case.importance and case.options.loss_type != "icepop":
         importance = importance_weights((batch.old - batch.sampling)[batch.mask], rows, CAP, case.importance)[0]
     tensors = logp[batch.mask], batch.old[batch.mask], advantages.flatten()[rows], weights[rows], rows
-    return grpo_loss(*tensors, case.options, batch.ref[batch.mask], importance)[0]
+    sampling = batch.sampling[batch.mask] if case.options.loss_type == "icepop" else None
+    return grpo_loss(*tensors, case.options, batch.ref[batch.mask], importance, sampling)[0]
 
 
 def weights_of_a_step(case: Case, batch: Batch, advantages: Tensor) -> Tensor:
@@ -154,7 +164,11 @@ def trl_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
         mask = mask * ~batch.truncated[:, None]
     loss_type = "grpo" if options.loss_type == "gspo" else options.loss_type
     args = SimpleNamespace(
-        use_bias_correction_kl=options.unbiased_kl, delta=options.dual_clip or None, steps_per_generation=1
+        use_bias_correction_kl=options.unbiased_kl,
+        delta=options.dual_clip or None,
+        steps_per_generation=1,
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
     )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, torch.zeros_like(logp), None),
@@ -206,12 +220,12 @@ def verl_modules() -> tuple:
 
 
 def verl_importance(case: Case, batch: Batch) -> Tensor:
-    level, bound = case.importance.split("_")
+    level, bound = case.importance.split("_", 1)
     weights, _ = verl_modules()[1].compute_rollout_correction_weights(
         batch.old - batch.sampling,
         batch.mask.double(),
         rollout_is=level,
-        rollout_is_threshold=f"1e-30_{CAP}" if bound == "mask" else CAP,
+        rollout_is_threshold={"mask": f"1e-30_{CAP}", "truncate": CAP}.get(bound, bound),
     )
     return weights
 

@@ -30,11 +30,14 @@ def grpo_loss(
     options: LossOptions = LossOptions(),
     ref_logp: Tensor | None = None,
     importance: Tensor | None = None,
+    sampling_logp: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a step of several updates, with this importance weight of each token, and its sums."""
     cap = 0.0 if importance is None else torch.inf
     flags = {"old_logp": "policy", "updates_per_step": 2, "importance_cap": cap, "importance_mode": "token_truncate"}
-    sampling_logp = old_logp if importance is None else old_logp - importance.log()
+    flags["teacher"] = None
+    if sampling_logp is None:
+        sampling_logp = old_logp if importance is None else old_logp - importance.log()
     stale = has_image = torch.zeros_like(logp, dtype=torch.bool)
     values = SimpleNamespace(
         sampling_logp=sampling_logp,
@@ -44,6 +47,7 @@ def grpo_loss(
         has_image=has_image,
         trainer_logp=old_logp,
         ref_logp=ref_logp,
+        teacher_logp=None,
         per_token=False,
     )
     batch = SimpleNamespace(values=values, row_of_token=row_of_token)
