@@ -6,6 +6,7 @@ Everything is computed in float64, so a difference is one of the formulas, not o
 float32. Guards against: a formula that differs from the one that users of those libraries expect under its name.
 """
 
+import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
-from examples import losses as _  # noqa: F401 - its entries
 from grpo import LOSSES, gdpo_advantages, group_advantages, importance_weights, token_weights, training_groups
 from tests.helpers.losses import LossOptions, grpo_loss
 
@@ -119,6 +119,7 @@ def our_advantages(case: Case, batch: Batch) -> Tensor:
 
 
 def our_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
+    importlib.import_module("examples.losses")  # only now, so that other tests do not see its entries
     advantages = our_advantages(case, batch)
     rows = torch.arange(P * G)[:, None].expand_as(batch.mask)[batch.mask]
     weights = token_weights(batch.lengths, case.options.loss_type, MAX_LENGTH)
