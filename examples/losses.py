@@ -6,7 +6,7 @@ import grpo
 
 
 def sapo(logp, log_ratio, advantages, batch, cfg):
-    """Return 4/τ · σ(τ(r − 1)) · A, with a soft gate for a clip; τ is 1 or, for A <= 0, 1.05 (SAPO, arXiv:2511.20347)."""
+    """Return 4/τ · σ(τ(r − 1)) · A, a soft gate for a clip; τ is 1 or, for A <= 0, 1.05 (SAPO, arXiv:2511.20347)."""
     temperature = torch.where(advantages > 0, 1.0, 1.05)
     gate = torch.sigmoid(temperature * (log_ratio.exp() - 1)) * 4 / temperature
     return gate * advantages, torch.zeros_like(logp, dtype=torch.bool)
