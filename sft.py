@@ -61,6 +61,7 @@ class Config(RunFlags, PolicyFlags, DataFlags):
     """Leave out the last, incomplete batch of an epoch."""
 
     # What the rest asks of a GRPO run.
+    default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
     loss_type: ClassVar[str] = "sft"
     old_logp: ClassVar[str] = "policy"
     engine: ClassVar[str] = ""  # no sampler

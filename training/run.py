@@ -42,8 +42,6 @@ from training.run_log import RunLog, check_output_folder
 from training.teacher import load_teacher_processor
 from training.updates import Updater
 
-FULL_RATE, ADAPTER_RATE = 1e-6, 1e-5  # default learning rates; docs/adapters.md has the measurements
-
 # flags on which the text and the images of a prompt depend
 PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
@@ -114,12 +112,13 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
     """Set `cfg.learning_rate` if it is unset, and print it."""
     if cfg.learning_rate is not None:
         return
-    cfg.learning_rate, why = FULL_RATE, "the default for all weights"
+    full_rate, adapter_rate = cfg.default_rates
+    cfg.learning_rate, why = full_rate, "the default for all weights"
     if resume.checkpoint:
         state = json.loads((resume.checkpoint / "state.json").read_text())
         cfg.learning_rate, why = state["config"]["learning_rate"], "that of the run so far"
     elif cfg.has_adapter:
-        cfg.learning_rate, why = ADAPTER_RATE, "the default for an adapter"
+        cfg.learning_rate, why = adapter_rate, "the default for an adapter"
     console.log(f"learning rate: {cfg.learning_rate:g} ({why})")
 
 
