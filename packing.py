@@ -10,12 +10,12 @@ times. Here, a single forward pass runs over one packed sequence:
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
-gathered, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
+copied, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
 prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result
 matches plain forward passes over one sequence at a time; tests/test_packing.py checks that log-probabilities and
 gradients agree to 1e-5 in float32.
 
-Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
+Shapes: T packed tokens, K copied keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
 heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE,
 otherwise 1).
 """
@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import flash_attention
-from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
+from common.row_copies import RowCopies, copy_rows
 
 Record = TypeVar("Record")
 CHUNK = 64  # tokens that kernels of linear attention work on together
@@ -42,7 +42,7 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    keys: Gather  # the packed token behind each key, segment by segment (K)
+    keys: RowCopies  # the packed token behind each key, segment by segment (K)
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host
@@ -92,7 +92,7 @@ class PackedBatch:
     input_ids: Tensor  # (1, T) token ids
     position_ids: Tensor  # position ids: (3, 1, T) with M-RoPE, otherwise (1, T)
     segments: Segments  # which tokens attend to which
-    predict_from: Gather  # the hidden state that predicts each completion token: C states
+    predict_from: RowCopies  # the hidden state that predicts each completion token: C states
     targets: Tensor  # (C,) token ids of the completion tokens
     row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
@@ -154,14 +154,14 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(
-            Gather.plan(torch.cat(keys), num_tokens),
+            RowCopies.plan(torch.cat(keys), num_tokens),
             _cumulative(q_lens),
             _cumulative(k_lens),
             q_lens,
             k_lens,
             torch.tensor(prompt_of),
         ),
-        predict_from=Gather.plan(torch.cat(predict_from), num_tokens),
+        predict_from=RowCopies.plan(torch.cat(predict_from), num_tokens),
         targets=torch.cat([completion.ids for completion in completions]),
         row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
@@ -273,7 +273,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
         return attend(q, k, v, cu_lens, max_lens, scaling, EVERYTHING)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
-    k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
+    k, v = copy_rows(k, segments.keys), copy_rows(v, segments.keys)  # (K, H_kv, E)
     cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
     window = (sliding_window - 1, 0) if sliding_window else CAUSAL
     return attend(q, k, v, cu_lens, max_lens, scaling, window)[None], None

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from common.gather import gather
+from common.row_copies import copy_rows
 from packing import PackedBatch, shared_prefix_attention, to_device
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
@@ -64,7 +64,7 @@ def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None 
 
     `options`: settings of Inductor.
     """
-    # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
+    # Otherwise, a layer with an autograd function (`copy_rows`) is traced anew whenever a run starts.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # Otherwise, a layer is compiled anew for the first small micro-batch: Inductor would fuse sums along different
     # dimensions only from 4,096 tokens on, or more in a wider model.
@@ -160,7 +160,7 @@ def token_logprobs(
         use_cache=False,
         **_decoder_inputs(model, batch.input_ids, batch.vision, batch.image_tokens),
     ).last_hidden_state[0]  # (T, D)
-    hidden = gather(hidden, batch.predict_from)  # (C, D)
+    hidden = copy_rows(hidden, batch.predict_from)  # (C, D)
     # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     # A model with trained weights computes derivatives even in a forward pass without gradients: a function compiled

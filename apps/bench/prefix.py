@@ -19,8 +19,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 import speed
 
 from common import cli, console, distributed
-from common.gather import Gather
 from common.records import Completion, Group, Prompt
+from common.row_copies import RowCopies
 from config import Config as TrainingConfig
 from data import encode_prompts, load_processor, load_samples
 from packing import PackedBatch, Segments, pack, pack_groups
@@ -80,14 +80,14 @@ def _pack_whole(pairs: list[tuple[Prompt, Tensor]]) -> PackedBatch:
     batch = pack(groups)  # the completions of one token are cut off again
     segments, n, none = batch.segments, len(pairs), torch.empty(0, dtype=torch.long)
     lengths = segments.q_lens[:n]
-    keys = Gather.plan(torch.arange(start), start)
+    keys = RowCopies.plan(torch.arange(start), start)
     whole = Segments(keys, segments.cu_q[: n + 1], segments.cu_k[: n + 1], lengths, lengths, none)
     return replace(
         batch,
         input_ids=batch.input_ids[:, :start],
         position_ids=batch.position_ids[..., :start],
         segments=whole,
-        predict_from=Gather.plan(torch.cat(predict_from), start),
+        predict_from=RowCopies.plan(torch.cat(predict_from), start),
         targets=torch.cat([completion for _, completion in pairs]),
     )
 
