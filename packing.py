@@ -6,7 +6,7 @@ times. Here, a single forward pass runs over one packed sequence:
     segments, in packed order:   prompt, prompt', ..., c1, ..., cG, c1', ...       T tokens in total
     keys of a prompt:            prompt                                            causal
     keys of its completion cj:   prompt ++ cj                                      causal, aligned bottom-right
-    positions of cj:             continue after the prompt's largest position      (M-RoPE: all three rows)
+    positions of cj:             continue after the prompt's largest position      (M-RoPE: all three axes)
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
@@ -16,7 +16,7 @@ matches plain forward passes over one sequence at a time; tests/test_packing.py 
 gradients agree to 1e-5 in float32.
 
 Shapes: T packed tokens, K copied keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
-heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE,
+heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R position axes (3 with M-RoPE,
 otherwise 1).
 """
 
@@ -94,7 +94,7 @@ class PackedBatch:
     segments: Segments  # which tokens attend to which
     predict_from: RowCopies  # the hidden state that predicts each completion token: C states
     targets: Tensor  # (C,) token ids of the completion tokens
-    row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
+    completion_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
     values: TokenValues  # the values of each completion token for the loss
     vision: dict[str, Tensor]
@@ -163,7 +163,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         ),
         predict_from=RowCopies.plan(torch.cat(predict_from), num_tokens),
         targets=torch.cat([completion.ids for completion in completions]),
-        row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
+        completion_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         values=_token_values(groups, lengths),
         vision=vision_inputs(prompts),

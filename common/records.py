@@ -4,7 +4,7 @@ A row of a data set is a `Sample`; once encoded, it is a `Prompt`. A completion 
 (`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and prepared for an update (`Completion` in a
 `Group`). The classes of all three stages are frozen.
 
-Shapes: S prompt tokens, L completion tokens, R rows of position ids (3 with M-RoPE, else 1).
+Shapes: S prompt tokens, L completion tokens, R position axes (3 with M-RoPE, else 1).
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def _blank_group(policy: Policy) -> Group:
     With one token each, torch.compile would compile the decoder layer anew: it takes sizes of 1 for constants.
     """
     tokens, zeros = torch.zeros(2, dtype=torch.long), torch.zeros(2)
-    rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
-    prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(rows, -1))
+    axes = 3 if hasattr(policy.model.model, "get_rope_index") else 1
+    prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(axes, -1))
     return Group(prompt, [Completion(tokens, zeros, trainer_logp=zeros, ref_logp=zeros)])
 
 

@@ -270,7 +270,7 @@ def check_tokens(source: str, base: str, cache_dir: str | None = None) -> None:
     if added := sorted((number, token) for token, number in own.items() - known.items()):
         raise UserError(
             f"{source}: its tokenizer has {added[0][1]!r} as token {added[0][0]}, unlike {base}: use a copy of it with "
-            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} rows, or remove those "
+            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} tokens, or remove those "
             "files from the adapter if no prompt needs its tokens"
         )
 

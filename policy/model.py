@@ -160,9 +160,9 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 
     It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
     """
-    decoder, rows = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
+    decoder, axes = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
     hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
-    positions = torch.zeros(*rows, 1, 2, dtype=torch.long, device="meta")
+    positions = torch.zeros(*axes, 1, 2, dtype=torch.long, device="meta")
     for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
         kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
         rotary = decoder.rotary_emb(hidden, positions, *kind)

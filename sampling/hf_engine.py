@@ -2,7 +2,7 @@
 
 `HFEngine` has a copy of the policy. `PolicyEngine` samples from the policy itself.
 
-Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
+Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R position axes (3 with M-RoPE,
 otherwise 1).
 """
 
@@ -110,8 +110,8 @@ class HFEngine:
         is_enough: Callable[[list[bool]], bool] | None,
     ) -> bool:
         """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
-        rows = list(_rows(rollouts, batch))
-        places = [(i, j) for i, members, _ in rows for j in members]  # of each sequence in `rollouts`
+        parts = list(_prefixes(rollouts, batch))
+        places = [(i, j) for i, members, _ in parts for j in members]  # of each sequence in `rollouts`
         if not places:
             return False
         lengths = [len(rollouts[i][j].ids) for i, j in places]
@@ -126,16 +126,16 @@ class HFEngine:
             ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
             return is_enough([all(each) for each in ends])
 
-        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in rows]
+        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
         ids, logps, new, stopped, enough = self._decode(
             prefixes, uniforms, limits, sampling, pause if is_enough else None
         )
         truncated = ~stopped & (new == limits.cpu())
-        for row, (i, j) in enumerate(places):
-            old, length = rollouts[i][j], new[row]
-            ended, cut = stopped[row].item(), truncated[row].item()
-            tokens = torch.cat([old.ids, ids[row, :length]])
-            logp = torch.cat([old.sampling_logp, logps[row, :length]])
+        for b, (i, j) in enumerate(places):
+            old, length = rollouts[i][j], new[b]
+            ended, cut = stopped[b].item(), truncated[b].item()
+            tokens = torch.cat([old.ids, ids[b, :length]])
+            logp = torch.cat([old.sampling_logp, logps[b, :length]])
             text = prompts[i].opening + self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
             rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
         return enough
@@ -256,10 +256,10 @@ class PolicyEngine(HFEngine):
         return self.policy.next_token_logits(**inputs)
 
 
-def _rows(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
+def _prefixes(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
     """Yield what to prefill: a prompt's index, which of its completions, and their tokens so far, as (L,).
 
-    Completions that have not started share a row.
+    Completions that have not started share a prefix.
     """
     for i in batch:
         unfinished = [(j, rollout) for j, rollout in enumerate(rollouts[i]) if not rollout.finished]
@@ -283,7 +283,7 @@ def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of `logits` (B, V) and return the tokens (B,) and their log-probabilities (B,).
+    """Draw a token from the `logits` (B, V) of each sequence; return the tokens and their log-probabilities (B,).
 
     Each token is found by inverting the cumulative distribution in float64 at one of the numbers `uniform` (B,), which
     lie in [0, 1). The same number and logits therefore always give the same token. Only the most likely tokens are

@@ -100,7 +100,7 @@ def compare(plain: torch.nn.Module, packed: torch.nn.Module, groups: list[Group]
 
 @pytest.mark.parametrize("length", range(12))
 def test_no_slice_of_logits_is_a_single_row(length):
-    slices = forward._row_slices(length, 4)
+    slices = forward._slices(length, 4)
     rows = [list(range(length))[cut] for cut in slices]
     assert list(itertools.chain(*rows)) == list(range(length))
     assert all(2 <= len(cut) <= 5 for cut in rows) or length == 1
