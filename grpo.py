@@ -43,13 +43,13 @@ from training.run import start
 # --- advantages -------------------------------------------------------------------------------------------------------
 
 
-def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config) -> Tensor:
+def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: Config) -> Tensor:
     """Return the advantages of `rewards`, (P, G) or, of each token, (P, G, L); NaN leaves a completion out.
 
-    `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
+    Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
     advantage = ADVANTAGES[cfg.advantage]
-    return spread_over_tokens(lambda part: advantage(part, weights, cfg), rewards, cfg.max_completion_length)
+    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, cfg.max_completion_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -67,13 +67,13 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
 
 
-def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+def gdpo_advantages(parts: dict[str, Tensor], reward_weights: dict[str, float]) -> Tensor:
     """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
     Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
     S = Σ_k w_k · A_k, whose mean is 0, is then divided by std(S) + ε, over the batch.
     """
-    weights = {name: weight for name, weight in weights.items() if weight}
+    weights = {name: weight for name, weight in reward_weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
     rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
     sums = sum(weight * group_advantages(rewards[name]) for name, weight in weights.items())
@@ -81,11 +81,11 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tens
     return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
 
-ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, their weights, flags
-    "group": lambda rewards, weights, cfg: group_advantages(rewards.total, "group"),
-    "batch": lambda rewards, weights, cfg: group_advantages(rewards.total, "batch"),
-    "none": lambda rewards, weights, cfg: group_advantages(rewards.total, "none"),
-    "gdpo": lambda rewards, weights, cfg: gdpo_advantages(rewards.parts, weights),
+ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, reward weights, flags
+    "group": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "group"),
+    "batch": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "batch"),
+    "none": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "none"),
+    "gdpo": lambda rewards, reward_weights, cfg: gdpo_advantages(rewards.parts, reward_weights),
 }
 
 
@@ -188,7 +188,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
     """
     values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
-    counted = values.weights > 0  # blank micro-batches hold placeholder values, which must stay finite
+    counted = values.token_weights > 0  # blank micro-batches hold placeholder values, which must stay finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
@@ -208,7 +208,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     if cfg.beta:
         kl = kl_estimate(logp, torch.where(counted, values.ref_logp, logp))
         per_token = per_token + cfg.beta * (kl * token_log_ratio.exp() if cfg.unbiased_kl else kl)
-    loss = (values.weights * per_token).sum()
+    loss = (values.token_weights * per_token).sum()
     sums = {"loss": loss.detach(), "tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum()}
     sums |= {"kl": (kl * counted).sum().detach(), "importance_capped": (is_capped & counted).sum()}
     return loss, sums | logp_difference(batch, trainer_logp)
@@ -269,7 +269,7 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
     loss, sums = batch_loss(run.cfg, batch, logp, entropy)
     # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
     (loss * distributed.world_size()).backward()
-    return sums | {"entropy": (entropy.detach() * (batch.values.weights > 0)).sum()}, logp.detach()
+    return sums | {"entropy": (entropy.detach() * (batch.values.token_weights > 0)).sum()}, logp.detach()
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

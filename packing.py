@@ -77,7 +77,7 @@ class TokenValues:
 
     sampling_logp: Tensor
     advantages: Tensor
-    weights: Tensor
+    token_weights: Tensor
     has_image: Tensor  # whether the prompt has an image, bool
     stale: Tensor  # whether the policy of an earlier step sampled the token, bool
     trainer_logp: Tensor | None = None
@@ -192,7 +192,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     return TokenValues(
         sampling_logp=torch.cat([completion.sampling_logp for completion in completions]),
         advantages=torch.cat([torch.as_tensor(each.advantage).expand(n) for n, each in zip(lengths, completions)]),
-        weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
+        token_weights=torch.tensor([completion.token_weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor(has_image).repeat_interleave(repeats),
         stale=torch.cat([torch.arange(n) < completion.num_stale for n, completion in zip(lengths, completions)]),
         trainer_logp=join([completion.trainer_logp for completion in completions]),

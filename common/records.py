@@ -198,7 +198,7 @@ class Completion:
     ids: Tensor  # (L,) token ids
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
     advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
-    weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
+    token_weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""

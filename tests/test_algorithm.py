@@ -323,7 +323,7 @@ def test_masked_completions_are_not_trained_on(loss_type):
     groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, rewards, index=0)]
     cfg = Config(data="x", loss_type=loss_type, mask_truncated=True, max_completion_length=6, beta=0.1)
     (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
-    weights = {len(completion.ids): completion.weight for completion in group.completions}
+    weights = {len(completion.ids): completion.token_weight for completion in group.completions}
     want = {"grpo": {1: 1 / 3, 4: 1 / 12}, "dapo": {1: 1 / 5, 4: 1 / 5}, "dr_grpo": {1: 1 / 18, 4: 1 / 18}}[loss_type]
     assert weights == pytest.approx(want)
 

@@ -39,7 +39,7 @@ def grpo_loss(
     values = SimpleNamespace(
         sampling_logp=sampling_logp,
         advantages=advantages,
-        weights=weights,
+        token_weights=weights,
         stale=stale,
         has_image=has_image,
         trainer_logp=old_logp,
