@@ -6,7 +6,7 @@ times. Here, a single forward pass runs over one packed sequence:
     segments, in packed order:   prompt, prompt', ..., c1, ..., cG, c1', ...       T tokens in total
     keys of a prompt:            prompt                                            causal
     keys of its completion cj:   prompt ++ cj                                      causal, aligned bottom-right
-    positions of cj:             continue after the prompt's largest position      (M-RoPE: all three axes)
+    position ids of cj:          continue after the prompt's largest position id   (M-RoPE: all three axes)
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
@@ -139,16 +139,16 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     if 0 in lengths:
         raise ValueError(f"prompt {groups[prompt_of[lengths.index(0)]].index} has a completion without tokens")
     indices = torch.arange(sum(prompt_lengths) + sum(lengths)).split(prompt_lengths + lengths)  # of each segment
-    positions, keys = [prompt.positions for prompt in prompts], [*indices[: len(prompts)]]
-    next_position = [int(prompt.positions.max()) + 1 for prompt in prompts]
+    position_parts, keys = [prompt.position_ids for prompt in prompts], [*indices[: len(prompts)]]
+    next_position = [int(prompt.position_ids.max()) + 1 for prompt in prompts]
     predict_from = []
     for i, own in zip(prompt_of, indices[len(prompts) :]):
         keys += [indices[i], own]
         predict_from += [indices[i][-1:], own[:-1]]
-        positions.append((next_position[i] + torch.arange(len(own))).expand(len(positions[i]), -1))
+        position_parts.append((next_position[i] + torch.arange(len(own))).expand(len(position_parts[i]), -1))
     q_lens = prompt_lengths + lengths
     k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
-    position_ids = torch.cat(positions, dim=1)  # (R, T)
+    position_ids = torch.cat(position_parts, dim=1)  # (R, T)
     num_tokens = position_ids.shape[1]
     return PackedBatch(
         input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
@@ -167,13 +167,13 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         lengths=lengths,
         values=_token_values(groups, lengths),
         vision=vision_inputs(prompts),
-        image_tokens=torch.cat([tokens[0] + prompt.image_positions for tokens, prompt in zip(indices, prompts)]),
+        image_tokens=torch.cat([tokens[0] + prompt.image_indices for tokens, prompt in zip(indices, prompts)]),
     )
 
 
 def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
     """Concatenate the vision inputs of `prompts`, or their cached features if all have them; {} without images."""
-    with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
+    with_images = [prompt for prompt in prompts if len(prompt.image_indices)]
     if not with_images:
         return {}
     cached = all(prompt.features is not None for prompt in with_images)
@@ -183,7 +183,7 @@ def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
 
 def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     completions = [completion for group in groups for completion in group.completions]
-    has_image = [len(group.prompt.image_positions) > 0 for group in groups for _ in group.completions]
+    has_image = [len(group.prompt.image_indices) > 0 for group in groups for _ in group.completions]
     repeats = torch.tensor(lengths)
 
     def join(tensors: list[Tensor | None]) -> Tensor | None:

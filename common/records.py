@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     """One turn of a prompt."""
 
     role: str  # "system", "user" or "assistant"
-    content: list[str | ImageSource | None]  # texts, and images in their places; None if only the place is known
+    content: list[str | ImageSource | None]  # texts and images, in order; None: an image that is still to be found
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Prompt:
 
     ids: Tensor  # (S,) token ids for the trainer, with images expanded
     engine_ids: list[int]  # the same token ids for the sampler, with one placeholder per image
-    positions: Tensor  # (R, S) position ids of the model
+    position_ids: Tensor  # (R, S)
     images: list[Image.Image] = field(default_factory=list)  # in order, resized for the model
     vision: dict[str, Tensor] = field(default_factory=dict)
     """The inputs of the vision tower, as `policy.families` names them; empty without images. The first dimension of
@@ -112,7 +112,7 @@ class Prompt:
     have the longest expected completions."""
 
     @property
-    def image_positions(self) -> Tensor:
+    def image_indices(self) -> Tensor:
         """The indices in `ids` of the image tokens."""
         return (self.ids == self.image_token).nonzero()[:, 0]
 

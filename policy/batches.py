@@ -29,7 +29,7 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
 
     def cost(batches: list[list[Group]]) -> float:
         ordered = [group for batch in batches for group in batch]
-        images = sum(len(group.prompt.image_positions) for group in ordered)
+        images = sum(len(group.prompt.image_indices) for group in ordered)
         return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
 
     if sum(group.tokens for group in groups) <= budget:  # they fit into one; what follows would find the same order
@@ -43,7 +43,7 @@ def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Gro
 
     The largest comes first, and each goes into the first micro-batch that has room for it. With `cut`, a group for
     which none has room fills what is free in them, completion by completion. Groups larger than the budget are always
-    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` cuts at the same places.
+    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
     """
     batches: list[list[Group]] = []
     room: list[int] = []
@@ -75,7 +75,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
     parts += [[_blank_group(policy)]] * (num_batches - len(parts))
-    run_tower = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
+    run_tower = torch.tensor([any(len(group.prompt.image_indices) for group in part) for part in parts])
     if distributed.world_size() > 1 and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
         if 1 < policy.num_shards < distributed.world_size():

@@ -357,7 +357,7 @@ def cache_image_features(
         vision = {name: torch.cat([p.vision[name].to(device) for p in batch]) for name in batch[0].vision}
         with without_dropout(policy):
             features = image_features(policy.model, vision)
-        for prompt, prompt_features in zip(batch, features.split([len(p.image_positions) for p in batch])):
+        for prompt, prompt_features in zip(batch, features.split([len(p.image_indices) for p in batch])):
             feature_cache[prompt.image_digest] = prompt_features.cpu()
     for prompt in prompts:
         prompt.features = feature_cache.get(prompt.image_digest)

@@ -11,7 +11,7 @@ over until a batch can be formed again.
     vLLM's own code -> _form_batch -> _schedule_decode, _take_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
 
 Waiting requests start several at a time, and only while blocks stay free for the running ones, which leaves a few
-places empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
+slots empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
 samples the same completion.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
@@ -33,7 +33,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the places is free
+ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the slots is free
 
 
 @dataclass

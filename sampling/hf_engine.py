@@ -111,18 +111,18 @@ class HFEngine:
     ) -> bool:
         """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
         parts = list(_prefixes(rollouts, batch))
-        places = [(i, j) for i, members, _ in parts for j in members]  # of each sequence in `rollouts`
-        if not places:
+        indices = [(i, j) for i, members, _ in parts for j in members]  # prompt, completion
+        if not indices:
             return False
-        lengths = [len(rollouts[i][j].ids) for i, j in places]
-        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(places, lengths)]
+        lengths = [len(rollouts[i][j].ids) for i, j in indices]
+        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(indices, lengths)]
         limits = torch.tensor(most_new, device=self.device)
         of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), sampling.max_tokens) for i in batch}
-        unused = [of_prompt[i][j, length:] for (i, j), length in zip(places, lengths)]
+        unused = [of_prompt[i][j, length:] for (i, j), length in zip(indices, lengths)]
         uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)
 
         def pause(is_over: Tensor) -> bool:
-            over = dict(zip(places, is_over.tolist()))
+            over = dict(zip(indices, is_over.tolist()))
             ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
             return is_enough([all(each) for each in ends])
 
@@ -131,7 +131,7 @@ class HFEngine:
             prefixes, uniforms, limits, sampling, pause if is_enough else None
         )
         truncated = ~stopped & (new == limits.cpu())
-        for b, (i, j) in enumerate(places):
+        for b, (i, j) in enumerate(indices):
             old, length = rollouts[i][j], new[b]
             ended, cut = stopped[b].item(), truncated[b].item()
             tokens = torch.cat([old.ids, ids[b, :length]])
@@ -192,20 +192,20 @@ class HFEngine:
         cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
         lengths = [len(p.ids) + len(tokens) for p, tokens, _ in prefixes]
-        positions = [_continued_positions(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
+        unpadded = [_continued_position_ids(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
 
         def left_pad(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (max(lengths) - x.shape[-1], 0))
 
         input_ids = torch.stack([left_pad(torch.cat([p.ids, tokens])) for p, tokens, _ in prefixes])
         mask = torch.stack([left_pad(torch.ones(length, dtype=torch.long)) for length in lengths])
-        position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prefixes, S)
-        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prefixes)
+        position_ids = torch.stack([left_pad(x) for x in unpadded], dim=1)  # (R, prefixes, S)
+        next_position = torch.stack([x.max() + 1 for x in unpadded]).expand(len(unpadded[0]), -1)  # (R, prefixes)
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
         device = self.model.device
         ends = torch.arange(1, len(prefixes) + 1) * max(lengths)
-        image_tokens = [end - n + p.image_positions for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
+        image_tokens = [end - n + p.image_indices for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
         logits, cache = self._forward(
             input_ids=input_ids.to(device),
             vision=vision_inputs([p for p, _, _ in prefixes]),
@@ -270,10 +270,10 @@ def _prefixes(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int
                 yield i, [j], rollout.ids
 
 
-def _continued_positions(prompt: Prompt, tokens: int) -> Tensor:
-    """Return the positions (R, S) of `prompt` and of `tokens` tokens that follow it."""
-    following = prompt.positions.max() + 1 + torch.arange(tokens)
-    return torch.cat([prompt.positions, following.expand(len(prompt.positions), -1)], dim=1)
+def _continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
+    """Return the position ids (R, S) of `prompt` and of `tokens` tokens that follow it."""
+    following = prompt.position_ids.max() + 1 + torch.arange(tokens)
+    return torch.cat([prompt.position_ids, following.expand(len(prompt.position_ids), -1)], dim=1)
 
 
 def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:

@@ -273,10 +273,10 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     pinned = torch.empty(min(PINNED_BYTES, len(source)), dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
-        for piece, place in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
+        for piece, target_piece in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
             pinned[: len(piece)].copy_(piece, non_blocking=True)
             stream.synchronize()
-            place.copy_(pinned[: len(piece)])
+            target_piece.copy_(pinned[: len(piece)])
     return copy
 
 

@@ -118,13 +118,13 @@ class PromptStream:
 
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
-        started = {place: future for place, future in self.prefetched.items() if not future.cancel()}
+        started = {key: future for key, future in self.prefetched.items() if not future.cancel()}
         self.prefetched = {}
-        places = [(each.position, each.row) for each in drawn]
-        missing = [each for each, place in zip(drawn, places) if place not in started]
+        keys = [(each.position, each.row) for each in drawn]
+        missing = [each for each, key in zip(drawn, keys) if key not in started]
         with distributed.shared_errors(StepFailed):
             encoded = iter(encode_prompts(self.rows(missing), self.processor))
-            prompts = [started[place].result() if place in started else next(encoded) for place in places]
+            prompts = [started[key].result() if key in started else next(encoded) for key in keys]
         for each, prompt in zip(drawn, prompts):
             prompt.expected_length = self.lengths.get(str(each.row), 0.0)
         return prompts
