@@ -154,7 +154,7 @@ def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedM
         return transformers.AutoModel.from_config(config)
 
 
-def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
     """Return the (R, S) positions of a prompt's S tokens, as `model` computes them.
 
     R is 3 for models with M-RoPE. Other models get one row: 0, 1, 2, ...
@@ -178,7 +178,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     engine_ids, opening = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
-        positions = prompt_positions(processor.skeleton, ids, {})
+        positions = prompt_position_ids(processor.skeleton, ids, {})
         return Prompt(ids, engine_ids, positions, source=sample.source, opening=opening)
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
@@ -195,7 +195,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     return Prompt(
         ids,
         engine_ids,
-        prompt_positions(processor.skeleton, ids, vision),
+        prompt_position_ids(processor.skeleton, ids, vision),
         images,
         vision,
         sample.source,

@@ -320,7 +320,7 @@ class Judge:
         name, task = self.cfg.benchmark, self.cfg.task
         if name is None:
             predictions = judge_task(self.scorer, samples, outputs)
-            reason = distributed.first_error(self.scorer.why_none or None)
+            reason = distributed.first_error(self.scorer.unscored_reason or None)
             return {"task": task} | summarise(predictions, task, reason), predictions
         predictions = judge_benchmark(name, samples, outputs, self.server)
         return summarise_benchmark(name, predictions, self.server and self.server.model), predictions

@@ -188,7 +188,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
     """
     values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
-    counted = values.token_weights > 0  # blank micro-batches hold placeholder values, which must stay finite
+    counted = values.token_weights > 0  # dummy micro-batches hold placeholder values, which must stay finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp

@@ -370,11 +370,11 @@ class VLLMEngine:
                     request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
                     yield request, self._params(sampling, 1, seed, limit - len(tokens))
 
-        def is_enough_of(ended: Set[int]) -> bool:
+        def should_stop(ended: Set[int]) -> bool:
             unfinished = {indices[k][0] for k in range(len(indices)) if k not in ended}
-            return continuation.is_enough([i not in unfinished for i in range(len(prompts))])
+            return continuation.should_stop([i not in unfinished for i in range(len(prompts))])
 
-        for (i, j), output in zip(indices, run_until(self.llm, requests(), len(indices), is_enough_of)):
+        for (i, j), output in zip(indices, run_until(self.llm, requests(), len(indices), should_stop)):
             old, reason = rollouts[i][j], output.finish_reason
             ids = [*old.ids.tolist(), *output.ids]
             logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])

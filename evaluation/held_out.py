@@ -144,6 +144,6 @@ def score_policy(
     engine.sync_weights(policy)
     outputs = sample_rows(engine, processor, samples, SamplingFlags(max_completion_length=max_tokens))
     predictions = judge_task(scorer, samples, outputs)
-    scores = summarise(predictions, scorer.task, distributed.first_error(scorer.why_none or None))
+    scores = summarise(predictions, scorer.task, distributed.first_error(scorer.unscored_reason or None))
     engine.sleep()
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}

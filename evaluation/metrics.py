@@ -119,11 +119,11 @@ def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def summarise(predictions: list[dict], task: str, why_none: str | None = None) -> dict:
+def summarise(predictions: list[dict], task: str, unscored_reason: str | None = None) -> dict:
     """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict count in `no_verdict`, `format_rate` and the lengths; the other scores leave them out.
-    Raises UserError when more than a tenth of the completions have no verdict; `why_none` says why one has none.
+    Raises UserError when more than a tenth of the completions have no verdict; `unscored_reason` says why one has none.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
@@ -131,7 +131,7 @@ def summarise(predictions: list[dict], task: str, why_none: str | None = None) -
     if no_verdict > MAX_UNSCORED:
         limit = f"at most {MAX_UNSCORED:.0%} may have none"
         raise UserError(
-            f"{no_verdict:.0%} of the completions have no verdict, {limit} ({why_none or 'unknown reason'})"
+            f"{no_verdict:.0%} of the completions have no verdict, {limit} ({unscored_reason or 'unknown reason'})"
         )
     exact_by_row = [
         [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]

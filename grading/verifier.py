@@ -148,8 +148,8 @@ def make_client(url: str) -> "openai.AsyncOpenAI":
                     if len(content) > MAX_REPLY:
                         break
             response.headers.pop("content-encoding", None)  # unrequested compression could unpack to any size
-            whole = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
-            return type(response)(response.status_code, request=response.request, **whole)
+            complete = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
+            return type(response)(response.status_code, request=response.request, **complete)
 
     base_url, _, query = url.partition("?")
     client = openai.AsyncOpenAI(

@@ -202,9 +202,9 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     prompt_name = _column(row, PROMPT_COLUMNS, columns.prompt)
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
-    images = _take_images(row, _column(row, image_columns, columns.images))
+    images = _pop_images(row, _column(row, image_columns, columns.images))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    earlier, prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
+    earlier, prompt, answer, turns_system, turn_images = _pop_texts(row, prompt_name, columns)
     system = row.pop("system", None)
     if system and turns_system:
         raise RowError("there are two system prompts: in the prompt and in the column 'system'")
@@ -267,7 +267,7 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
     return chosen or next((name for name in defaults if row.get(name) not in (None, [])), None)
 
 
-def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
+def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
     """Pop the prompt, called `name`, gold answer and system prompt.
 
     Returns the turns before the question, the question, answer and system prompt, and the images in the turns. If the
@@ -395,7 +395,7 @@ def _final_answer(text: str) -> str:
     return text if boxed is None else boxed.strip()
 
 
-def _take_images(row: dict, name: str | None) -> list:
+def _pop_images(row: dict, name: str | None) -> list:
     """Pop the images in the column `name`, or "image", and in those that differ from it only in their number."""
     stem = re.sub(r"[ _-]?\d+$", "", name or "image") or name
     matches = [re.fullmatch(rf"{re.escape(stem)}[ _-]?(\d*)", column) for column in row]

@@ -8,7 +8,7 @@ token or reaches its maximum length. Before anything else can happen (waiting re
 memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own code takes
 over until a batch can be formed again.
 
-    vLLM's own code -> _form_batch -> _schedule_decode, _take_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
+    vLLM's own code -> _form_batch -> _schedule_decode, _record_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
 
 Waiting requests start several at a time, and only while blocks stay free for the running ones, which leaves a few
 slots empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
@@ -120,7 +120,7 @@ class DecodeScheduler(AsyncScheduler):
         """Take the tokens of an iteration, and return what vLLM's frontend has to know."""
         batch = self.batch
         if batch and batch.pending and scheduler_output is batch.pending[0]:
-            outputs = self._take_tokens(batch, model_runner_output)
+            outputs = self._record_tokens(batch, model_runner_output)
             return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
         everything = super().update_from_output(scheduler_output, model_runner_output)
         if batch and (ended := batch.members.keys() - self.requests.keys()):
@@ -142,7 +142,7 @@ class DecodeScheduler(AsyncScheduler):
         self.preemptions += 1
         super()._preempt_request(request, timestamp, **options)
 
-    def take_unsent(self) -> list[EngineCoreOutput]:
+    def pop_unsent(self) -> list[EngineCoreOutput]:
         """Return all tokens that have arrived and that vLLM's frontend has not been told of."""
         self._dissolve_batch()
         unsent, self.unsent = self.unsent, []
@@ -250,7 +250,7 @@ class DecodeScheduler(AsyncScheduler):
         batch.count_iteration()
         return iteration
 
-    def _take_tokens(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _record_tokens(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take the tokens of an iteration, one per request. Return the outputs of requests that have ended."""
         batch.pending.popleft()
         logprobs = sampled.logprobs.logprobs[:, 0].tolist()

@@ -24,7 +24,7 @@ from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
-from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_whole
+from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 
@@ -62,22 +62,22 @@ class HFEngine:
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
-        is_enough = continuation.is_enough if continuation else None
+        should_stop = continuation.should_stop if continuation else None
         rollouts = [list(group) for group in started]
-        first, enough = 0, is_enough is not None and is_enough(which_are_whole(rollouts))
+        first, paused = 0, should_stop is not None and should_stop(which_are_complete(rollouts))
         with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
-            while first < len(prompts) and not enough:
+            while first < len(prompts) and not paused:
                 sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
                 batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    enough = self._continue(prompts, seeds, sampling, rollouts, batch, is_enough)
+                    paused = self._continue(prompts, seeds, sampling, rollouts, batch, should_stop)
                     first = batch.stop
                     bar.update(first - bar.n)
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
                 self._halve_batch(sum(sizes[: len(batch)]), sampling.n)
-        while is_enough and not enough:  # other processes still sample
-            enough = is_enough(which_are_whole(rollouts))
+        while should_stop and not paused:  # other processes still sample
+            paused = should_stop(which_are_complete(rollouts))
         return rollouts
 
     def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
@@ -107,9 +107,9 @@ class HFEngine:
         sampling: Sampling,
         rollouts: list[list[Rollout]],
         batch: range,
-        is_enough: Callable[[list[bool]], bool] | None,
+        should_stop: Callable[[list[bool]], bool] | None,
     ) -> bool:
-        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
+        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `should_stop` stopped it."""
         parts = list(_prefixes(rollouts, batch))
         indices = [(i, j) for i, members, _ in parts for j in members]  # prompt, completion
         if not indices:
@@ -124,11 +124,11 @@ class HFEngine:
         def pause(is_over: Tensor) -> bool:
             over = dict(zip(indices, is_over.tolist()))
             ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
-            return is_enough([all(each) for each in ends])
+            return should_stop([all(each) for each in ends])
 
         prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
-        ids, logps, new, stopped, enough = self._decode(
-            prefixes, uniforms, limits, sampling, pause if is_enough else None
+        ids, logps, new, stopped, paused = self._decode(
+            prefixes, uniforms, limits, sampling, pause if should_stop else None
         )
         truncated = ~stopped & (new == limits.cpu())
         for b, (i, j) in enumerate(indices):
@@ -138,7 +138,7 @@ class HFEngine:
             logp = torch.cat([old.sampling_logp, logps[b, :length]])
             text = prompts[i].opening + self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
             rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
-        return enough
+        return paused
 
     def _decode(
         self,
@@ -155,7 +155,7 @@ class HFEngine:
         each sequence and whether it has a stop token, as (B,), all in host memory, and whether it was paused.
         """
         logits, cache, mask, position = self._prefill(prefixes)
-        ids, logps, enough = [], [], False
+        ids, logps, paused = [], [], False
         stop = self.stop.to(logits.device)
         stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
@@ -169,9 +169,9 @@ class HFEngine:
             stopped |= running & torch.isin(token, stop)
             is_over = stopped | (lengths >= limits)
             if pause and len(ids) % PAUSE_EVERY == 0:
-                enough = pause(is_over)
-            if enough or is_over.all():
-                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), enough
+                paused = pause(is_over)
+            if paused or is_over.all():
+                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), paused
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],

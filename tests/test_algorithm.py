@@ -285,7 +285,7 @@ def test_the_unbiased_kl_of_gspo_has_the_ratios_of_tokens():
 
 
 def test_tokens_without_weight_never_make_the_loss_infinite():
-    """In a blank micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
+    """In a dummy micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])

@@ -238,10 +238,10 @@ class HostCopyPlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self.unread, room = len(tensors), EARLY_COPIES / distributed.local_world_size()
+        self.unread, free = len(tensors), EARLY_COPIES / distributed.local_world_size()
         for item in reversed(tensors):
-            room -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-            if room < 0:
+            free -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            if free < 0:
                 break
             self.copied_ahead[item.index] = self.pool.submit(self._copy, item)
         return plan

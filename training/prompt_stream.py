@@ -32,7 +32,7 @@ class DrawnPrompt:
     rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all its completions are finished."""
         return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
