@@ -254,7 +254,7 @@ def free_share(cfg: Config, device: torch.device) -> float:
 def load_baseline(cfg: Config) -> Policy:
     """Load the model or adapter to compare with.
 
-    Raises UserError when the baseline's parameters differ in shape from the model's, because one sampler serves both.
+    One sampler serves both, so the parameters must have equal shapes.
     """
     is_adapter = (pathlib.Path(cfg.baseline) / "adapter_config.json").is_file()
     flags = PolicyFlags(adapter=cfg.baseline if is_adapter else None)

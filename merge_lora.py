@@ -54,8 +54,7 @@ def merge_lora(
 ) -> float:
     """Write the merged model to `output_path`; return the largest difference of its logits from the adapted model's.
 
-    Raises UserError if the adapter was made for a different base or if the output already exists. Raises RunStopped if
-    the logits differ by more than rounding error.
+    Raises RunStopped if the logits differ by more than rounding error.
     """
     target = pathlib.Path(output_path)
     if target.exists():

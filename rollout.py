@@ -318,7 +318,7 @@ class VLLMEngine:
             raise
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them or expands them differently."""
+        """Let vLLM prepare a prompt and its images."""
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
         except Exception as error:

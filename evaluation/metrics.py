@@ -123,7 +123,7 @@ def summarise(predictions: list[dict], task: str, unscored_reason: str | None = 
     """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict count in `no_verdict`, `format_rate` and the lengths; the other scores leave them out.
-    Raises UserError when more than a tenth of the completions have no verdict; `unscored_reason` says why one has none.
+    At most a tenth may have no verdict; `unscored_reason` says why one has none.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
@@ -149,8 +149,7 @@ def summarise(predictions: list[dict], task: str, unscored_reason: str | None = 
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
     """Return the scores of benchmark `name`; docs/evaluation.md defines them.
 
-    `server` is the name of the model that judged the responses, or None if rules did. Raises UserError when the server
-    gave no reply for more than a tenth of the responses.
+    `server` is the name of the model that judged the responses, or None if rules did.
     """
     role = BENCHMARKS[name].server_role
     scoring = RULE_SCORED if role else "rule"

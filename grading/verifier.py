@@ -51,10 +51,7 @@ EXTRACTION = (
 
 
 def parse_url(url: str) -> str:
-    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`.
-
-    Raises UserError for an invalid URL, or for one from a run's config.json, where asterisks replace the credentials.
-    """
+    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`."""
     url = (url if "://" in url else f"http://{url}").strip()
     try:
         split = urllib.parse.urlsplit(url)

@@ -127,7 +127,6 @@ def raw_rows(
 
     `default_split` is read when there are several splits and `spec` has no `@split`. The rows of a JSON file are all
     yielded, as they are, unless `split_json` is set (see `_split_rows`). `columns` names the columns of a main.csv.
-    Raises UserError when the data set cannot be read, or has no splits to choose from.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -227,7 +226,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
 def _other_images(row: dict) -> list:
     """Pop the images in the column "path" of a row that has no others, as in Video-R1.
 
-    Raises RowError if another column seems to hold an image, or if the row has a video or audio.
+    Raises RowError if the row has other media.
     """
     kind, path = row.get("data_type"), row.get("path")
     if kind in OTHER_MEDIA:
@@ -452,10 +451,7 @@ def _text(content: object) -> tuple[str, list]:
 
 
 def resolve_image(image: object, locate: Locate) -> ImageSource:
-    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged.
-
-    Raises RowError for invalid base64, for 'bytes' that are not bytes and for a 'path' that is not text.
-    """
+    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged."""
     if isinstance(image, dict):
         for name, kind in (("bytes", bytes), ("path", str)):
             if not isinstance(image.get(name), kind | None):
@@ -476,8 +472,7 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
 def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
     """Cut each turn of `sample`, which is one text, at its tags, and put `images` there; without tags, they come first.
 
-    Raises RowError if a prompt has tags, but not one per image; if it has a tag of a video or of audio; or if a column
-    is named 'completion'.
+    Raises RowError if a prompt has tags, but not one per image.
     """
     if "completion" in sample.fields:
         raise RowError("a column is named 'completion', the rewards' name for the model's text: rename the column")
@@ -569,7 +564,7 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
     """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub.
 
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
-    opened. Raises UserError when the data cannot be read or the requested split does not exist.
+    opened.
     """
     path, config = split_config(name)
     offline = not path.exists() and hub.go_offline_if_unreachable()
@@ -665,8 +660,7 @@ def _holds_images(arrow_type: Any) -> bool:
 def open_zip(path: pathlib.Path) -> zipfile.Path:
     """Find main.csv in the root of a ZIP or one level below, and return its folder. The ZIP is never unpacked.
 
-    Raises UserError when the file is not a ZIP, does not have exactly one main.csv, contains links or paths that point
-    outside the ZIP, exceeds `MAX_UNPACKED_BYTES` in total, or has a file above `MAX_FILE_BYTES`.
+    Links, paths that point outside the ZIP, and large files are refused.
     """
     try:
         archive = zipfile.ZipFile(path)

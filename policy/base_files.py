@@ -72,10 +72,7 @@ def settings_folder(source: str, run: str, keep: bool = False) -> Path:
 
 
 def base_folder(name: str, cache_dir: str | None = None) -> str:
-    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub.
-
-    Raises UserError if there is no such model, or if the hub cannot be reached.
-    """
+    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub."""
     if Path(name).is_dir():
         return name
     others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats

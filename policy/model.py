@@ -175,8 +175,7 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
-    attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
+    Weights that were saved quantised are refused: they can neither be trained nor merged with an adapter.
     """
     config = read_config(name)
     if _has_untold_lm_head(config, name):

@@ -114,8 +114,7 @@ parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other st
 def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimizers:
     """Return what the entry in `OPTIMIZERS` makes.
 
-    Raises UserError unless each trained parameter is in exactly one optimizer, and each schedule is a LambdaLR, of
-    which a checkpoint holds the number of the update.
+    Each trained parameter must be in exactly one, and each schedule be a LambdaLR, for the checkpoints.
     """
     optimizers = OPTIMIZERS["default"](policy, flags, updates)
     counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])

@@ -24,7 +24,7 @@ class Output:
 def run_until(
     llm: Any, requests: Iterable[tuple[dict, Any]], count: int, should_stop: Callable[[Set[int]], bool]
 ) -> list[Output]:
-    """Run `count` requests (vLLM's `EngineInput` and `SamplingParams`) until `should_stop`. Return the outputs in order.
+    """Run `count` requests (`EngineInput` and `SamplingParams`) until `should_stop`. Return the outputs in order.
 
     It gets the indices of the requests that have ended. It is called every `PAUSE_EVERY` iterations, even if this
     process has nothing left to do, so that several processes can call each other. Requests that have not ended are

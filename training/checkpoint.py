@@ -357,8 +357,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
 
-    Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`, or if an older
-    version of this project has saved the checkpoint.
+    Settings that differ from `config` are printed. Those in `MUST_MATCH` are refused.
     """
     state = json.loads((folder / "state.json").read_text())
     if "collector" not in state:
