@@ -152,9 +152,9 @@ def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedM
 
 
 def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
-    """Return the (R, S) positions of a prompt's S tokens, as `model` computes them.
+    """Return the (R, S) position ids of a prompt's S tokens, as `model` computes them.
 
-    R is 3 for models with M-RoPE. Other models get one row: 0, 1, 2, ...
+    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ...
     """
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
@@ -167,7 +167,7 @@ def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision
 
 
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
-    """Compute the token ids, fitted images, vision inputs and positions of `sample`.
+    """Compute the token ids, fitted images, vision inputs and position ids of `sample`.
 
     Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
     UserError, naming the row, if an image can no longer be read.
@@ -175,8 +175,8 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     engine_ids, opening = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
-        positions = prompt_position_ids(processor.skeleton, ids, {})
-        return Prompt(ids, engine_ids, positions, source=sample.source, opening=opening)
+        position_ids = prompt_position_ids(processor.skeleton, ids, {})
+        return Prompt(ids, engine_ids, position_ids, source=sample.source, opening=opening)
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
         try:

@@ -120,7 +120,7 @@ def _merge(
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
-    """Print how the logits differ; return the largest difference of the `merged` model's from the `adapted` model's.
+    """Print how the logits differ; return the largest difference between the `merged` and the `adapted` model.
 
     Raises RunStopped if their RMS difference is more than rounding error. The `base` logits show how much the adapter
     changes.

@@ -312,7 +312,7 @@ class VLLMEngine:
         try:
             return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
         except Exception:
-            if not self.llm.llm_engine.has_unfinished_requests():  # it has not begun to sample
+            if not self.llm.llm_engine.has_unfinished_requests():  # it refused a prompt before sampling
                 for prompt in prompts:
                     self._render(prompt)  # names the one at fault
             raise

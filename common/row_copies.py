@@ -25,7 +25,7 @@ class RowCopies:
     def plan(cls, source: Tensor, num_rows: int) -> "RowCopies":
         """Find the copies of each row in `source` (K,)."""
         counts = source.bincount(minlength=num_rows)
-        by_row = F.pad(source.argsort(stable=True), (0, 1), value=len(source))  # copies, sorted by row; at the end, K
+        by_row = F.pad(source.argsort(stable=True), (0, 1), value=len(source))  # the copies, sorted by row, and then K
         start = counts.cumsum(0) - counts  # index of each row's first copy in `by_row`
         repeated = (counts > 1).nonzero()[:, 0]
         nth = torch.arange(int(counts.max()))

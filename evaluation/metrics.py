@@ -29,7 +29,7 @@ RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the ben
 class Score:
     """A score: `weight` times the sum of R mean values. Each mean is over some of the U rows, or over images for MME.
 
-    A plain score is one mean, and a mean over categories has one per category. MME has two per category.
+    R is 1 for a plain score, the number of categories for a mean over categories, and twice that for MME.
     """
 
     values: np.ndarray  # (U, R); 0 where the value does not count

@@ -82,7 +82,7 @@ class Scorer:
 
     @property
     def all_weights(self) -> dict[str, float]:
-        """`weights` and that of the overlong penalty, by the names in `Rewards.parts` and in the metrics."""
+        """The weights of all `Rewards.parts`, by name: `weights`, and 1 for the overlong penalty."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     def _add(self, text: str) -> None:

@@ -66,14 +66,14 @@ PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
 IMAGE_COLUMNS = ("images", "image")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
-MAX_BLANK_ROWS = 2**20  # the number of rows in an Excel sheet, all of which a careless export may write
+MAX_BLANK_ROWS = 2**20  # as many as an Excel sheet has rows: some exports write them all
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CODED = re.compile("ClassLabel|Json|float16|float32")  # features whose cells are not what they mean; see `_decoded`
-# A text that begins like a turn or a part of one, or like a list of them, and has their keys.
+# A text of JSON with a turn, a part of a turn, or a list of them: it begins like one and has its keys.
 CHAT_TEXT = re.compile(
     r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
 )
@@ -226,7 +226,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
 def _other_images(row: dict) -> list:
     """Pop the images in the column "path" of a row that has no others, as in Video-R1.
 
-    Raises RowError if the row has other media.
+    Raises RowError if another column seems to hold an image.
     """
     kind, path = row.get("data_type"), row.get("path")
     if kind in OTHER_MEDIA:
@@ -686,7 +686,7 @@ def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
         raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; the limit is {limit:.0f} GiB")
     for member in archive.infolist():
         name = member.filename
-        if not member.flag_bits & 0x800:  # not UTF-8: after a byte above 127, a backslash is half of a character
+        if not member.flag_bits & 0x800:  # not UTF-8: a byte like a backslash may be half of a character
             name = re.sub(r"(?<=[^\0-\x7f])\\", "_", name)
         where, names = f"{path}: {name!r}", name.replace("\\", "/").split("/")
         if names[0] == "" or ".." in names or ":" in names[0]:

@@ -41,9 +41,9 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
 def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Group]]:
     """Distribute `groups` over micro-batches of at most `budget` tokens by first-fit decreasing.
 
-    The largest comes first, and each goes into the first micro-batch that it fits into. With `cut`, a group for
-    which none has enough tokens free fills them, completion by completion. Groups larger than the budget are always
-    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
+    The largest comes first, and each goes into the first micro-batch that it fits into. With `cut`, a group that fits
+    into none is cut, and its completions fill what is free in each. Groups larger than the budget are always cut. A
+    group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
     """
     batches: list[list[Group]] = []
     free: list[int] = []
@@ -79,7 +79,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     if distributed.world_size() > 1 and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
         if 1 < policy.num_shards < distributed.world_size():
-            # FSDP adds up what it has reduced in each micro-batch, so each must have gradients of the same weights.
+            # FSDP sums the gradients that it reduces in each micro-batch, so all must cover the same weights.
             run_tower[:] = run_tower.any()
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):

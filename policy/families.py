@@ -78,7 +78,7 @@ class Vision:
     """The vision tower, then the projector if it is separate, as attributes of `model.model`."""
     blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
     token: str  # the image token; the chat template writes one for each picture
-    expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
+    expansion: str = "{}"  # what the trainer sees instead; {}: all image tokens of the picture
     unused: str = ""  # a module of the vision tower whose output nothing depends on
     vllm_features: bool = False  # whether vLLM accepts the trainer's features, with their grids, instead of images
 

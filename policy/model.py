@@ -130,7 +130,7 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         layout = Layout(model, stored_tensors(name), parameters)
         stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
         odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
-    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers computes buffers of any size
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers allocates buffers
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)

@@ -69,7 +69,7 @@ class Batch:
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
         self.members = {member.request.request_id: member for member in members}
-        self.ending_at = {member.tokens_left for member in members}  # numbers of iterations after which some are done
+        self.ending_at = {member.tokens_left for member in members}  # iterations after which a request is done
         self._set_active(self.members)
 
     def _set_active(self, active: dict[str, Member]) -> None:
@@ -99,7 +99,7 @@ class DecodeScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         LogprobsProcessor._update_sample_logprobs = extend_logprobs  # every request of `rollout.py` has flat_logprobs
         self.batch: Batch | None = None
-        self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
+        self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches, for vLLM's frontend
         # Block sizes of the KV cache groups in which a running request can need another block. The states of linear
         # attention have one block per request, whose size is the maximum length of a request.
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]

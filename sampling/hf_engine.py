@@ -85,7 +85,7 @@ class HFEngine:
         return sampling.max_tokens
 
     def _halve_batch(self, sequences: int, n: int) -> None:
-        """From now on, sample half as many sequences at once as `sequences`, for which the memory was too small.
+        """From now on, sample at most half of `sequences` at once, for which the memory was too small.
 
         Raises RunStopped if this is less than the `n` completions of one prompt.
         """

@@ -5,8 +5,8 @@
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the prompts that partial rollouts have in flight, and `state.json` with everything else.
 Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
-until all have been read (`Saver.wait_until_read`). Host memory holds copies only of what is being written, and of what
-is written last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
+until all have been read (`Saver.wait_until_read`). Host memory holds copies of the tensors that are being written, and
+of those that come last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
 import io

@@ -143,7 +143,8 @@ nothing else that changes."""
 def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:
     """Return how many more tokens `rollout` is expected to get.
 
-    Until half of the `expected` length, the rest of it. Then as many tokens as it has: what has taken long takes long.
+    Up to half of the `expected` length, it is the rest of that length. Beyond, it is as many as `rollout` already has:
+    what has taken long takes long.
     """
     length = len(rollout.ids)
     return 0.0 if rollout.finished else min(max(expected - length, length), max_length - length)
