@@ -115,7 +115,7 @@ class Answers(Collector):
             torch.tensor([len(each.ids) for group in groups for each in group.completions]).sum()
         )
         return [
-            replace(g, completions=[replace(each, weight=1 / tokens.item()) for each in g.completions]) for g in groups
+            replace(g, completions=[replace(each, token_weight=1 / tokens.item()) for each in g.completions]) for g in groups
         ]
 
     def metrics(self, step: int) -> dict[str, float]:

@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_the_reverse_kl():
     values = SimpleNamespace(
         sampling_logp=logp.detach().flatten(),
         advantages=zeros,
-        weights=probability.flatten(),
+        token_weights=probability.flatten(),
         has_image=none,
         stale=none,
         trainer_logp=None,
@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_the_reverse_kl():
     )
     cfg = grpo.Config(data="x", teacher="t", teacher_weight=weight)
     grpo.resolve_loss(cfg)
-    batch = SimpleNamespace(values=values, row_of_token=torch.arange(25).repeat_interleave(2))
+    batch = SimpleNamespace(values=values, completion_of_token=torch.arange(25).repeat_interleave(2))
     loss, stats = grpo.batch_loss(cfg, batch, logp.flatten())
     got = torch.autograd.grad(loss, ours)
 
@@ -90,7 +90,7 @@ def test_a_teacher_sees_its_own_pictures(tiny_model, other_model, shapes, tmp_pa
     cfg = config(tiny_model, str(tmp_path / "d.jsonl"), tmp_path / "run", **flags)
     run = grpo.set_up(cfg)
     groups, rewards = run.collector.collect(run.policy, grpo.advantages_of, 0)
-    advantages = grpo.advantages_of(rewards, run.collector.scorer.all_weights, cfg)
+    advantages = grpo.advantages_of(rewards, run.collector.scorer.all_reward_weights, cfg)
     minibatch = run.updater.balance(grpo.training_groups(cfg, groups, advantages))
     ((group,),) = run.updater.with_logprobs(run.teacher, [minibatch], "teacher_logp")
     assert len(group.prompt.for_teacher.image_positions) > len(group.prompt.image_positions) > 0
