@@ -90,10 +90,10 @@ def test_a_teacher_sees_its_own_pictures(tiny_model, other_model, shapes, tmp_pa
     cfg = config(tiny_model, str(tmp_path / "d.jsonl"), tmp_path / "run", **flags)
     run = grpo.set_up(cfg)
     groups, rewards = run.collector.collect(run.policy, grpo.advantages_of, 0)
-    advantages = grpo.advantages_of(rewards, run.collector.scorer.all_reward_weights, cfg)
+    advantages = grpo.advantages_of(rewards, run.collector.scorer.all_weights, cfg)
     minibatch = run.updater.balance(grpo.training_groups(cfg, groups, advantages))
     ((group,),) = run.updater.with_logprobs(run.teacher, [minibatch], "teacher_logp")
-    assert len(group.prompt.for_teacher.image_positions) > len(group.prompt.image_positions) > 0
+    assert len(group.prompt.for_teacher.image_indices) > len(group.prompt.image_indices) > 0
 
     teacher = AutoModelForImageTextToText.from_pretrained(other_model, dtype=torch.float32)
     (sample,) = load_samples(str(tmp_path / "d.jsonl"), "count")

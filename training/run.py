@@ -142,7 +142,7 @@ def check_after_update(cfg: Config) -> None:
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
     """Read and check every row and reward; return the training rows, the held-out rows, the rewards and the limits."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    has_reward = any(scorer.reward_weights.values())
+    has_reward = any(scorer.weights.values())
     if not (has_reward or cfg.teacher):
         raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
     if has_reward and cfg.num_generations < 2:
