@@ -328,7 +328,8 @@ def measure(cfg: Config) -> dict[str, dict]:
     for name, work in workloads.items():
         samples = load_split(run.cfg, data[work["side"]], "count", collector.stream.processor)
         run.cfg.beta, run.cfg.max_completion_length = work["beta"], work["tokens"]
-        collector.stream, collector.position = PromptStream(samples, collector.stream.processor, run.cfg.seed), 0
+        processor, teacher = collector.stream.processor, collector.stream.teacher
+        collector.stream, collector.position = PromptStream(samples, processor, run.cfg.seed, teacher=teacher), 0
         measured = [take_step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
         others = ("memory_gib", "memory_flushes", "mfu", "idle/rollout")
         keys = [key for key in measured[-1] if "time" in key or "difference" in key or key in others]
