@@ -21,7 +21,7 @@ from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
 from inputs.images import decode_image
-from rewards import MAX_REWARD, TASKS, format_reward, get_task, overlong_penalty
+from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
@@ -54,7 +54,7 @@ class Scorer:
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
         get_task(task)
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
-        self.built_in = {name: each.reward for name, each in TASKS.items()} | {"format": format_reward}
+        self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
