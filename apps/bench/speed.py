@@ -2,7 +2,7 @@
 
     python apps/bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
     python apps/bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
-    torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # see apps/bench/scale.py
+    torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # the same work per GPU on four
 
 The results are written to docs/results/.
 
