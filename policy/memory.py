@@ -1,6 +1,6 @@
 """GPU memory: plan what a run takes, with the GPUs or without; size its micro-batches; handle overflows.
 
-    plan(empty_policy("Qwen/Qwen2.5-VL-3B-Instruct", cfg), cfg, GPUs(size=80 * 2**30, number=4)).parts()
+    plan(empty_policy(load_config(cfg.model), cfg), cfg, GPUs(80 * GIB, number=4)).estimate()
 
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
