@@ -177,7 +177,7 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     pid, level, hang, none = (rewards.total for rewards in scored)
     assert level == 5 and pid not in (0, os.getpid())
     assert hang != hang and none != none, "unscored"
-    assert scorer.why_none == f"{plugin}:own took longer than 1 s"
+    assert scorer.unscored_reason == f"{plugin}:own took longer than 1 s"
     assert re.fullmatch(r"--task \S+:own on row 1, 'none': KeyError: 'none'", error), error
     assert Scorer("same", RewardFlags()).user_functions == {}
 

@@ -817,7 +817,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
         scorer = Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
         [[scored]], error = scorer([make_sample("?", "1/2", [], "row")], [[completion]])
-    assert error is None and math.isnan(scored.total) and "worker process died" in scorer.why_none
+    assert error is None and math.isnan(scored.total) and "worker process died" in scorer.unscored_reason
 
 
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):
