@@ -479,6 +479,11 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         )
 
     @property
+    def teaches_itself(self) -> bool:
+        """Whether the teacher is the base of a new adapter, which then needs no second copy."""
+        return bool(self.lora_rank) and self.teacher == self.model
+
+    @property
     def updates_per_step(self) -> int:
         """Number of optimizer updates per step."""
         return self.num_iterations * self.prompts_per_step // self.prompts_per_update

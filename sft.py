@@ -70,6 +70,9 @@ class Config(RunFlags, PolicyFlags, DataFlags):
     importance_cap: ClassVar[float] = 0.0
     max_logp_difference: ClassVar[float] = 0.0
     gpu_memory: ClassVar[float] = 0.0
+    vllm_memory: ClassVar[float] = 0.0
+    vllm_sequences: ClassVar[int] = 1
+    oversample: ClassVar[float] = 1.0
     updates_per_step: ClassVar[int] = 1
     num_generations: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
@@ -115,7 +118,8 @@ class Answers(Collector):
             torch.tensor([len(each.ids) for group in groups for each in group.completions]).sum()
         )
         return [
-            replace(g, completions=[replace(each, token_weight=1 / tokens.item()) for each in g.completions]) for g in groups
+            replace(g, completions=[replace(each, token_weight=1 / tokens.item()) for each in g.completions])
+            for g in groups
         ]
 
     def metrics(self, step: int) -> dict[str, float]:

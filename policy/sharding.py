@@ -55,7 +55,7 @@ def load_reference(
 
 def load_teacher(cfg: Config, device: torch.device, policy: Policy, sharding: str = "full") -> Policy:
     """Return the frozen model `cfg.teacher`; if it is a new adapter's base, `policy` (`lora.reference_weights`)."""
-    if cfg.lora_rank and cfg.teacher == cfg.model:
+    if cfg.teaches_itself:
         return policy
     dtype = compute_dtype(cfg.dtype, device)
     model = load_model(cfg.teacher, dtype, to_shard=True)
