@@ -38,7 +38,7 @@ from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
-from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images
+from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
@@ -429,14 +429,15 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 @dataclass
 class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL."""
+    """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
     input_jsonl: str
     """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
     output_jsonl: str
-    """The file to write, NAME.jsonl. Images that are not files on disk are saved in a folder next to it."""
+    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images; for JSONL, those that are not files on
+    disk are saved in a folder next to it."""
     task: str | None = None
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
     overwrite: bool = False
@@ -447,13 +448,13 @@ class Config(RowFlags):
 
 
 def convert(cfg: Config) -> int:
-    """Write a data set as EasyR1 JSONL and return the number of rows.
+    """Write a data set as EasyR1 JSONL or Parquet and return the number of rows.
 
     The output file appears only when it is complete.
     """
     output = pathlib.Path(cfg.output_jsonl)
-    if output.suffix != ".jsonl":
-        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl")
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
     if output.exists() and not cfg.overwrite:
         raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
     if output.exists() and not output.is_file():
@@ -463,10 +464,14 @@ def convert(cfg: Config) -> int:
     partial = partial_path(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for sample in console.progress(rows, "writing", unit="row"):
-                row = easyr1_row(sample, save_images(sample, output))
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        bar = console.progress(rows, "writing", unit="row")
+        if output.suffix == ".parquet":
+            write_parquet(bar, partial)
+        else:
+            with partial.open("w", encoding="utf-8", errors="replace") as file:
+                for sample in bar:
+                    row = easyr1_row(sample, save_images(sample, output))
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
         raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None

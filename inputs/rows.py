@@ -36,11 +36,12 @@ import stat
 import unicodedata
 import urllib.parse
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from common import console, hub
 from common.console import hide_credentials
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # imported only where it is used: the import takes a second, 
 
 MAX_UNPACKED_BYTES = 8 * 2**30  # maximum unpacked size of a ZIP
 MAX_FILE_BYTES = 2**28  # maximum unpacked size of one file in a ZIP; limited because images are decoded from memory
+GROUP_BYTES = 2**28  # size of a row group of a Parquet file; above 2 GiB, images cannot be read again
 FILE_TYPES = (".jsonl", ".json", ".parquet", ".zip")
 SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` saved
 CHAT_COLUMNS = ("conversations", "messages")
@@ -770,3 +772,31 @@ def save_images(sample: Sample, output: pathlib.Path) -> list[str]:
         path = pathlib.Path(os.path.abspath(path))
         paths.append(str(path.relative_to(base) if path.is_relative_to(base) else path))
     return paths
+
+
+def write_parquet(samples: Iterable[Sample], path: pathlib.Path) -> None:
+    """Write `samples` as an EasyR1 Parquet file that holds the images, as {bytes, path}. All rows are kept in memory.
+
+    Raises UserError for what Parquet cannot hold, such as a column with values of different types.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [easyr1_row(sample, [_image_cell(source) for source in sample.images]) for sample in samples]
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow would take those of the first row only
+    try:
+        table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+        rows_per_group = max(1, int(GROUP_BYTES / max(table.nbytes, 1) * len(rows)))
+        parquet.write_table(table, path, row_group_size=rows_per_group)
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise UserError(f"{path.name.removesuffix('.partial')}: {error}: write NAME.jsonl instead") from None
+
+
+def _image_cell(source: ImageSource) -> dict[str, bytes | str | None]:
+    content = read_source(source)
+    if isinstance(content, str | pathlib.Path):
+        return {"bytes": pathlib.Path(content).read_bytes(), "path": pathlib.Path(content).name}
+    if isinstance(content, Image.Image):
+        content.save(file := io.BytesIO(), "PNG")
+        content = file.getvalue()
+    return {"bytes": content, "path": None}

@@ -1232,9 +1232,13 @@ def same(a: Sample, b: Sample) -> bool:
 
 def test_convert_keeps_columns_that_the_first_row_lacks(folder):
     rows = {"prompt": "p", "answer": "1"}, {"prompt": "q", "answer": "2", "system": "Be brief.", "level": 3}
-    data.convert(data.Config("convert", jsonl(folder / "h.jsonl", *rows), str(folder / "new.jsonl")))
-    first, second = load_samples(str(folder / "new.jsonl"), None)
+    data.convert(data.Config("convert", jsonl(folder / "h.jsonl", *rows), str(folder / "h.parquet")))
+    first, second = load_samples(str(folder / "h.parquet"), None)
     assert (first.system, second.system, second.fields["level"]) == (None, "Be brief.", 3)
+    for value in (2**70, "\ud83d"):
+        wide = jsonl(folder / "wide.jsonl", rows[0] | {"extra": value})
+        with pytest.raises(UserError, match=r"wide\.parquet: .*: write NAME\.jsonl instead"):
+            data.convert(data.Config("convert", wide, str(folder / "wide.parquet")))
 
 
 def test_an_accented_name_in_a_zip_from_a_mac_is_found(folder):
@@ -1277,6 +1281,9 @@ def test_convert_round_trips_every_format(folder):
         assert len(before) == len(after)
         assert all(same(a, b) for a, b in zip(before, after)), source
         assert [a.fields for a in after] == [json.loads(json.dumps(b.fields)) for b in before]
+        data.convert(data.Config("convert", source, str(output.with_suffix(".parquet"))))
+        again = load_samples(str(output.with_suffix(".parquet")), None)
+        assert len(again) == len(before) and all(same(a, b) for a, b in zip(before, again)), source
     output = folder / "new" / "osf.jsonl"
     data.convert(data.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
@@ -1316,8 +1323,14 @@ def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
     with pytest.raises(UserError, match="cannot write"):
         data.convert(data.Config("convert", source, str(output / "below" / "a.jsonl")))
-    with pytest.raises(UserError, match=r"out.csv': the name must end in .jsonl$"):
+    with pytest.raises(UserError, match=r"out.csv': the name must end in .jsonl or .parquet"):
         data.convert(data.Config("convert", source, str(folder / "out.csv")))
+    mixed = jsonl(
+        folder / "m.jsonl", {"prompt": "q", "answer": "1", "id": 1}, {"prompt": "r", "answer": "1", "id": "a"}
+    )
+    with pytest.raises(UserError, match=r"write NAME.jsonl instead"):
+        data.convert(data.Config("convert", mixed, str(folder / "m.parquet")))
+    assert not list(folder.glob("m.parquet*"))
     with pytest.raises(ValueError, match="max_megapixels must be above 0"):
         data.Config("convert", source, str(output), max_megapixels=float("nan"))
     odd = {"prompt": "q", "answer": "1", "note": "half of a pair: \ud83d"}
