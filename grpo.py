@@ -1,7 +1,6 @@
 """GRPO for vision-language models. The whole algorithm is in this file.
 
-    torchrun --nproc_per_node 8 grpo.py --task vqa                  # with the flags of recipes/vqa.flags
-    torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl
+    torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl     # or without --data: recipes/vqa.flags
 
 `train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300), whose line numbers its comments give. Lines 2 and 12 are
 left out: the reference is fixed, and no reward model is trained. Three more things differ. There is no KL term by
@@ -76,8 +75,7 @@ def gdpo_advantages(parts: dict[str, Tensor], reward_weights: dict[str, float]) 
     """
     weights = {name: weight for name, weight in reward_weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
-    rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
-    sums = sum(weight * group_advantages(rewards[name]) for name, weight in weights.items())
+    sums = sum(w * group_advantages(parts[name].masked_fill(unscored, math.nan)) for name, w in weights.items())
     std = deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1))
     return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
@@ -254,8 +252,7 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     everyone = [(group, *each) for group in groups for each in zip(group.rollouts, of_completions(group, advantages))]
     lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for _, rollout, own in everyone]).long()
     masked = torch.tensor([cfg.mask_truncated and rollout.truncated for _, rollout, _ in everyone], dtype=torch.bool)
-    unmasked = lengths.masked_fill(masked, 0)
-    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), unmasked.sum()]))
+    totals = distributed.all_sum(torch.stack([(lengths > 0).sum(), lengths.masked_fill(masked, 0).sum()]))
     weights = token_weights(lengths, cfg.loss_type, cfg.max_completion_length, totals).masked_fill(masked, 0)
     needs_all = cfg.beta or cfg.teacher or LOSSES[cfg.loss_type].needs_entropy
     needed = {group.index: Group(group.prompt, [], group.index) for group in groups}

@@ -47,6 +47,8 @@ class Config(RunFlags, PolicyFlags, DataFlags):
     """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Model to train: a Hugging Face name or a folder."""
+    learning_rate: float | None = None
+    """Peak learning rate of AdamW. Unset: that of the run to resume, or 2e-5 for all weights, 2e-4 for an adapter."""
     seed: int = 0
     """Seed for the order of the rows and for dropout."""
     max_completion_length: int = 1024
@@ -59,7 +61,6 @@ class Config(RunFlags, PolicyFlags, DataFlags):
     """Number of steps; 0: as many as `epochs` takes."""
     drop_last: bool = False
     """Leave out the last, incomplete batch of an epoch."""
-
     # What the rest asks of a GRPO run.
     default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
     loss_type: ClassVar[str] = "sft"
@@ -106,20 +107,19 @@ class Answers(Collector):
         self.clock.restart()
         signals.raise_if_interrupted(self.interrupted)
         drawn = self.draw(step)
-        mine = {index: drawn[index] for index in self.assign(drawn)}
+        mine, last = self.assign(drawn), drawn[-1].position
+        drawn = [drawn[index] for index in mine]
         with self.clock("prompts"):
-            prompts = self.stream.get(list(mine.values()))
+            prompts = self.stream.get(drawn)
             cache_image_features(policy, prompts, self.features)
-        self.position = drawn[-1].position + 1
+        self.position = last + 1
         self.prefetch(step)
-        samples = self.stream.rows(list(mine.values()))
-        groups = [as_group(*each, self.stream.processor) for each in zip(samples, prompts, mine)]
-        tokens = distributed.all_sum(
-            torch.tensor([len(each.ids) for group in groups for each in group.completions]).sum()
-        )
+        groups = [as_group(*each, self.stream.processor) for each in zip(self.stream.rows(drawn), prompts, mine)]
+        lengths = torch.tensor([len(each.ids) for group in groups for each in group.completions])
+        weight = 1 / distributed.all_sum(lengths.sum()).item()
         return [
-            replace(g, completions=[replace(each, token_weight=1 / tokens.item()) for each in g.completions])
-            for g in groups
+            replace(group, completions=[replace(each, token_weight=weight) for each in group.completions])
+            for group in groups
         ]
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -165,15 +165,13 @@ def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> l
     for row in rows:
         try:
             length = len(encode_response(row, row.responses[0], processor))
-            require(
-                length <= cfg.max_completion_length,
-                f"its answer has {length} tokens, more than --max_completion_length",
-            )
+            is_short = length <= cfg.max_completion_length
+            require(is_short, f"its answer has {length} tokens, more than --max_completion_length")
         except ValueError as error:
             problems.append(f"{row.source}: {error}")
             continue
-        images = [image if isinstance(image, bytes) else str(image) for image in row.images]
-        first = samples.setdefault((*row.texts, row.system, *images), row)
+        images = [image if isinstance(image, bytes) else repr(image) for image in row.images]
+        first = samples.setdefault((row.source_index, *row.texts, row.system, *images), row)
         if first is not row:
             first.responses += row.responses
     if problems and not cfg.skip_bad_rows:
@@ -190,10 +188,8 @@ def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:
     cache_image_features(run.policy, prompts, run.collector.features)
     groups = [as_group(*each, processor) for each in zip(local, prompts, range(len(local)))]
     logps = completion_logprobs(run.policy, groups, 1.0, run.updater.micro_batch_tokens)
-    total = torch.stack(
-        [torch.tensor(float(sum(map(len, logps)))), sum((logp.sum() for logp in logps), torch.zeros(()))]
-    )
-    tokens, logp = distributed.all_sum(total).tolist()
+    sums = torch.tensor([sum(map(len, logps)), sum(logp.sum().item() for logp in logps)], dtype=torch.float64)
+    tokens, logp = distributed.all_sum(sums).tolist()
     return {"eval/loss": -logp / tokens}
 
 

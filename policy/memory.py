@@ -457,10 +457,11 @@ def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
 def choose_micro_batch_size(policy: Policy, others: Sequence[Policy], planned: Plan) -> int:
     """Configure checkpointing and weight gathering, and return the maximum number of tokens per micro-batch.
 
-    `others`: the reference and the teacher, if they are models of their own. The maximum is `micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the memory that is
-    free now. Layers stay gathered if the full weights of a model fit beside the micro-batches; those of a reference in
-    host memory never do. Every process makes the same choices. Raises UserError if not even one prompt with one
-    completion fits and `micro_batch_tokens` is not set.
+    `others`: the reference and the teacher, if they are models of their own. The maximum is `micro_batch_tokens` if
+    that is set, otherwise the fastest choice that fits into the memory that is free now. Layers stay gathered if the
+    full weights of a model fit beside the micro-batches; those of a reference in host memory never do. Every process
+    makes the same choices. Raises UserError if not even one prompt with one completion fits and `micro_batch_tokens` is
+    not set.
     """
     cfg, device = planned.cfg, planned.gpus.device
     if not planned.gpus.on_gpu:
