@@ -29,10 +29,11 @@ from common.records import Completion, Group, Prompt, Rollout
 from config import RewardFlags
 from grading import math_workers
 from grading.sandbox import WorkerPool
+from policy import export
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, export, report, run_folder, trackers
+from training import checkpoint, report, run_folder, trackers
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
@@ -418,6 +419,7 @@ LOCK_HOLDER = """
 import os, pathlib, sys, threading, time
 from common.files import lock_file
 from grading.sandbox import WorkerPool
+from policy import export
 lock = lock_file(pathlib.Path(sys.argv[1]), "in use")
 pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
 worker = pool.idle.get()
