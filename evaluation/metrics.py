@@ -153,10 +153,9 @@ def _scores_by_answer(rows: list[dict], task: str) -> dict[str, dict[str, dict[s
     subsets = group_by(rows, [TASKS[task].answer_group(row["answer"]) for row in rows])
     if not 2 <= len(subsets) <= min(MAX_ANSWERS, len(rows) / 2):
         return {}
-    names = sorted(subsets, key=lambda name: (not name.isdecimal(), name.isdecimal() and int(name), name))
-    return {
-        "answer": {name: {"n": len(subsets[name]), "score": score_of(None, subsets[name]).total()} for name in names}
-    }
+    names = sorted(subsets, key=lambda name: (not name.isdecimal(), name.isdecimal() and len(name), name))
+    scores = {name: score_of(None, subsets[name]).total() for name in names}
+    return {"answer": {name: {"n": len(subsets[name]), "score": score} for name, score in scores.items()}}
 
 
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
