@@ -45,7 +45,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.keep_unsharded = False
-        """Whether layers stay gathered between micro-batches; see `memory.choose_gathering`."""
+        """Whether layers stay gathered between micro-batches; see `memory.choose_micro_batch_size`."""
         self.num_shards = 1
         """Number of processes that share one copy of the weights; see `PolicyFlags.sharding`."""
 
@@ -130,7 +130,7 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         layout = Layout(model, stored_tensors(name), parameters)
         stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
         odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
-    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers computes buffers of any size
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers allocates buffers
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
@@ -160,9 +160,9 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 
     It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
     """
-    decoder, rows = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
+    decoder, axes = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
     hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
-    positions = torch.zeros(*rows, 1, 2, dtype=torch.long, device="meta")
+    positions = torch.zeros(*axes, 1, 2, dtype=torch.long, device="meta")
     for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
         kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
         rotary = decoder.rotary_emb(hidden, positions, *kind)
@@ -175,8 +175,7 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
-    attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
+    Weights that were saved quantised are refused: they can neither be trained nor merged with an adapter.
     """
     config = read_config(name)
     if _has_untold_lm_head(config, name):
@@ -272,6 +271,29 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         model = load_model(name, dtype, four_bit_device=device)
     else:
         model = load_model(name, dtype, to_shard=to_shard)
+    _set_trained(model, flags)
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
+    model.train()
+    return Policy(model)
+
+
+def empty_policy(config: transformers.PreTrainedConfig, flags: PolicyFlags) -> Policy:
+    """Return a policy with this `config` as `load_policy` would on a GPU, but without weights: for its sizes only."""
+    dtype = compute_dtype(flags.dtype, torch.device("cuda")) if flags.has_adapter else torch.float32
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=dtype)
+        if flags.load_in_4bit:
+            for layer in language_model(model).modules():
+                if isinstance(layer, nn.Linear):
+                    whole, packed = layer.weight, torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+                    layer.weight = nn.Parameter(packed, requires_grad=False)
+                    layer.weight.quant_state = whole
+        _set_trained(model, flags)
+    return Policy(model)
+
+
+def _set_trained(model: transformers.PreTrainedModel, flags: PolicyFlags) -> None:
+    """Add the adapter that `flags` ask for, and freeze what is not trained."""
     if flags.has_adapter:
         if flags.adapter:
             continue_adapter(model, flags.adapter, flags.lora_dropout)
@@ -284,9 +306,6 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     for router in routers(model).values():
         router.requires_grad_(flags.train_router and not flags.has_adapter)
-    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
-    model.train()
-    return Policy(model)
 
 
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:
@@ -357,7 +376,7 @@ def cache_image_features(
         vision = {name: torch.cat([p.vision[name].to(device) for p in batch]) for name in batch[0].vision}
         with without_dropout(policy):
             features = image_features(policy.model, vision)
-        for prompt, prompt_features in zip(batch, features.split([len(p.image_positions) for p in batch])):
+        for prompt, prompt_features in zip(batch, features.split([len(p.image_indices) for p in batch])):
             feature_cache[prompt.image_digest] = prompt_features.cpu()
     for prompt in prompts:
         prompt.features = feature_cache.get(prompt.image_digest)

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.records import RequestLimits
 from config import EngineFlags
 from data import Processor
-from policy.memory import describe_others
+from policy.memory import describe_others, used_by_others
 from policy.model import load_config
 
 
@@ -100,10 +100,10 @@ def start_vllm(
             return llm
     except Exception as error:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        place = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
-        reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
+        reason = " ".join(str(error).split()) or f"{frame.line}, in {frame.filename}, line {frame.lineno}"
         raise UserError(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
             "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
-            f"{describe_others(device)}"
+            f"{describe_others(used_by_others(device))}"
         ) from error
