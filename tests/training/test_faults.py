@@ -420,7 +420,6 @@ LOCK_HOLDER = """
 import os, pathlib, sys, threading, time
 from common.files import lock_file
 from grading.sandbox import WorkerPool
-from policy import export
 lock = lock_file(pathlib.Path(sys.argv[1]), "in use")
 pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
 worker = pool.idle.get()
