@@ -935,7 +935,7 @@ def test_no_other_site_may_ask(shared):
 
 
 def test_two_services_in_one_folder(service, tiny_model):
-    command = [sys.executable, "-m", "service", f"--folder={service.folder}", f"--port={free_port()}"]
+    command = [sys.executable, "-m", "apps.service", f"--folder={service.folder}", f"--port={free_port()}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "another service is running in" in done.stderr
