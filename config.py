@@ -21,7 +21,7 @@ import os
 import pathlib
 import shlex
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -172,7 +172,7 @@ class RewardFlags(VerifierFlags):
 class PolicyFlags:
     """The flags of the policy and its optimizer."""
 
-    default_rates: ClassVar[tuple[float, float]] = (1e-6, 1e-5)  # of all weights, of an adapter (docs/adapters.md)
+    default_rates = (1e-6, 1e-5)  # of all weights, of an adapter (docs/adapters.md)
 
     learning_rate: float | None = None
     """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 1e-5 for an adapter."""

@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the slow import of torch
     cli.launch("sft")
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -62,22 +61,22 @@ class Config(RunFlags, PolicyFlags, DataFlags):
     drop_last: bool = False
     """Leave out the last, incomplete batch of an epoch."""
     # What the rest asks of a GRPO run.
-    default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
-    loss_type: ClassVar[str] = "sft"
-    old_logp: ClassVar[str] = "policy"
-    engine: ClassVar[str] = ""  # no sampler
-    temperature: ClassVar[float] = 1.0
-    beta: ClassVar[float] = 0.0
-    importance_cap: ClassVar[float] = 0.0
-    max_logp_difference: ClassVar[float] = 0.0
-    gpu_memory: ClassVar[float] = 0.0
-    vllm_memory: ClassVar[float] = 0.0
-    vllm_sequences: ClassVar[int] = 1
-    oversample: ClassVar[float] = 1.0
-    updates_per_step: ClassVar[int] = 1
-    num_generations: ClassVar[int] = 1
-    tensor_parallel: ClassVar[int] = 1
-    teacher: ClassVar[None] = None
+    default_rates = (2e-5, 2e-4)
+    loss_type = "sft"
+    old_logp = "policy"
+    engine = ""  # no sampler
+    temperature = 1.0
+    beta = 0.0
+    importance_cap = 0.0
+    max_logp_difference = 0.0
+    gpu_memory = 0.0
+    vllm_memory = 0.0
+    vllm_sequences = 1
+    oversample = 1.0
+    updates_per_step = 1
+    num_generations = 1
+    tensor_parallel = 1
+    teacher = None
 
     def __post_init__(self) -> None:
         check_values(self)
