@@ -13,10 +13,13 @@ Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already bui
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,15 +30,13 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common import cli, console
-from common.errors import UserError, require
+from common.errors import RunStopped, UserError, require
 from common.files import partial_path
-from common.records import Completion, Group, Sample
-from data import encode_prompts, load_processor, load_samples
-from packing import pack
-from policy.forward import enable_packed_forward
-from policy.model import Policy
+from common.records import Sample
+from data import load_samples
 
-VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VERSION = 2  # increase this when the model or the data changes, so that existing folders are built again
 STAMP = "tiny.json"  # the file in a folder that says with which settings it was built
 
 
@@ -228,36 +229,37 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
-def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib.Path) -> None:
-    """Train the model on the rows in train/, with noisy labels in place of their answers.
+def warm_start(cfg: Config, folder: pathlib.Path) -> None:
+    """Fine-tune the model in `folder` on its rows, with two noisy labels for each in place of its answer (sft.py).
 
-    Training uses the same packed forward pass as GRPO. The loss is the mean negative log-probability of the reply
-    tokens. The learning rate decays to zero, so that the model learns how often labels are wrong. To a question with
-    noisy labels, it then gives the correct answer with a probability of about 1 - `FLIP_RATE`.
+    The learning rate decays to zero, so that the model learns how often labels are wrong. To a question with noisy
+    labels, it then gives the correct answer with a probability of about 1 - `FLIP_RATE`.
     """
     task, data = ("count", "train") if cfg.task == "count" else ("vqa", "train/data.jsonl")
-    processor = load_processor(str(folder / "model"), task)
-    samples = load_samples(str(folder / data), task)
-    prompts = encode_prompts(samples, processor)
-    enable_packed_forward(model)
-    policy = Policy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
-    for _ in (bar := console.progress(range(cfg.steps), "warm start", unit="step")):
-        batch = []
-        rows, flips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
-        for i, flip in zip(rows, flips):
-            reply = noisy_label(cfg.task, samples[i], flip) + "<|im_end|>"
-            ids = torch.tensor(processor.tokenizer(reply).input_ids)
-            batch.append(Group(prompts[i], [Completion(ids, torch.zeros(len(ids)))]))
-        loss = -policy(pack(batch))[0].mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+    with (folder / "noisy.jsonl").open("w", encoding="utf-8") as file:
+        for sample in load_samples(str(folder / data), task):
+            images = [str(image.resolve()) for image in sample.images]
+            for flip in rng.random(2) < FLIP_RATE:
+                row = {"prompt": sample.prompt, "answer": noisy_label(cfg.task, sample, flip), "images": images}
+                file.write(json.dumps(row) + "\n")
+    flags = dict(task=task, model=folder / "model", data=folder / "noisy.jsonl", output=folder / "sft", seed=cfg.seed)
+    flags |= dict(prompts_per_step=48, max_steps=cfg.steps, max_completion_length=64, learning_rate=2e-3)
+    flags |= dict(lr_schedule="linear", warmup=20, weight_decay=0.01, save_every=0, report_every=0)
+    command = [sys.executable, str(ROOT / "sft.py"), "--train_vision", *(f"--{k}={v}" for k, v in flags.items())]
+    with (folder / "warm_start.txt").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            log.seek(0)
+            lines = log.read().splitlines()
+            console.log(f"warm start: {lines[-1] if lines else 'starting'}")
+    if process.returncode:
+        raise RunStopped(f"the warm start ended with status {process.returncode}: {lines[-1]}", 1)
+    for name in ("model.safetensors",):
+        (folder / "sft" / "final" / name).replace(folder / "model" / name)
+    shutil.rmtree(folder / "sft")
 
 
 def main(cfg: Config) -> None:
@@ -283,9 +285,8 @@ def main(cfg: Config) -> None:
         write_digits(partial / "test", order[1397:])
     tokenizer = byte_tokenizer()
     model = build_model(tokenizer, cfg.seed, cfg.family)
-    save(model, tokenizer, partial / "model")  # the warm start encodes its prompts with what is saved here
-    warm_start(model, cfg, partial)
-    model.save_pretrained(partial / "model")
+    save(model, tokenizer, partial / "model")
+    warm_start(cfg, partial)
     (partial / STAMP).write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
