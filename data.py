@@ -1,6 +1,7 @@
 """Load and check samples, and encode them as prompts.
 
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
+    python data.py show --row 3 --task vqa --data train.jsonl    # the prompt as the model gets it
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
 decides the order in which the rows are used. Every row is checked before a model is loaded. `convert` writes a data set
@@ -18,6 +19,7 @@ import hashlib
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,8 +38,9 @@ from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import parse_template, read_template, template_variables, write_chat
-from config import Columns, DataFlags, RowFlags
-from inputs.images import allow_megapixels, check_image, fit_image, read_source
+from config import Columns, DataFlags, RowFlags, with_recipe
+from config import Config as RunConfig
+from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
@@ -229,7 +232,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
         if any(token in text for text in (*sample.texts, sample.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
     text = sample.prompt
-    if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
+    if not _asks_for_tags(text):
         text = processor.template.render(content=text)  # the question itself is never used as a template
     pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
@@ -242,6 +245,11 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
         raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
     return ids, _opening(chat, processor.control_tokens)
+
+
+def _asks_for_tags(question: str) -> bool:
+    """Return whether the question itself asks for the format, so that the template is not applied."""
+    return "<think>" in question and "<answer>" in question
 
 
 def _opening(chat: str, control_tokens: list[str]) -> str:
@@ -394,7 +402,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 @dataclass
 class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
+    """Write a data set of any supported format as EasyR1 JSONL or Parquet. `data.py show --help`: print a prompt."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
@@ -447,9 +455,49 @@ def convert(cfg: Config) -> int:
     return len(rows)
 
 
-def main(cfg: Config) -> None:
+@dataclass(kw_only=True)
+class ShowFlags(RunConfig):
+    """Print the prompt of a row as the model gets it, with the flags of grpo.py."""
+
+    command: tyro.conf.Positional[Literal["show"]]
+    """The command to run."""
+    row: int
+    """Number of the row, as messages give it; see docs/data.md. Of several data sets, the first that has it counts."""
+
+
+def show(cfg: ShowFlags) -> str:
+    """Return the prompt of a row: its pictures, text and tokens. Raises UserError if the row cannot be used."""
+    allow_megapixels(cfg.max_megapixels)
+    processor = load_processor(
+        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
+    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
+    row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
+    if row is None:
+        known = f"give one from {rows[0].source} to {rows[-1].source}" if rows else "it has none"
+        raise UserError(f"--row {cfg.row}: {cfg.data} has no such row; {known}")
+    if problem := _check_row(None, processor, cfg.max_prompt_length, {}, row)[0]:
+        raise UserError(f"{row.source}: {problem}")
+    prompt = encode_prompt(row, processor)
+    template = "none: the question asks for the tags itself" if _asks_for_tags(row.prompt) else cfg.template
+    lines = [f"row       {row.source}, answer {row.answer!r}", f"template  {template or f'of the task {cfg.task}'}"]
+    for number, (source, image) in enumerate(zip(row.images, prompt.images), 1):
+        sizes = [f"{width}x{height}" for width, height in (decode_image(source).size, image.size)]
+        tokens = processor.preparation.count(image.height, image.width)
+        lines.append(f"image {number}   {' as '.join(sizes)}, {tokens} tokens")
+    lines.append(f"tokens    {len(prompt.ids)}, {len(prompt.image_positions)} of them of images")
+    lines += ["With one placeholder for each image:", " ".join(map(str, prompt.engine_ids))]
+    return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
+
+
+def main(cfg: Config | ShowFlags) -> None:
+    if cfg.command == "show":
+        print(show(cfg))
+        return
     print(f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["show"]:
+        cli.launch("data", ShowFlags, with_recipe)
     cli.launch("data")

@@ -67,6 +67,15 @@ check_python() {
     fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
 }
 
+installing() {  # COMMAND: run it; unless a terminal shows pip's progress bars, print a line every 30 s
+  local status=0 begin=$SECONDS
+  [ ! -t 1 ] || { "$@"; return; }
+  while sleep 30 > /dev/null 2>&1 && kill -0 $$ 2> /dev/null; do echo "still installing, after $((SECONDS - begin)) s"; done &
+  "$@" || status=$?
+  kill $! 2> /dev/null || true
+  return $status
+}
+
 # Create .venv with the pinned requirements, and install them again whenever they change. A .venv for GPUs also works
 # without a GPU.
 set_up() {
@@ -87,9 +96,9 @@ set_up() {
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
   .venv/bin/pip install --disable-pip-version-check -qU pip || true  # an old pip needs four times as long
-  .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
+  installing .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
-  .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
+  installing bash -c '.venv/bin/python -m compileall -q -j 0 -x "/tests?/" .venv/lib > /dev/null 2>&1' || true
   echo "$stamp" > .venv/installed
 }
 

@@ -21,7 +21,7 @@ from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
 from inputs.images import decode_image
-from rewards import MAX_REWARD, TASKS, format_reward, get_task, overlong_penalty
+from rewards import MAX_REWARD, TASKS, THINK_ANSWER, Reward, format_reward, get_task, overlong_penalty
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
@@ -84,6 +84,13 @@ class Scorer:
     def all_weights(self) -> dict[str, float]:
         """`weights` and that of the overlong penalty, by the names in `Rewards.parts` and in the metrics."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
+
+    @property
+    def format(self) -> Reward | None:
+        """The task's `format`; None if the reward does not depend on it, or if the task has only the default one."""
+        task = TASKS[self.task]
+        is_asked = task.format is not format_reward or task.template == THINK_ANSWER
+        return task.format if is_asked and self.weights[self.task] else None
 
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""

@@ -92,7 +92,7 @@ class Loop:
                 "a higher --max_steps continues them"
             )
         self.checkpoints.export_final(run.policy, run.cfg.model)
-        run.log.refresh()
+        run.log.finish()
 
     def _step_or_undo(self, run: Run, train_step: TrainStep) -> dict[str, float]:
         """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""

@@ -1,9 +1,10 @@
 """The log files of a run: settings, metrics of every step, sampled completions, and the figures drawn from them.
 
-`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
-`completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
-written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
-starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
+`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png`,
+`completions.html` and `index.html` every `report_every` steps (see `report.py`). It prints a line for each step, and a
+warning when the metrics show a problem for the first time (see `diagnosis.py`). A full disk does not stop the run:
+lines that cannot be written are kept in memory and written later. `check_output_folder` rejects an unusable output
+folder before the run starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
 """
 
 import contextlib
@@ -30,7 +31,8 @@ from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import TAG, ScoredGroup
 from common.spans import of_completions
 from training import trackers
-from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
+from training.diagnosis import all_problems, problems
+from training.report import VALID_ROWS, closing_lines, draw_curves, is_metrics, write_index, write_page
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -59,6 +61,8 @@ class RunLog:
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
         self.flushes_reported = False  # whether full GPU memory has been reported
+        self.settings, self.history, self.example = config, [], ""  # the flags, all metrics, and a completion
+        self.warnings: dict[str, str] = {}  # those that have been printed; see diagnosis.py
         if not console.is_main():
             return
         launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
@@ -67,9 +71,11 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
-                atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
+                atomic_write(self.folder / name, json_lines(kept := [r for r in rows if r["step"] <= resumed_step]))
+                self.history = kept if name == "metrics.jsonl" else self.history
+            self.warnings = all_problems(self.history, config)
             if resumed_step is None:  # of an earlier run
-                for name in ("curves.png", "completions.html"):
+                for name in ("curves.png", "completions.html", "index.html"):
                     (self.folder / name).unlink(missing_ok=True)
             settings = hide_credentials(json.dumps(config | launch, indent=1))
             atomic_write(self.folder / "config.json", settings + "\n")
@@ -89,6 +95,7 @@ class RunLog:
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self.history.append(row)
         self.track(step, {name: value for name, value in metrics.items() if math.isfinite(value)}, [])
         if not (step == self.resumed_step and self._merge(row)):
             self._append("metrics.jsonl", [row])
@@ -109,15 +116,16 @@ class RunLog:
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
 
-        It ends with the exact match on held-out rows if that was measured, and otherwise with an estimate of the time
-        left. The estimate is based on the mean time that this process's steps took, including evaluations.
+        `signal` is the share of groups whose rewards differ. The line ends with the exact match on held-out rows if
+        that was measured, and otherwise with an estimate of the time left. The estimate is based on the mean time that
+        this process's steps took, including evaluations. New warnings follow.
         """
         if not metrics:
             return
         columns = [f"step {step}/{step + steps_left}"]
         if "step_time" in metrics:
             self.steps += 1
-            columns += [f"reward {metrics['reward']:.3f}", f"loss {metrics['loss']:.2g}"]
+            columns += [f"reward {metrics['reward']:.3f}", f"signal {1 - metrics['frac_reward_zero_std']:.0%}"]
             columns += [f"{metrics['completions/mean_length']:.0f} tokens", f"{metrics['step_time']:.1f} s"]
         if "eval/exact_match" in metrics:
             columns.append(f"held-out {metrics['eval/exact_match']:.3f}")
@@ -131,12 +139,17 @@ class RunLog:
                 f"GPU memory was full: in step {step}, PyTorch emptied its cache {metrics['memory_flushes']} times, "
                 "which takes long; a smaller --micro_batch_tokens, --offload_reference or --offload_optimizer helps"
             )
+        for name, line in problems(self.history, self.settings, self.example).items():
+            if name not in self.warnings:
+                self.warnings[name] = line
+                console.log(f"warning: {line}")
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log the first groups of the main process and write the page, at step 1 and every `every` steps.
 
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
+        self.example = next((rollout.text for group in groups for rollout in group.rollouts), "")
         if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
@@ -180,6 +193,13 @@ class RunLog:
         if self.every:
             with contextlib.suppress(OSError):  # the next report draws it again
                 draw_curves(self.folder)
+                write_index(self.folder, self.warnings)
+
+    def finish(self) -> None:
+        """Redraw the figures, and print where everything is and how to go on from there."""
+        self.refresh()
+        for line in closing_lines(self.folder, self.settings):
+            console.log(line)
 
     def __enter__(self) -> "RunLog":
         return self
