@@ -36,7 +36,8 @@ def problems(history: list[dict[str, Any]], settings: dict[str, Any], example: s
         found["signal"] = (
             f"no group's rewards have differed for {RECENT} steps, so nothing is learned (mean reward "
             f"{recent[-1]['reward']:.3g}). Likely causes: the model does not give the format, all rows are too hard or "
-            f"too easy for it, or completions are cut off. The first completion: {excerpt(example)}"
+            "too easy for it, or completions are cut off"
+            + (f". The first completion: {excerpt(example)}" if example else "")
         )
     if always("completions/format_rate", 0, 0):
         found["format"] = (
