@@ -232,7 +232,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
         if any(token in text for text in (*sample.texts, sample.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
     text = sample.prompt
-    if not _asks_for_tags(text):
+    if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
         text = processor.template.render(content=text)  # the question itself is never used as a template
     pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
@@ -245,11 +245,6 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
         raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
     return ids, _opening(chat, processor.control_tokens)
-
-
-def _asks_for_tags(question: str) -> bool:
-    """Return whether the question itself asks for the format, so that the template is not applied."""
-    return "<think>" in question and "<answer>" in question
 
 
 def _opening(chat: str, control_tokens: list[str]) -> str:
@@ -462,11 +457,11 @@ class ShowFlags(RunConfig):
     command: tyro.conf.Positional[Literal["show"]]
     """The command to run."""
     row: int
-    """Number of the row, as messages give it; see docs/data.md. Of several data sets, the first that has it counts."""
+    """Number of the row in its file, as messages give it (docs/data.md)."""
 
 
 def show(cfg: ShowFlags) -> str:
-    """Return the prompt of a row: its pictures, text and tokens. Raises UserError if the row cannot be used."""
+    """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
     allow_megapixels(cfg.max_megapixels)
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
@@ -474,27 +469,22 @@ def show(cfg: ShowFlags) -> str:
     rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
     row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
     if row is None:
-        known = f"give one from {rows[0].source} to {rows[-1].source}" if rows else "it has none"
-        raise UserError(f"--row {cfg.row}: {cfg.data} has no such row; {known}")
+        known = " to ".join(each.source for each in rows[:1] + rows[-1:])
+        raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
     if problem := _check_row(None, processor, cfg.max_prompt_length, {}, row)[0]:
         raise UserError(f"{row.source}: {problem}")
     prompt = encode_prompt(row, processor)
-    template = "none: the question asks for the tags itself" if _asks_for_tags(row.prompt) else cfg.template
-    lines = [f"row       {row.source}, answer {row.answer!r}", f"template  {template or f'of the task {cfg.task}'}"]
+    lines = [f"{row.source}, answer {row.answer!r}, template {cfg.template or f'of --task {cfg.task}'}"]
     for number, (source, image) in enumerate(zip(row.images, prompt.images), 1):
-        sizes = [f"{width}x{height}" for width, height in (decode_image(source).size, image.size)]
-        tokens = processor.preparation.count(image.height, image.width)
-        lines.append(f"image {number}   {' as '.join(sizes)}, {tokens} tokens")
-    lines.append(f"tokens    {len(prompt.ids)}, {len(prompt.image_positions)} of them of images")
-    lines += ["With one placeholder for each image:", " ".join(map(str, prompt.engine_ids))]
+        before, count = decode_image(source), processor.preparation.count(image.height, image.width)
+        size = f"{image.width}x{image.height}, {count} tokens"
+        lines.append(f"image {number}: {before.width}x{before.height}, resized to {size}")
+    lines.append(f"{len(prompt.ids)} tokens; with one for each image: {' '.join(map(str, prompt.engine_ids))}")
     return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
 
 
 def main(cfg: Config | ShowFlags) -> None:
-    if cfg.command == "show":
-        print(show(cfg))
-        return
-    print(f"{cfg.output_jsonl}: {convert(cfg)} rows")
+    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":

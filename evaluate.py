@@ -390,6 +390,7 @@ def write_results(
     print(f"{folder}/scores.json, {folder}/scores.png")
     if (folder.parent / "metrics.jsonl").is_file():  # the folder of a run, whose page then shows these scores
         write_index(folder.parent)
+        print(f"{folder.parent}/index.html")
 
 
 def _write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:

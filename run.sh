@@ -67,15 +67,6 @@ check_python() {
     fail "'$python' is missing or older than Python 3.11; choose a different one: PYTHON=python3.12 ./run.sh"
 }
 
-installing() {  # COMMAND: run it; unless a terminal shows pip's progress bars, print a line every 30 s
-  local status=0 begin=$SECONDS
-  [ ! -t 1 ] || { "$@"; return; }
-  while sleep 30 > /dev/null 2>&1 && kill -0 $$ 2> /dev/null; do echo "still installing, after $((SECONDS - begin)) s"; done &
-  "$@" || status=$?
-  kill $! 2> /dev/null || true
-  return $status
-}
-
 # Create .venv with the pinned requirements, and install them again whenever they change. A .venv for GPUs also works
 # without a GPU.
 set_up() {
@@ -94,11 +85,14 @@ set_up() {
   heading "Setting up .venv (once; see Install in README.md for a smaller download)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
-  [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
+  [ -t 1 ] && quiet=  # show pip's progress bars on a terminal; elsewhere, print a line every 30 s, until this ends
+  while sleep 30 3>&- && kill -0 $$; do [ -t 3 ] || echo "still installing, after $SECONDS s" >&3; done 3>&1 > /dev/null 2>&1 &
+  trap "kill $! 2> /dev/null || true" EXIT
   .venv/bin/pip install --disable-pip-version-check -qU pip || true  # an old pip needs four times as long
-  installing .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
+  .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
-  installing bash -c '.venv/bin/python -m compileall -q -j 0 -x "/tests?/" .venv/lib > /dev/null 2>&1' || true
+  .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
+  kill $! 2> /dev/null || true
   echo "$stamp" > .venv/installed
 }
 

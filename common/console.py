@@ -3,8 +3,7 @@
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
@@ -29,19 +28,6 @@ def log(message: str) -> None:
     """Print `message` to stderr, on the main process only."""
     if is_main():
         print(message, file=sys.stderr)
-
-
-def pulse(seconds: float = 30.0) -> Callable[[str], None]:
-    """Return a function that prints a message, at most every `seconds`, and only if stderr is not a terminal."""
-    last = time.monotonic()
-
-    def say(message: str) -> None:
-        nonlocal last
-        if not sys.stderr.isatty() and time.monotonic() - last >= seconds:
-            last = time.monotonic()
-            log(message)
-
-    return say
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -52,10 +52,6 @@ def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
     return total, 1 - sum(map(sum, rounds)) / len(laps) / total
 
 
-METRICS: dict[str, Callable[[list[Rollout], GroupRewards], float]] = {}
-"""Metrics of a plugin, by name: functions of the arguments of `sampling_metrics`, called by all processes together."""
-
-
 def sampling_metrics(
     rollouts: list[Rollout], rewards: GroupRewards, clock: Clock, has_format: Reward | None = None
 ) -> dict[str, float]:
@@ -67,10 +63,8 @@ def sampling_metrics(
     lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
     truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
     formatted = torch.tensor([has_format(r.text) if has_format else math.nan for r in rollouts], dtype=torch.float64)
-    count = torch.tensor(len(rollouts)).double()
-    total_length, num_truncated, num_formatted, num_rollouts = distributed.all_sum(
-        torch.stack([lengths.sum(), truncated.sum(), formatted.sum(), count])
-    )
+    sums = [lengths.sum(), truncated.sum(), formatted.sum(), torch.tensor(len(rollouts)).double()]
+    total_length, num_truncated, num_formatted, num_rollouts = distributed.all_sum(torch.stack(sums))
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
     seconds = {phase: sum(laps) for phase, laps in clock.laps.items()} | {"rollout": rollout_seconds}
@@ -92,7 +86,6 @@ def sampling_metrics(
         "tokens_per_second": total_length.item() / step_time,
         "memory_gib": clock.memory / 2**30,
         "memory_flushes": memory_flushes() - clock.flushes_before,
-        **{name: metric(rollouts, rewards) for name, metric in METRICS.items()},
     }
 
 

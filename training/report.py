@@ -3,18 +3,14 @@
     python -m training.report --run runs/demo    # redraw them
 
 The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
-`completions.jsonl` (sampled groups). `curves.png`, `completions.html` and `index.html`, which links to everything, are
-made from these files during the run.
+`completions.jsonl` (sampled groups). From these, `curves.png`, `completions.html` and `index.html` are made.
 """
 
 import itertools
-import json
 import pathlib
-import shlex
 import sys
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from common import cli
 from common.errors import UserError
@@ -110,45 +106,18 @@ def write_page(folder: pathlib.Path) -> None:
     )
 
 
-def write_index(folder: pathlib.Path, warnings: dict[str, str] | None = None) -> None:
-    """Write `index.html`: the warnings of a run, its scores, its pictures, and links to all else in its folder.
-
-    `warnings`: those that were printed; by default, they are found in the metrics.
-    """
-    rows, settings = read_jsonl(folder / "metrics.jsonl", is_metrics), folder / "config.json"
-    if warnings is None:
-        warnings = all_problems(rows, json.loads(settings.read_text()) if settings.is_file() else {})
+def write_index(folder: pathlib.Path) -> None:
+    """Write `index.html`: the warnings about a run, its pictures, and links to what else is in its folder."""
     evaluations = sorted(path.parent.name for path in folder.glob("*/scores.json"))
-    names = ["completions.html", "metrics.jsonl", "config.json", "final", *evaluations]
-    names += [f"{name}/completions.html" for name in evaluations]
-    pictures = ["curves.png", *(f"{name}/scores.png" for name in evaluations)]
-    scores = {name: [row[name] for row in rows if row.get(name) is not None] for name in ("reward", "eval/exact_match")}
+    files = ["completions.html", "metrics.jsonl", "config.json", "final", *evaluations, "curves.png"]
+    files += [f"{name}/scores.png" for name in evaluations]
     save_page(
         folder / "index.html",
         "index.html.j2",
-        title=folder.resolve().name,
-        warnings=warnings.values(),
-        scores=[(name, values[0], values[-1]) for name, values in scores.items() if values],
-        links=[name for name in names if (folder / name).exists()],
-        pictures=[name for name in pictures if (folder / name).exists()],
+        title=f"Run {folder.resolve().name}",
+        warnings=all_problems(read_jsonl(folder / "metrics.jsonl", is_metrics)).values(),
+        files=[name for name in files if (folder / name).exists()],
     )
-
-
-def closing_lines(folder: pathlib.Path, settings: dict[str, Any]) -> list[str]:
-    """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
-    place, model = shlex.quote(str(folder)), shlex.quote(f"{folder}/final")
-    lines = {"model": f"{folder}/final", "page": f"{folder}/index.html, with curves.png and completions.html"}
-    lines["metrics"] = f"{folder}/metrics.jsonl"
-    lines["evaluate"] = f"./run.sh eval {place}" + ("" if settings["eval_data"] else " --data FILE")
-    longer = "--max_steps" if settings["max_steps"] else "--epochs"
-    lines["resume"] = f"the same command with --resume and a higher {longer}"
-    if settings["lora_rank"] or settings["adapter"]:
-        base, model = shlex.quote(settings["model"]), f"{place}/merged"
-        lines["merge"] = f"python merge_lora.py --base_model {base} --lora_model {place}/final --output_path {model}"
-    lines["serve"] = f"vllm serve {model}"
-    if not settings["report_every"]:
-        del lines["page"]
-    return [f"{name:<10}{line}" for name, line in lines.items()]
 
 
 def main(cfg: Config) -> None:

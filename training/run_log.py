@@ -1,10 +1,9 @@
 """The log files of a run: settings, metrics of every step, sampled completions, and the figures drawn from them.
 
-`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png`,
-`completions.html` and `index.html` every `report_every` steps (see `report.py`). It prints a line for each step, and a
-warning when the metrics show a problem for the first time (see `diagnosis.py`). A full disk does not stop the run:
-lines that cannot be written are kept in memory and written later. `check_output_folder` rejects an unusable output
-folder before the run starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
+`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
+the pages every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
+written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
+starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
 """
 
 import contextlib
@@ -32,7 +31,7 @@ from common.records import TAG, ScoredGroup
 from common.spans import of_completions
 from training import trackers
 from training.diagnosis import all_problems, problems
-from training.report import VALID_ROWS, closing_lines, draw_curves, is_metrics, write_index, write_page
+from training.report import VALID_ROWS, draw_curves, is_metrics, write_index, write_page
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -60,9 +59,7 @@ class RunLog:
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
-        self.flushes_reported = False  # whether full GPU memory has been reported
-        self.settings, self.history, self.example = config, [], ""  # the flags, all metrics, and a completion
-        self.warnings: dict[str, str] = {}  # those that have been printed; see diagnosis.py
+        self.example = ""  # a completion of the step
         if not console.is_main():
             return
         launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
@@ -71,9 +68,7 @@ class RunLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
-                atomic_write(self.folder / name, json_lines(kept := [r for r in rows if r["step"] <= resumed_step]))
-                self.history = kept if name == "metrics.jsonl" else self.history
-            self.warnings = all_problems(self.history, config)
+                atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
             if resumed_step is None:  # of an earlier run
                 for name in ("curves.png", "completions.html", "index.html"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -83,6 +78,8 @@ class RunLog:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
+        self.history = read_jsonl(self.folder / "metrics.jsonl")
+        self.warned = set(all_problems(self.history))  # what warnings have been printed about
         names = config.get("log_to", ())
         self.track, self.close_trackers = trackers.start(names, self.folder, json.loads(settings), resumed_step)
 
@@ -116,9 +113,8 @@ class RunLog:
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
 
-        `signal` is the share of groups whose rewards differ. The line ends with the exact match on held-out rows if
-        that was measured, and otherwise with an estimate of the time left. The estimate is based on the mean time that
-        this process's steps took, including evaluations. New warnings follow.
+        `signal` is the share of groups whose rewards differ. The exact match on held-out rows or, if not measured, the
+        time left, from the mean time of this process's steps and evaluations, ends the line. New warnings follow.
         """
         if not metrics:
             return
@@ -133,23 +129,17 @@ class RunLog:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
         console.log("  ".join(columns))
-        if self.steps > 1 and metrics.get("memory_flushes") and not self.flushes_reported:  # the first step compiles
-            self.flushes_reported = True
-            console.log(
-                f"GPU memory was full: in step {step}, PyTorch emptied its cache {metrics['memory_flushes']} times, "
-                "which takes long; a smaller --micro_batch_tokens, --offload_reference or --offload_optimizer helps"
-            )
-        for name, line in problems(self.history, self.settings, self.example).items():
-            if name not in self.warnings:
-                self.warnings[name] = line
+        for name, line in problems(self.history, self.example).items() if console.is_main() else ():
+            if name not in self.warned:
                 console.log(f"warning: {line}")
+            self.warned.add(name)
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log the first groups of the main process and write the page, at step 1 and every `every` steps.
 
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
-        self.example = next((rollout.text for group in groups for rollout in group.rollouts), "")
+        self.example = next((repr(rollout.text[:80]) for group in groups for rollout in group.rollouts), "none")
         if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
@@ -193,13 +183,7 @@ class RunLog:
         if self.every:
             with contextlib.suppress(OSError):  # the next report draws it again
                 draw_curves(self.folder)
-                write_index(self.folder, self.warnings)
-
-    def finish(self) -> None:
-        """Redraw the figures, and print where everything is and how to go on from there."""
-        self.refresh()
-        for line in closing_lines(self.folder, self.settings):
-            console.log(line)
+                write_index(self.folder)
 
     def __enter__(self) -> "RunLog":
         return self

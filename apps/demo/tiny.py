@@ -17,6 +17,7 @@ import csv
 import json
 import pathlib
 import shutil
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -244,7 +245,7 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     scheduler = transformers.get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=cfg.steps)
     rng = np.random.default_rng([cfg.seed, 99])
-    pulse = console.pulse()
+    printed = time.monotonic()
     for step in (bar := console.progress(range(cfg.steps), "warm start", unit="step")):
         batch = []
         rows, flips = rng.choice(len(samples), 48, replace=False), rng.random(48) < FLIP_RATE
@@ -259,7 +260,9 @@ def warm_start(model: transformers.PreTrainedModel, cfg: Config, folder: pathlib
         scheduler.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-        pulse(f"warm start: step {step + 1} of {cfg.steps}, loss {loss.item():.3f}")
+        if bar.disable and time.monotonic() - printed > 30:  # there is no terminal
+            console.log(f"warm start: step {step + 1} of {cfg.steps}, loss {loss.item():.3f}")
+            printed = time.monotonic()
 
 
 def main(cfg: Config) -> None:
