@@ -101,6 +101,7 @@ def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
         assert scores[name] == last[f"eval/{name}"]
     predictions = read_jsonl(run / "after" / "predictions.jsonl")
     assert len(predictions) == scores["n"] == 12
+    assert 'href="after"' in (run / "index.html").read_text(), "the page of the run shows the evaluation"
 
 
 def test_training_moves_what_it_should_and_nothing_else(run, tiny_model):
@@ -737,6 +738,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
             ["data.py", "convert", "--input_jsonl=nowhere.jsonl", "--output_jsonl=x.jsonl"],
             "error: no data at 'nowhere.jsonl'",
         ),
+        (["data.py", "show", "--row=1", model, data], "error: --row 1: the rows of"),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
         (["grpo.py", model, f"--data={'x' * 5000}"], "xxx': File name too long; choose another path"),
         (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),

@@ -156,7 +156,7 @@ def test_a_dead_run_says_why_and_where_everything_is(tiny_model, tmp_path, capsy
     assert [row["completions/format_rate"] for row in read_jsonl(run / "metrics.jsonl")] == [0.0] * 4
     assert [row["entropy"] for row in read_jsonl(run / "metrics.jsonl")] == [None] * 4, "nothing was trained on"
     closing = [line for line in lines[first:] if not line.startswith(("step ", "warning: "))]
-    assert [line.split()[0] for line in closing[-6:]] == "model metrics page evaluate resume serve".split()
+    assert [line.split()[0] for line in closing[-6:]] == ["model", "metrics", "page", "evaluate", "resume", "serve"]
     page = (run / "index.html").read_text()
     assert page.count("warning: ") >= 2 and "see completions.html" in page
     linked = re.findall(r'(?:href|src)="([^"]+)"', page)
