@@ -93,6 +93,7 @@ set_up() {
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
   kill $! 2> /dev/null || true
+  trap - EXIT
   echo "$stamp" > .venv/installed
 }
 

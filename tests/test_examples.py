@@ -177,7 +177,7 @@ def test_the_rate_rises_stays_and_falls_in_the_last_fifth(example):
     ((optimizer, schedule),) = optimizers.make_optimizers(torch.nn.Linear(2, 2), flags, 20)
     rates = []
     for _ in range(20):
-        rates += schedule.get_last_lr()
+        rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1.0, *[2.0] * 16, 1.5, 1.0, 0.5])
