@@ -355,8 +355,8 @@ class GRPOFlags:
     prompts per step (DAPO, arXiv:2503.14476, eq. 11). 0: no dynamic sampling."""
 
     oversample: float = 1.0
-    """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are whole, and the next step
-    continues the others under its own weights; see docs/partial-rollouts.md. 1: each step samples all it draws."""
+    """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are complete, and the next
+    step continues the others under its own weights; see docs/partial-rollouts.md. 1: each step samples all it draws."""
     max_staleness: int = 2
     """With partial rollouts, the maximum number of steps between the sampling of a token and the training on it. A step
     samples on until all completions can be trained on in time, so nothing is dropped."""

@@ -93,10 +93,7 @@ def load_processor(
 ) -> Processor:
     """Load the tokenizer and image processor saved with `model`, without its weights.
 
-    The prompt template is the Jinja file `template`, or the task's own template if `template` is None. Raises UserError
-    if `model` does not exist, is incomplete, has no chat template or is of an unsupported family; if `template` is
-    invalid; if `max_pixels` or `max_side` is too small for one image token; or if the chat template lacks a variable of
-    `chat_template_kwargs`.
+    The prompt template is the Jinja file `template`, or the task's own template if `template` is None.
     """
     config = read_config(model)
     family, (tokenizer, image_processor) = find_family(config), load_preprocessors(model, config)
@@ -157,10 +154,10 @@ def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedM
         return transformers.AutoModel.from_config(config)
 
 
-def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
-    """Return the (R, S) positions of a prompt's S tokens, as `model` computes them.
+def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+    """Return the (R, S) position ids of a prompt's S tokens, as `model` computes them.
 
-    R is 3 for models with M-RoPE. Other models get one row: 0, 1, 2, ...
+    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ...
     """
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
@@ -173,7 +170,7 @@ def prompt_positions(model: transformers.PreTrainedModel, ids: Tensor, vision: d
 
 
 def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
-    """Compute the token ids, fitted images, vision inputs and positions of `sample`.
+    """Compute the token ids, fitted images, vision inputs and position ids of `sample`.
 
     Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
     UserError, naming the row, if an image can no longer be read.
@@ -181,8 +178,8 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     engine_ids, opening = _engine_ids(sample, processor)
     if not sample.images:
         ids = torch.tensor(engine_ids)
-        positions = prompt_positions(processor.skeleton, ids, {})
-        return Prompt(ids, engine_ids, positions, source=sample.source, opening=opening)
+        position_ids = prompt_position_ids(processor.skeleton, ids, {})
+        return Prompt(ids, engine_ids, position_ids, source=sample.source, opening=opening)
     images, digest = [], hashlib.blake2b(digest_size=16)
     for source in sample.images:
         try:
@@ -198,7 +195,7 @@ def encode_prompt(sample: Sample, processor: Processor) -> Prompt:
     return Prompt(
         ids,
         engine_ids,
-        prompt_positions(processor.skeleton, ids, vision),
+        prompt_position_ids(processor.skeleton, ids, vision),
         images,
         vision,
         sample.source,
@@ -292,8 +289,8 @@ def validate_rows(
     gold answer only has to be non-empty.
 
     Bad and duplicate rows are counted, and the first few are listed. `skip_bad_rows` leaves out both kinds;
-    `keep_duplicates` (for test sets) keeps duplicates. Raises UserError if a row is bad and `skip_bad_rows` is off, or
-    if a data set has no usable row. All processes must call this together; each checks a shard of the rows.
+    `keep_duplicates` (for test sets) keeps duplicates. Without `skip_bad_rows`, a bad row is an error. All processes
+    must call this together; each checks a shard of the rows.
     """
     image_sizes: dict[str, tuple[int, int]] = {}
     check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
@@ -418,8 +415,7 @@ class Config(RowFlags):
 def convert(cfg: Config) -> int:
     """Write a data set as EasyR1 JSONL or Parquet and return the number of rows.
 
-    The output file appears only when it is complete. Raises UserError if the file already exists and `overwrite` is
-    off, if it cannot be written, or if `load_samples` raises UserError.
+    The output file appears only when it is complete.
     """
     output = pathlib.Path(cfg.output_jsonl)
     if output.suffix not in (".jsonl", ".parquet"):

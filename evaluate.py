@@ -255,7 +255,7 @@ def free_share(cfg: Config, device: torch.device) -> float:
 def load_baseline(cfg: Config) -> Policy:
     """Load the model or adapter to compare with.
 
-    Raises UserError when the baseline's parameters differ in shape from the model's, because one sampler serves both.
+    One sampler serves both, so the parameters must have equal shapes.
     """
     is_adapter = (pathlib.Path(cfg.baseline) / "adapter_config.json").is_file()
     flags = PolicyFlags(adapter=cfg.baseline if is_adapter else None)
@@ -321,7 +321,7 @@ class Judge:
         name, task = self.cfg.benchmark, self.cfg.task
         if name is None:
             predictions = judge_task(self.scorer, samples, outputs)
-            reason = distributed.first_error(self.scorer.why_none or None)
+            reason = distributed.first_error(self.scorer.unscored_reason or None)
             return {"task": task} | summarise(predictions, task, reason), predictions
         predictions = judge_benchmark(name, samples, outputs, self.server)
         return summarise_benchmark(name, predictions, self.server and self.server.model), predictions

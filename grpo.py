@@ -13,7 +13,7 @@ scores. `run.updater` (training/updates.py) cuts micro-batches, steps AdamW and 
 (training/loop.py) evaluates, saves and stops. config.py has the flags, and training/run.py sets a run up and resumes.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
-in one completion, C completion tokens in one micro-batch. `row_of_token` (C,) numbers the completion of each token.
+in one completion, C completion tokens in one micro-batch. `completion_of_token` (C,): 0, 0, …, 1, …
 """
 
 from common import cli
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from common import distributed
 from common.errors import UserError
-from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_row
+from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
 from common.records import Completion, Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
@@ -43,22 +43,22 @@ from training.run import start
 # --- advantages -------------------------------------------------------------------------------------------------------
 
 
-def advantages_of(rewards: GroupRewards, weights: dict[str, float], cfg: Config) -> Tensor:
+def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: Config) -> Tensor:
     """Return the advantages of `rewards`, (P, G) or, of each token, (P, G, L); NaN leaves a completion out.
 
-    `weights` are those of the rewards. Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
+    Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
     advantage = ADVANTAGES[cfg.advantage]
-    return spread_over_tokens(lambda part: advantage(part, weights, cfg), rewards, cfg.max_completion_length)
+    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, cfg.max_completion_length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
-    """Return the advantages (P, G) of `rewards` (P, G) relative to the mean of each row (DeepSeekMath, section 4.1.2).
+    """Return the advantages (P, G) of `rewards` (P, G) relative to their group's mean (DeepSeekMath, section 4.1.2).
 
     A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
-    selects the divisor: the standard deviation of the row ("group"), the standard deviation of all rewards ("batch"),
+    selects the divisor: the standard deviation of the group ("group"), the standard deviation of all rewards ("batch"),
     or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the denominator and get ε = 1e-6
-    added, as in verl. If the rewards of a row are equal (`is_varied`), its advantages are exactly 0.
+    added, as in verl. If the rewards of a group are equal (`is_varied`), its advantages are exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     divisor = 1.0
@@ -67,13 +67,13 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
 
 
-def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+def gdpo_advantages(parts: dict[str, Tensor], reward_weights: dict[str, float]) -> Tensor:
     """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
 
     Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
     S = Σ_k w_k · A_k, whose mean is 0, is then divided by std(S) + ε, over the batch.
     """
-    weights = {name: weight for name, weight in weights.items() if weight}
+    weights = {name: weight for name, weight in reward_weights.items() if weight}
     unscored = sum(parts[name] for name in weights).isnan()
     rewards = {name: parts[name].masked_fill(unscored, math.nan) for name in weights}
     sums = sum(weight * group_advantages(rewards[name]) for name, weight in weights.items())
@@ -81,11 +81,11 @@ def gdpo_advantages(parts: dict[str, Tensor], weights: dict[str, float]) -> Tens
     return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
 
 
-ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, their weights, flags
-    "group": lambda rewards, weights, cfg: group_advantages(rewards.total, "group"),
-    "batch": lambda rewards, weights, cfg: group_advantages(rewards.total, "batch"),
-    "none": lambda rewards, weights, cfg: group_advantages(rewards.total, "none"),
-    "gdpo": lambda rewards, weights, cfg: gdpo_advantages(rewards.parts, weights),
+ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, reward weights, flags
+    "group": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "group"),
+    "batch": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "batch"),
+    "none": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "none"),
+    "gdpo": lambda rewards, reward_weights, cfg: gdpo_advantages(rewards.parts, reward_weights),
 }
 
 
@@ -146,7 +146,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode: str) -> tuple[Tensor, Tensor]:
+def importance_weights(log_ratio: Tensor, completion_of_token: Tensor, cap: float, mode: str) -> tuple[Tensor, Tensor]:
     """Return the weight π_old / π_sampler of each token's objective, bounded by `cap`. All tensors are (C,).
 
     `log_ratio` is the token's log(π_old / π_sampler). "token_truncate" takes min(ratio, cap) of each token (truncated
@@ -155,7 +155,7 @@ def importance_weights(log_ratio: Tensor, row_of_token: Tensor, cap: float, mode
     2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
     """
     if mode != "token_truncate":
-        log_ratio = sum_by_row(log_ratio, row_of_token)
+        log_ratio = sum_by_completion(log_ratio, completion_of_token)
     ratio = log_ratio.exp()
     is_capped = ratio > cap
     return ratio.masked_fill(is_capped, 0.0) if mode == "sequence_mask" else ratio.clamp(max=cap), is_capped
@@ -187,8 +187,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     `--old_logp sampler`, the sampler. KL is the k3 estimate; `--unbiased_kl` multiplies it by each token's r, for an
     unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
     """
-    values, loss_type, rows = batch.values, LOSSES[cfg.loss_type], batch.row_of_token
-    counted = values.weights > 0  # blank micro-batches hold placeholder values, which must stay finite
+    values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
+    counted = values.token_weights > 0  # dummy micro-batches hold placeholder values, which must stay finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
@@ -196,19 +196,19 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
-        log_ratio = sequence_log_ratio(log_ratio, rows, values.per_token)
+        log_ratio = sequence_log_ratio(log_ratio, completions, values.per_token)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
     objective, is_clipped = loss_type.objective(logp, log_ratio, values.advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_importance = trainer_logp - values.sampling_logp
-        importance, is_capped = importance_weights(log_importance, rows, cfg.importance_cap, cfg.importance_mode)
+        importance, is_capped = importance_weights(log_importance, completions, cfg.importance_cap, cfg.importance_mode)
         objective = objective * importance
     per_token, kl = -objective, torch.zeros_like(logp)
     if cfg.beta:
         kl = kl_estimate(logp, torch.where(counted, values.ref_logp, logp))
         per_token = per_token + cfg.beta * (kl * token_log_ratio.exp() if cfg.unbiased_kl else kl)
-    loss = (values.weights * per_token).sum()
+    loss = (values.token_weights * per_token).sum()
     sums = {"loss": loss.detach(), "tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum()}
     sums |= {"kl": (kl * counted).sum().detach(), "importance_capped": (is_capped & counted).sum()}
     return loss, sums | logp_difference(batch, trainer_logp)
@@ -269,7 +269,7 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
     loss, sums = batch_loss(run.cfg, batch, logp, entropy)
     # FSDP averages gradients over processes, but the token weights are already normalised over all processes.
     (loss * distributed.world_size()).backward()
-    return sums | {"entropy": (entropy.detach() * (batch.values.weights > 0)).sum()}, logp.detach()
+    return sums | {"entropy": (entropy.detach() * (batch.values.token_weights > 0)).sum()}, logp.detach()
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

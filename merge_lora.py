@@ -54,8 +54,7 @@ def merge_lora(
 ) -> float:
     """Write the merged model to `output_path`; return the largest difference of its logits from the adapted model's.
 
-    Raises UserError if the adapter was made for a different base or if the output already exists. Raises RunStopped if
-    the logits differ by more than rounding error.
+    Raises RunStopped if the logits differ by more than rounding error.
     """
     target = pathlib.Path(output_path)
     if target.exists():
@@ -121,7 +120,7 @@ def _merge(
 
 
 def _check(base: Tensor, adapted: Tensor, merged: Tensor, tolerance: float, folder: pathlib.Path) -> float:
-    """Print how the logits differ; return the largest difference of the `merged` model's from the `adapted` model's.
+    """Print how the logits differ; return the largest difference between the `merged` and the `adapted` model.
 
     Raises RunStopped if their RMS difference is more than rounding error. The `base` logits show how much the adapter
     changes.

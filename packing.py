@@ -6,17 +6,17 @@ times. Here, a single forward pass runs over one packed sequence:
     segments, in packed order:   prompt, prompt', ..., c1, ..., cG, c1', ...       T tokens in total
     keys of a prompt:            prompt                                            causal
     keys of its completion cj:   prompt ++ cj                                      causal, aligned bottom-right
-    positions of cj:             continue after the prompt's largest position      (M-RoPE: all three rows)
+    position ids of cj:          continue after the prompt's largest position id   (M-RoPE: all three axes)
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
-gathered, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
+copied, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
 prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result
 matches plain forward passes over one sequence at a time; tests/test_packing.py checks that log-probabilities and
 gradients agree to 1e-5 in float32.
 
-Shapes: T packed tokens, K gathered keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
-heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R rows of position ids (3 with M-RoPE,
+Shapes: T packed tokens, K copied keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
+heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R position axes (3 with M-RoPE,
 otherwise 1).
 """
 
@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import flash_attention
-from common.gather import Gather, gather
 from common.records import Completion, Group, Prompt
+from common.row_copies import RowCopies, copy_rows
 
 Record = TypeVar("Record")
 CHUNK = 64  # tokens that kernels of linear attention work on together
@@ -42,7 +42,7 @@ CHUNK = 64  # tokens that kernels of linear attention work on together
 class Segments:
     """The segments of a packed sequence and their keys, as arguments of one variable-length attention call."""
 
-    keys: Gather  # the packed token behind each key, segment by segment (K)
+    keys: RowCopies  # the packed token behind each key, segment by segment (K)
     cu_q: Tensor  # (segments + 1,) cumulative query lengths, int32
     cu_k: Tensor  # (segments + 1,) cumulative key lengths, int32
     q_lens: list[int]  # query lengths of the segments, on the host
@@ -77,7 +77,7 @@ class TokenValues:
 
     sampling_logp: Tensor
     advantages: Tensor
-    weights: Tensor
+    token_weights: Tensor
     has_image: Tensor  # whether the prompt has an image, bool
     stale: Tensor  # whether the policy of an earlier step sampled the token, bool
     trainer_logp: Tensor | None = None
@@ -92,9 +92,9 @@ class PackedBatch:
     input_ids: Tensor  # (1, T) token ids
     position_ids: Tensor  # position ids: (3, 1, T) with M-RoPE, otherwise (1, T)
     segments: Segments  # which tokens attend to which
-    predict_from: Gather  # the hidden state that predicts each completion token: C states
+    predict_from: RowCopies  # the hidden state that predicts each completion token: C states
     targets: Tensor  # (C,) token ids of the completion tokens
-    row_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
+    completion_of_token: Tensor  # (C,) index of the completion that each token belongs to: 0, 0, ..., 1, ...
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
     values: TokenValues  # the values of each completion token for the loss
     vision: dict[str, Tensor]
@@ -139,41 +139,41 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     if 0 in lengths:
         raise ValueError(f"prompt {groups[prompt_of[lengths.index(0)]].index} has a completion without tokens")
     indices = torch.arange(sum(prompt_lengths) + sum(lengths)).split(prompt_lengths + lengths)  # of each segment
-    positions, keys = [prompt.positions for prompt in prompts], [*indices[: len(prompts)]]
-    next_position = [int(prompt.positions.max()) + 1 for prompt in prompts]
+    position_parts, keys = [prompt.position_ids for prompt in prompts], [*indices[: len(prompts)]]
+    next_position = [int(prompt.position_ids.max()) + 1 for prompt in prompts]
     predict_from = []
     for i, own in zip(prompt_of, indices[len(prompts) :]):
         keys += [indices[i], own]
         predict_from += [indices[i][-1:], own[:-1]]
-        positions.append((next_position[i] + torch.arange(len(own))).expand(len(positions[i]), -1))
+        position_parts.append((next_position[i] + torch.arange(len(own))).expand(len(position_parts[i]), -1))
     q_lens = prompt_lengths + lengths
     k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
-    position_ids = torch.cat(positions, dim=1)  # (R, T)
+    position_ids = torch.cat(position_parts, dim=1)  # (R, T)
     num_tokens = position_ids.shape[1]
     return PackedBatch(
         input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(
-            Gather.plan(torch.cat(keys), num_tokens),
+            RowCopies.plan(torch.cat(keys), num_tokens),
             _cumulative(q_lens),
             _cumulative(k_lens),
             q_lens,
             k_lens,
             torch.tensor(prompt_of),
         ),
-        predict_from=Gather.plan(torch.cat(predict_from), num_tokens),
+        predict_from=RowCopies.plan(torch.cat(predict_from), num_tokens),
         targets=torch.cat([completion.ids for completion in completions]),
-        row_of_token=torch.repeat_interleave(torch.tensor(lengths)),
+        completion_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         values=_token_values(groups, lengths),
         vision=vision_inputs(prompts),
-        image_tokens=torch.cat([tokens[0] + prompt.image_positions for tokens, prompt in zip(indices, prompts)]),
+        image_tokens=torch.cat([tokens[0] + prompt.image_indices for tokens, prompt in zip(indices, prompts)]),
     )
 
 
 def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
     """Concatenate the vision inputs of `prompts`, or their cached features if all have them; {} without images."""
-    with_images = [prompt for prompt in prompts if len(prompt.image_positions)]
+    with_images = [prompt for prompt in prompts if len(prompt.image_indices)]
     if not with_images:
         return {}
     cached = all(prompt.features is not None for prompt in with_images)
@@ -183,7 +183,7 @@ def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
 
 def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     completions = [completion for group in groups for completion in group.completions]
-    has_image = [len(group.prompt.image_positions) > 0 for group in groups for _ in group.completions]
+    has_image = [len(group.prompt.image_indices) > 0 for group in groups for _ in group.completions]
     repeats = torch.tensor(lengths)
 
     def join(tensors: list[Tensor | None]) -> Tensor | None:
@@ -192,7 +192,7 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     return TokenValues(
         sampling_logp=torch.cat([completion.sampling_logp for completion in completions]),
         advantages=torch.cat([torch.as_tensor(each.advantage).expand(n) for n, each in zip(lengths, completions)]),
-        weights=torch.tensor([completion.weight for completion in completions]).repeat_interleave(repeats),
+        token_weights=torch.tensor([completion.token_weight for completion in completions]).repeat_interleave(repeats),
         has_image=torch.tensor(has_image).repeat_interleave(repeats),
         stale=torch.cat([torch.arange(n) < completion.num_stale for n, completion in zip(lengths, completions)]),
         trainer_logp=join([completion.trainer_logp for completion in completions]),
@@ -273,7 +273,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
         return attend(q, k, v, cu_lens, max_lens, scaling, EVERYTHING)[None], None
     if segments is None:
         raise ValueError("shared-prefix attention was called without its segments; call the model through Policy")
-    k, v = gather(k, segments.keys), gather(v, segments.keys)  # (K, H_kv, E)
+    k, v = copy_rows(k, segments.keys), copy_rows(v, segments.keys)  # (K, H_kv, E)
     cu_lens, max_lens = (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k)
     window = (sliding_window - 1, 0) if sliding_window else CAUSAL
     return attend(q, k, v, cu_lens, max_lens, scaling, window)[None], None

@@ -304,7 +304,7 @@ class VLLMEngine:
             Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, opening + text)
             for ids, c, end, opening, text in zip(token_ids, completions, stopped, openings, texts)
         ]
-        rollouts_of = {i: rollouts[sampling.n * place : sampling.n * (place + 1)] for place, i in enumerate(order)}
+        rollouts_of = {i: rollouts[sampling.n * k : sampling.n * (k + 1)] for k, i in enumerate(order)}
         return [rollouts_of[i] for i in range(len(prompts))]
 
     def _run(self, prompts: Sequence[Prompt], params: list[Any], bar: Any) -> list[Any]:
@@ -312,13 +312,13 @@ class VLLMEngine:
         try:
             return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
         except Exception:
-            if not self.llm.llm_engine.has_unfinished_requests():  # it has not begun to sample
+            if not self.llm.llm_engine.has_unfinished_requests():  # it refused a prompt before sampling
                 for prompt in prompts:
                     self._render(prompt)  # names the one at fault
             raise
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses them or expands them differently."""
+        """Let vLLM prepare a prompt and its images."""
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
         except Exception as error:
@@ -359,10 +359,10 @@ class VLLMEngine:
         if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in continuation.started]
-        places = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
+        indices = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
 
         def requests() -> Iterator[tuple[dict, Any]]:
-            for i, group in itertools.groupby(places, lambda place: place[0]):
+            for i, group in itertools.groupby(indices, lambda index: index[0]):
                 prompt = self._render(prompts[i])
                 for _, j in group:
                     tokens = rollouts[i][j].ids.tolist()
@@ -370,11 +370,11 @@ class VLLMEngine:
                     request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
                     yield request, self._params(sampling, 1, seed, limit - len(tokens))
 
-        def is_enough_of(ended: Set[int]) -> bool:
-            unfinished = {places[k][0] for k in range(len(places)) if k not in ended}
-            return continuation.is_enough([i not in unfinished for i in range(len(prompts))])
+        def should_stop(ended: Set[int]) -> bool:
+            unfinished = {indices[k][0] for k in range(len(indices)) if k not in ended}
+            return continuation.should_stop([i not in unfinished for i in range(len(prompts))])
 
-        for (i, j), output in zip(places, run_until(self.llm, requests(), len(places), is_enough_of)):
+        for (i, j), output in zip(indices, run_until(self.llm, requests(), len(indices), should_stop)):
             old, reason = rollouts[i][j], output.finish_reason
             ids = [*old.ids.tolist(), *output.ids]
             logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])

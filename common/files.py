@@ -31,7 +31,7 @@ def git_commit() -> str | None:
 
 
 def read_jsonl(
-    path: Path, is_valid: Callable[[dict], bool] = lambda row: True, contiguous: bool = False, last: int | None = None
+    path: Path, is_valid: Callable[[dict], bool] = lambda _: True, contiguous: bool = False, last: int | None = None
 ) -> list[dict]:
     """Return the objects in a .jsonl file, or [] if it does not exist. Damaged lines are skipped and reported.
 
@@ -41,10 +41,10 @@ def read_jsonl(
         return []
     with path.open("rb") as file:
         lines = deque(((number, line) for number, line in enumerate(file, start=1) if line.strip()), maxlen=last)
-    rows, damage = parse_jsonl(lines, is_valid, contiguous)
+    objects, damage = parse_jsonl(lines, is_valid, contiguous)
     if damage:
         console.log(f"{path}: skipped {damage}")
-    return rows
+    return objects
 
 
 def parse_jsonl(
@@ -53,22 +53,22 @@ def parse_jsonl(
     """Return the objects in numbered lines of JSON, with NaN and infinity as None, and which lines are damaged, if any.
 
     A line is damaged if it is not a JSON object (for example, one cut off by a kill) or if `is_valid` rejects it. With
-    `contiguous`, all lines after the first damaged line are skipped too, so that row i of the result is line i.
+    `contiguous`, all lines after the first damaged line are skipped too, so that object i of the result is line i.
     """
-    rows, damaged = [], []
+    objects, damaged = [], []
     for number, line in lines:
         try:
-            row = json.loads(line, parse_constant=lambda _: None)
+            value = json.loads(line, parse_constant=lambda _: None)
         except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and is_valid(row):
-            rows.append(row)
+            value = None
+        if isinstance(value, dict) and is_valid(value):
+            objects.append(value)
         else:
             damaged.append(number)
             if contiguous:
                 break
     extent = "and all that follow" if contiguous else f"({len(damaged)} in total)"
-    return rows, f"the damaged line {damaged[0]} {extent}" if damaged else None
+    return objects, f"the damaged line {damaged[0]} {extent}" if damaged else None
 
 
 def partial_path(path: Path) -> Path:
@@ -76,16 +76,16 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
 
 
-def json_lines(rows: Iterable[dict]) -> str:
-    """Return `rows` as lines of JSON. NaN and infinity become null, and what JSON does not know becomes text."""
-    plain = (json.loads(json.dumps(row, default=str), parse_constant=lambda _: None) for row in rows)
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain)
+def json_lines(objects: Iterable[dict]) -> str:
+    """Return `objects` as lines of JSON. NaN and infinity become null, and what JSON does not know becomes text."""
+    plain = (json.loads(json.dumps(each, default=str), parse_constant=lambda _: None) for each in objects)
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in plain)
 
 
 def atomic_write(path: Path, text: str) -> None:
     """Write `text` to a temporary file and rename it to `path`, so that `path` is never incomplete."""
     partial = partial_path(path)
-    partial.write_text(text, encoding="utf-8", errors="replace")  # a row may contain half of a surrogate pair
+    partial.write_text(text, encoding="utf-8", errors="replace")  # a text may contain half of a surrogate pair
     partial.rename(path)
 
 

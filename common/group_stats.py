@@ -1,7 +1,7 @@
 """Sums over groups and over completions.
 
 Shapes: P prompts with G completions each, C tokens of several completions. A reward of NaN marks an unscored
-completion. `row_of_token` (C,) numbers the completion of each token 0, 1, …
+completion. `completion_of_token` (C,) is the index of the completion that each token belongs to: 0, 0, …, 1, …
 """
 
 import math
@@ -13,31 +13,32 @@ EPSILON = 1e-6  # rewards that differ by less count as equal; also added to stan
 
 
 def is_varied(rewards: Tensor) -> Tensor:
-    """Return whether the rewards of each row of `rewards` (P, G) differ, as (P,). NaN rewards do not count.
+    """Return whether the rewards of each group, `rewards` (P, G), differ, as (P,). NaN rewards do not count.
 
-    A row with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
+    A group with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
     """
     highest, lowest = rewards.nan_to_num(nan=-math.inf).amax(1), rewards.nan_to_num(nan=math.inf).amin(1)
     return highest - lowest > EPSILON * rewards.nan_to_num(nan=0.0).abs().amax(1).clamp(min=1)
 
 
 def deviation(rewards: Tensor) -> Tensor:
-    """Return the (P, 1) standard deviations, with n − 1, of the rows of `rewards` (P, G). NaN does not count."""
+    """Return the (P, 1) standard deviations, with n − 1, of the groups, `rewards` (P, G). NaN does not count."""
     counts = (~rewards.isnan()).sum(1, keepdim=True)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
 
 
-def sum_by_row(values: Tensor, row_of_token: Tensor) -> Tensor:
+def sum_by_completion(values: Tensor, completion_of_token: Tensor) -> Tensor:
     """Return for each token the sum of `values` (C,) over its completion, as (C,)."""
-    return torch.zeros_like(values).index_add(0, row_of_token, values)[row_of_token]
+    return torch.zeros_like(values).index_add(0, completion_of_token, values)[completion_of_token]
 
 
-def sequence_log_ratio(log_ratio: Tensor, row_of_token: Tensor, per_token: bool = False) -> Tensor:
+def sequence_log_ratio(log_ratio: Tensor, completion_of_token: Tensor, per_token: bool = False) -> Tensor:
     """Return for each token the mean of `log_ratio` (C,) over its completion, as (C,) (GSPO, eq. 7).
 
     `per_token`: with the gradient of the token's own `log_ratio`, for an advantage of each token (GSPO-token, section
     4.3). If all tokens of a completion have the same advantage, it is the same gradient.
     """
-    mean = sum_by_row(log_ratio, row_of_token) / sum_by_row(torch.ones_like(log_ratio), row_of_token)
+    sums, lengths = (sum_by_completion(x, completion_of_token) for x in (log_ratio, torch.ones_like(log_ratio)))
+    mean = sums / lengths
     return mean.detach() + log_ratio - log_ratio.detach() if per_token else mean

@@ -4,7 +4,7 @@ A row of a data set is a `Sample`; once encoded, it is a `Prompt`. A completion 
 (`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and prepared for an update (`Completion` in a
 `Group`). The classes of all three stages are frozen.
 
-Shapes: S prompt tokens, L completion tokens, R rows of position ids (3 with M-RoPE, else 1).
+Shapes: S prompt tokens, L completion tokens, R position axes (3 with M-RoPE, else 1).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
     """One turn of a prompt."""
 
     role: str  # "system", "user" or "assistant"
-    content: list[str | ImageSource | None]  # texts, and images in their places; None if only the place is known
+    content: list[str | ImageSource | None]  # texts and images, in order; None: an image that is still to be found
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Prompt:
 
     ids: Tensor  # (S,) token ids for the trainer, with images expanded
     engine_ids: list[int]  # the same token ids for the sampler, with one placeholder per image
-    positions: Tensor  # (R, S) position ids of the model
+    position_ids: Tensor  # (R, S)
     images: list[Image.Image] = field(default_factory=list)  # in order, resized for the model
     vision: dict[str, Tensor] = field(default_factory=dict)
     """The inputs of the vision tower, as `policy.families` names them; empty without images. The first dimension of
@@ -112,7 +112,7 @@ class Prompt:
     have the longest expected completions."""
 
     @property
-    def image_positions(self) -> Tensor:
+    def image_indices(self) -> Tensor:
         """The indices in `ids` of the image tokens."""
         return (self.ids == self.image_token).nonzero()[:, 0]
 
@@ -198,7 +198,7 @@ class Completion:
     ids: Tensor  # (L,) token ids
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
     advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
-    weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
+    token_weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""

@@ -10,7 +10,7 @@ from common import console, distributed
 from common.errors import Interrupted
 
 SAME_REQUEST = 5.0
-"""Seconds in which a second signal is no second request: schedulers signal all processes, and torchrun passes it on."""
+"""Seconds within which signals count as one: schedulers signal all processes, and torchrun passes its signal on."""
 
 
 def defer_signals(received: list[int]) -> None:

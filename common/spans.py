@@ -20,16 +20,16 @@ def spread_over_tokens(
     """Return the advantages of `rewards`, (P, G) or, if a completion has spans, (P, G, `max_length`).
 
     Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` also gets
-    the rewards of all spans of a group in one row, as (P, spans), filled up with NaN.
+    the rewards of all spans of each group, as (P, spans), filled up with NaN.
     """
     advantages = advantages_of(rewards)
-    rows = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
-    if not any(rows):
+    of_groups = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
+    if not any(of_groups):
         return advantages
     if advantages.shape != rewards.total.shape:
         got, want = tuple(advantages.shape), tuple(rewards.total.shape)
         raise UserError(f"--advantage: for rewards of parts, it must return one number each, {want}, not {got}")
-    of_spans = advantages_of(as_tensors(rows))
+    of_spans = advantages_of(as_tensors(of_groups))
     tokens = advantages[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):
         spans = [(g, span) for g, spans in enumerate(group) for span in spans]
@@ -47,14 +47,14 @@ def of_completions(group: ScoredGroup, advantages: Tensor) -> list[Tensor]:
     return [torch.full_like(a, math.nan) if math.isnan(r.total) else a for r, a in zip(group.rewards, own)]
 
 
-def as_tensors(rows: Sequence[Sequence[Rewards]]) -> GroupRewards:
-    """Return `rows` of rewards as tensors (rows, longest row), with NaN where a row is shorter."""
-    longest = max(map(len, rows))
+def as_tensors(groups: Sequence[Sequence[Rewards]]) -> GroupRewards:
+    """Return the rewards of `groups` as tensors (groups, longest group), with NaN where a group is shorter."""
+    longest = max(map(len, groups))
 
     def tensor(value: Callable[[Rewards], float]) -> Tensor:
-        return torch.tensor([[*map(value, row), *[math.nan] * (longest - len(row))] for row in rows])
+        return torch.tensor([[*map(value, group), *[math.nan] * (longest - len(group))] for group in groups])
 
-    names = next(rewards.parts for row in rows for rewards in row)
+    names = next(rewards.parts for group in groups for rewards in group)
     parts = {name: tensor(lambda rewards, name=name: rewards.parts[name]) for name in names}
     return GroupRewards(tensor(lambda rewards: rewards.total), tensor(lambda rewards: rewards.raw), parts)
 

@@ -16,7 +16,7 @@ from common.records import Turn
 def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Template:
     """Return the template `text`, which must contain each of `names`, such as {{ content }}.
 
-    Raises UserError, which begins with `flag`, if the template is invalid or leaves out a name.
+    The message of an error begins with `flag`.
     """
     values = {name: f"the {name} of the check" for name in names}
     try:
@@ -41,7 +41,7 @@ def read_template(path: str, flag: str, names: Sequence[str]) -> jinja2.Template
 def template_variables(settings: Sequence[str], chat_template: str) -> dict[str, Any]:
     """Return the variables that the flag --chat_template_kwargs sets, given as NAME=VALUE; values are JSON or text.
 
-    Raises UserError for another form, and for a name that the `chat_template` does not use.
+    A name that the `chat_template` does not use is refused.
     """
     if not settings:
         return {}

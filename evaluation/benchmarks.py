@@ -286,7 +286,7 @@ BENCHMARKS = {
 def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
     """Load the first `limit` rows of a benchmark (0: all) as samples whose `fields` hold the columns.
 
-    The rows are checked like training rows. Raises a UserError that names the bad rows or a missing column.
+    The rows are checked like training rows.
     """
     hub = BENCHMARKS[name].hub
     allow_megapixels(flags.max_megapixels)

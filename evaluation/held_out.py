@@ -76,9 +76,9 @@ def sample_rows(
 ) -> list[dict]:
     """Sample responses to every row.
 
-    Returns {responses, lengths, truncated, image_digest} for each row, in order and on every process; `image_digest`
-    is a hash of the row's images. The main process appends the outputs to the file `progress`; rows already in this
-    file are not sampled again. Raises UserError on every process when the images of a row can no longer be read.
+    Returns {responses, lengths, truncated, image_digest} for each row, in order and on every process; `image_digest` is
+    a hash of the row's images. The main process appends the outputs to the file `progress`; rows already in this file
+    are not sampled again.
     """
     outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
     if outputs:
@@ -144,6 +144,6 @@ def score_policy(
     engine.sync_weights(policy)
     outputs = sample_rows(engine, processor, samples, SamplingFlags(max_completion_length=max_tokens))
     predictions = judge_task(scorer, samples, outputs)
-    scores = summarise(predictions, scorer.task, distributed.first_error(scorer.why_none or None))
+    scores = summarise(predictions, scorer.task, distributed.first_error(scorer.unscored_reason or None))
     engine.sleep()
     return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}

@@ -55,7 +55,7 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None, se
 def main(folder: str, *user_flags: str) -> None:
     run = pathlib.Path(folder)
     config = json.loads((run / "config.json").read_text())
-    for file in plugins.find(list(user_flags), "") or config.get("plugin", []):  # the task may be that of a plugin
+    for file in plugins.find(list(user_flags), "") or config.get("plugin", []):  # the task may come from a plugin
         plugins.load(file)
     is_adapter = (run / "final" / "adapter_config.json").is_file()
     trained = config["model"] if is_adapter else run / "final"

@@ -29,7 +29,7 @@ RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the ben
 class Score:
     """A score: `weight` times the sum of R mean values. Each mean is over some of the U rows, or over images for MME.
 
-    A plain score is one mean, and a mean over categories has one per category. MME has two per category.
+    R is 1 for a plain score, the number of categories for a mean over categories, and twice that for MME.
     """
 
     values: np.ndarray  # (U, R); 0 where the value does not count
@@ -119,11 +119,11 @@ def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def summarise(predictions: list[dict], task: str, why_none: str | None = None) -> dict:
+def summarise(predictions: list[dict], task: str, unscored_reason: str | None = None) -> dict:
     """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict count in `no_verdict`, `format_rate` and the lengths; the other scores leave them out.
-    Raises UserError when more than a tenth of the completions have no verdict; `why_none` says why one has none.
+    At most a tenth may have no verdict; `unscored_reason` says why one has none.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
@@ -131,7 +131,7 @@ def summarise(predictions: list[dict], task: str, why_none: str | None = None) -
     if no_verdict > MAX_UNSCORED:
         limit = f"at most {MAX_UNSCORED:.0%} may have none"
         raise UserError(
-            f"{no_verdict:.0%} of the completions have no verdict, {limit} ({why_none or 'unknown reason'})"
+            f"{no_verdict:.0%} of the completions have no verdict, {limit} ({unscored_reason or 'unknown reason'})"
         )
     exact_by_row = [
         [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]
@@ -149,8 +149,7 @@ def summarise(predictions: list[dict], task: str, why_none: str | None = None) -
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
     """Return the scores of benchmark `name`; docs/evaluation.md defines them.
 
-    `server` is the name of the model that judged the responses, or None if rules did. Raises UserError when the server
-    gave no reply for more than a tenth of the responses.
+    `server` is the name of the model that judged the responses, or None if rules did.
     """
     role = BENCHMARKS[name].server_role
     scoring = RULE_SCORED if role else "rule"

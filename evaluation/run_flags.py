@@ -41,7 +41,7 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
     ignored = TASK_FLAGS if "--benchmark" in given else ()
     for field in SHARED:
         value = config.get(field.name, field.default)
-        if value not in (field.default, []) and field.name not in ignored:  # [] is JSON for ()
+        if value not in (field.default, []) and field.name not in ignored:  # JSON turns an empty tuple into []
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]

@@ -21,7 +21,7 @@ from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
 from inputs.images import decode_image
-from rewards import MAX_REWARD, TASKS, THINK_ANSWER, Reward, format_reward, get_task, overlong_penalty
+from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
@@ -54,7 +54,7 @@ class Scorer:
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
         get_task(task)
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
-        self.built_in = {name: each.reward for name, each in TASKS.items()} | {"format": format_reward}
+        self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
@@ -73,7 +73,7 @@ class Scorer:
             check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
         self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
-        self.why_none = ""  # why the most recent unscored completion has no reward
+        self.unscored_reason = ""  # why the most recent unscored completion has no reward
 
     @property
     def gold_task(self) -> str | None:
@@ -82,14 +82,14 @@ class Scorer:
 
     @property
     def all_weights(self) -> dict[str, float]:
-        """`weights` and that of the overlong penalty, by the names in `Rewards.parts` and in the metrics."""
+        """The weights of all `Rewards.parts`, by name: `weights`, and 1 for the overlong penalty."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     @property
-    def format(self) -> Reward | None:
+    def format(self) -> rewards.Reward | None:
         """The task's `format`; None if the reward does not depend on it, or if the task has only the default one."""
-        task = TASKS[self.task]
-        is_asked = task.format is not format_reward or task.template == THINK_ANSWER
+        task = get_task(self.task)
+        is_asked = task.format is not format_reward or task.template == rewards.THINK_ANSWER
         return task.format if is_asked and self.weights[self.task] else None
 
     def _add(self, text: str) -> None:
@@ -218,22 +218,22 @@ class Scorer:
         try:
             value = self.built_in[name](**fields | {"verifier": self.verifier})
         except WorkerLost as error:
-            self.why_none = f"{name}: {error}"
+            self.unscored_reason = f"{name}: {error}"
             return Value()
         if value is None and name == "math":  # it does so only if the verifier gives no verdict
-            self.why_none = f"{self.verifier.url}: {self.verifier.last_error}"
+            self.unscored_reason = f"{self.verifier.url}: {self.verifier.last_error}"
             return Value()
         return self._judge(name, value)
 
     def _judge(self, function: str, returned: Any) -> Value:
         """Check what a reward has returned."""
         if isinstance(returned, CallLost):
-            self.why_none = f"{function} {returned}"
+            self.unscored_reason = f"{function} {returned}"
             return Value()
         if isinstance(returned, CallFailed):
             return Value(error=str(returned))
         if returned is None:
-            self.why_none = f"{function} returned None"
+            self.unscored_reason = f"{function} returned None"
             return Value()
         try:
             if isinstance(returned, int | float) and abs(returned) < MAX_REWARD:

@@ -3,7 +3,7 @@
 import grpo
 
 
-def best_and_worst(rewards, weights, cfg):
+def best_and_worst(rewards, reward_weights, cfg):
     total = rewards.total
     order = total.where(~total.isnan(), total.nanmean(dim=1, keepdim=True)).argsort(dim=1)  # unscored: in the middle
     return grpo.group_advantages(total).scatter(1, order[:, 4:-4], float("nan"))  # NaN: left out

@@ -15,7 +15,7 @@ _MARK = re.compile(r"<\|(?:begin|end)_of_box\|>")  # tokens that models put arou
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks that models put around an answer. They are known for all models: saved responses name none."""
+    """Remove the marks that models put around an answer: those of all models, since responses do not name theirs."""
     return _MARK.sub("", text)
 
 

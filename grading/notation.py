@@ -98,7 +98,7 @@ _JOINED = re.compile(
 
 
 def joined_numbers(text: str) -> tuple[str, list[float | str]]:
-    """Return what a text of numbers joined by `-`, `/`, `:` or "to" is, and its parts; ("", []) for any other text.
+    """Return what kind of text joins numbers by `-`, `/`, `:` or "to", and its parts; for other texts, ("", []).
 
     A "date" (three numbers), an ascending "range" and a "time" such as 8:20 are not to be computed. A "difference"
     descends; it may be a range. A "ratio" is any other a:b.

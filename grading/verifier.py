@@ -51,10 +51,7 @@ EXTRACTION = (
 
 
 def parse_url(url: str) -> str:
-    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`.
-
-    Raises UserError for an invalid URL, or for one from a run's config.json, where asterisks replace the credentials.
-    """
+    """Return the base URL: `host:8000` and `…/v1/chat/completions` become `http://host:8000/v1`."""
     url = (url if "://" in url else f"http://{url}").strip()
     try:
         split = urllib.parse.urlsplit(url)
@@ -148,8 +145,8 @@ def make_client(url: str) -> "openai.AsyncOpenAI":
                     if len(content) > MAX_REPLY:
                         break
             response.headers.pop("content-encoding", None)  # unrequested compression could unpack to any size
-            whole = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
-            return type(response)(response.status_code, request=response.request, **whole)
+            complete = {"headers": response.headers, "content": bytes(content[: MAX_REPLY + 1])}
+            return type(response)(response.status_code, request=response.request, **complete)
 
     base_url, _, query = url.partition("?")
     client = openai.AsyncOpenAI(

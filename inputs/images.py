@@ -58,8 +58,7 @@ def decode_image(source: ImageSource) -> Image.Image:
 
     The EXIF orientation is applied, and transparent pixels are blended with white. 16-bit and float scans are rescaled
     so that the darkest value becomes 0 and the brightest becomes 255; clipping them to 8 bits would turn them white.
-    Raises ValueError when the image is damaged, incomplete or too large, or its format is not one of FORMATS, and
-    FileNotFoundError when the file does not exist.
+    Raises ValueError for an image that cannot be used, and FileNotFoundError when the file does not exist.
     """
     with _readable():
         image = _open(source)

@@ -66,14 +66,14 @@ PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
 IMAGE_COLUMNS = ("images", "image")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
-MAX_BLANK_ROWS = 2**20  # the number of rows in an Excel sheet, all of which a careless export may write
+MAX_BLANK_ROWS = 2**20  # as many as an Excel sheet has rows: some exports write them all
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
 IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CODED = re.compile("ClassLabel|Json|float16|float32")  # features whose cells are not what they mean; see `_decoded`
-# A text that begins like a turn or a part of one, or like a list of them, and has their keys.
+# A text of JSON with a turn, a part of a turn, or a list of them: it begins like one and has its keys.
 CHAT_TEXT = re.compile(
     r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
 )
@@ -127,7 +127,6 @@ def raw_rows(
 
     `default_split` is read when there are several splits and `spec` has no `@split`. The rows of a JSON file are all
     yielded, as they are, unless `split_json` is set (see `_split_rows`). `columns` names the columns of a main.csv.
-    Raises UserError when the data set cannot be read, or has no splits to choose from.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -202,9 +201,9 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
     prompt_name = _column(row, PROMPT_COLUMNS, columns.prompt)
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
-    images = _take_images(row, _column(row, image_columns, columns.images))
+    images = _pop_images(row, _column(row, image_columns, columns.images))
     row = {name: value for name, value in row.items() if name not in image_columns or value}
-    earlier, prompt, answer, turns_system, turn_images = _take_texts(row, prompt_name, columns)
+    earlier, prompt, answer, turns_system, turn_images = _pop_texts(row, prompt_name, columns)
     system = row.pop("system", None)
     if system and turns_system:
         raise RowError("there are two system prompts: in the prompt and in the column 'system'")
@@ -227,7 +226,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
 def _other_images(row: dict) -> list:
     """Pop the images in the column "path" of a row that has no others, as in Video-R1.
 
-    Raises RowError if another column seems to hold an image, or if the row has a video or audio.
+    Raises RowError if another column seems to hold an image.
     """
     kind, path = row.get("data_type"), row.get("path")
     if kind in OTHER_MEDIA:
@@ -267,7 +266,7 @@ def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | N
     return chosen or next((name for name in defaults if row.get(name) not in (None, [])), None)
 
 
-def _take_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
+def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:
     """Pop the prompt, called `name`, gold answer and system prompt.
 
     Returns the turns before the question, the question, answer and system prompt, and the images in the turns. If the
@@ -395,7 +394,7 @@ def _final_answer(text: str) -> str:
     return text if boxed is None else boxed.strip()
 
 
-def _take_images(row: dict, name: str | None) -> list:
+def _pop_images(row: dict, name: str | None) -> list:
     """Pop the images in the column `name`, or "image", and in those that differ from it only in their number."""
     stem = re.sub(r"[ _-]?\d+$", "", name or "image") or name
     matches = [re.fullmatch(rf"{re.escape(stem)}[ _-]?(\d*)", column) for column in row]
@@ -452,10 +451,7 @@ def _text(content: object) -> tuple[str, list]:
 
 
 def resolve_image(image: object, locate: Locate) -> ImageSource:
-    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged.
-
-    Raises RowError for invalid base64, for 'bytes' that are not bytes and for a 'path' that is not text.
-    """
+    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged."""
     if isinstance(image, dict):
         for name, kind in (("bytes", bytes), ("path", str)):
             if not isinstance(image.get(name), kind | None):
@@ -476,8 +472,7 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
 def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
     """Cut each turn of `sample`, which is one text, at its tags, and put `images` there; without tags, they come first.
 
-    Raises RowError if a prompt has tags, but not one per image; if it has a tag of a video or of audio; or if a column
-    is named 'completion'.
+    Raises RowError if a prompt has tags, but not one per image.
     """
     if "completion" in sample.fields:
         raise RowError("a column is named 'completion', the rewards' name for the model's text: rename the column")
@@ -569,7 +564,7 @@ def open_table(name: str, split: str | None, default_split: str) -> "datasets.Da
     """Open a parquet file, a folder that `datasets` saved or can read, or a data set on the hub.
 
     The rows of the result are in Arrow format. When `split` is None and there are several splits, `default_split` is
-    opened. Raises UserError when the data cannot be read or the requested split does not exist.
+    opened.
     """
     path, config = split_config(name)
     offline = not path.exists() and hub.go_offline_if_unreachable()
@@ -665,8 +660,7 @@ def _holds_images(arrow_type: Any) -> bool:
 def open_zip(path: pathlib.Path) -> zipfile.Path:
     """Find main.csv in the root of a ZIP or one level below, and return its folder. The ZIP is never unpacked.
 
-    Raises UserError when the file is not a ZIP, does not have exactly one main.csv, contains links or paths that point
-    outside the ZIP, exceeds `MAX_UNPACKED_BYTES` in total, or has a file above `MAX_FILE_BYTES`.
+    Links, paths that point outside the ZIP, and large files are refused.
     """
     try:
         archive = zipfile.ZipFile(path)
@@ -692,7 +686,7 @@ def _check_members(path: pathlib.Path, archive: zipfile.ZipFile) -> None:
         raise UserError(f"{path} would unpack to {total / 2**30:.1f} GiB; the limit is {limit:.0f} GiB")
     for member in archive.infolist():
         name = member.filename
-        if not member.flag_bits & 0x800:  # not UTF-8: after a byte above 127, a backslash is half of a character
+        if not member.flag_bits & 0x800:  # not UTF-8: a byte like a backslash may be half of a character
             name = re.sub(r"(?<=[^\0-\x7f])\\", "_", name)
         where, names = f"{path}: {name!r}", name.replace("\\", "/").split("/")
         if names[0] == "" or ".." in names or ":" in names[0]:

@@ -45,7 +45,7 @@ def copy_settings(folder: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_SETTINGS):
-            shutil.copyfile(path, target / path.name)  # a link's content, with the mode that the umask says
+            shutil.copyfile(path, target / path.name)  # follows links; the new file has the default mode
 
 
 def settings_folder(source: str, run: str, keep: bool = False) -> Path:
@@ -72,10 +72,7 @@ def settings_folder(source: str, run: str, keep: bool = False) -> Path:
 
 
 def base_folder(name: str, cache_dir: str | None = None) -> str:
-    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub.
-
-    Raises UserError if there is no such model, or if the hub cannot be reached.
-    """
+    """Return the folder of the base `name`; if `name` is not a folder, download the model from the hub."""
     if Path(name).is_dir():
         return name
     others = ["*.pt", "*.pth", "*.gguf", "*/*"]  # weights in other formats
@@ -163,7 +160,7 @@ def module_finder(model: transformers.PreTrainedModel) -> Callable[[str], str | 
 
 
 class Layout:
-    """Which parameter of a model each stored tensor of its base is loaded into; tensors are given by file and name."""
+    """For each stored tensor of a base, by file and name, the parameter of the model that it is loaded into."""
 
     def __init__(
         self, model: transformers.PreTrainedModel, stored: dict[str, dict[str, Tensor]], parameters: Container[str]

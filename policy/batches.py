@@ -29,7 +29,7 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
 
     def cost(batches: list[list[Group]]) -> float:
         ordered = [group for batch in batches for group in batch]
-        images = sum(len(group.prompt.image_positions) for group in ordered)
+        images = sum(len(group.prompt.image_indices) for group in ordered)
         return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
 
     if sum(group.tokens for group in groups) <= budget:  # they fit into one; what follows would find the same order
@@ -41,25 +41,25 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
 def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Group]]:
     """Distribute `groups` over micro-batches of at most `budget` tokens by first-fit decreasing.
 
-    The largest comes first, and each goes into the first micro-batch that has room for it. With `cut`, a group for
-    which none has room fills what is free in them, completion by completion. Groups larger than the budget are always
-    cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` cuts at the same places.
+    The largest comes first, and each goes into the first micro-batch that it fits into. With `cut`, a group that fits
+    into none is cut, and its completions fill what is free in each. Groups larger than the budget are always cut. A
+    group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
     """
     batches: list[list[Group]] = []
-    room: list[int] = []
+    free: list[int] = []
     pieces = [piece for group in groups for piece in split_group(group, budget)]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         size, left = piece.tokens, piece.completions
-        fitting = next(([i] for i, free in enumerate(room) if size <= free), range(len(room)) if cut else [])
+        fitting = next(([i] for i, tokens in enumerate(free) if size <= tokens), range(len(free)) if cut else [])
         for i in fitting:
-            if left and len(piece.prompt.ids) + len(left[0].ids) <= room[i]:
-                first = split_group(replace(piece, completions=left), room[i])[0]
+            if left and len(piece.prompt.ids) + len(left[0].ids) <= free[i]:
+                first = split_group(replace(piece, completions=left), free[i])[0]
                 batches[i].append(first)
-                room[i] -= first.tokens
+                free[i] -= first.tokens
                 left = left[len(first.completions) :]
         if left:
             batches.append([replace(piece, completions=left)])
-            room.append(budget - batches[-1][0].tokens)
+            free.append(budget - batches[-1][0].tokens)
     return batches
 
 
@@ -68,18 +68,18 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     the last.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
-    process with fewer micro-batches adds blank ones, whose tokens have weight zero. A process without images, while
+    process with fewer micro-batches adds dummy ones, whose tokens have weight zero. A process without images, while
     others run a trained vision tower, adds a blank image, which replaces no token. Each micro-batch is packed only
     when it is needed, while the GPU still works on the one before.
     """
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
-    parts += [[_blank_group(policy)]] * (num_batches - len(parts))
-    run_tower = torch.tensor([any(len(group.prompt.image_positions) for group in part) for part in parts])
+    parts += [[_dummy_group(policy)]] * (num_batches - len(parts))
+    run_tower = torch.tensor([any(len(group.prompt.image_indices) for group in part) for part in parts])
     if distributed.world_size() > 1 and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
         if 1 < policy.num_shards < distributed.world_size():
-            # FSDP adds up what it has reduced in each micro-batch, so each must have gradients of the same weights.
+            # FSDP sums the gradients that it reduces in each micro-batch, so all must cover the same weights.
             run_tower[:] = run_tower.any()
     device, count_flop = next(policy.parameters()).device, flop_counter(policy)
     for i, part in enumerate(parts):
@@ -90,14 +90,14 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         yield batch.to(device), i + 1 == num_batches
 
 
-def _blank_group(policy: Policy) -> Group:
+def _dummy_group(policy: Policy) -> Group:
     """Return a prompt and a completion of two tokens each, with weight zero.
 
     With one token each, torch.compile would compile the decoder layer anew: it takes sizes of 1 for constants.
     """
     tokens, zeros = torch.zeros(2, dtype=torch.long), torch.zeros(2)
-    rows = 3 if hasattr(policy.model.model, "get_rope_index") else 1
-    prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(rows, -1))
+    axes = 3 if hasattr(policy.model.model, "get_rope_index") else 1
+    prompt = Prompt(tokens, [0, 0], torch.arange(2).expand(axes, -1))
     return Group(prompt, [Completion(tokens, zeros, trainer_logp=zeros, ref_logp=zeros)])
 
 
@@ -173,4 +173,4 @@ def completion_logprobs(policy: Policy, groups: list[Group], temperature: float,
         packed = [(batch.lengths, policy(batch, temperature)[0]) for batch, _ in micro_batches(policy, groups, budget)]
     # copied to the host only now, so that no micro-batch waits for the previous one
     logps = [logp for lengths, batch_logp in packed for logp in batch_logp.cpu().split(lengths)]
-    return logps[: sum(len(group.completions) for group in groups)]  # the rest belongs to blank micro-batches
+    return logps[: sum(len(group.completions) for group in groups)]  # the rest belongs to dummy micro-batches

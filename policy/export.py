@@ -79,7 +79,7 @@ def write_model(
 
     Tensors that were never loaded, such as those of multi-token prediction, are copied. An lm_head that is no longer
     tied to the embedding is added beside it. At most one file of weights is in host memory at a time. All processes
-    must call this together. Raises UserError if a weight is NaN or infinite.
+    must call this together.
     """
     layout, plan, written = None, {}, {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

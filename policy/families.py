@@ -55,7 +55,7 @@ class ImagePreparation:
 
 
 @dataclass(frozen=True)
-class Blank:
+class BlankImage:
     """A blank picture, as small as the vision tower accepts it."""
 
     vision: dict[str, Tensor]  # the inputs of the vision tower
@@ -70,7 +70,7 @@ class Vision:
     image_processor: str
     """The module and the class in `transformers.models`; those that `AutoImageProcessor` chooses need torchvision."""
     prepare_images: Callable[[ImageProcessor, Config, ImageLimits], ImagePreparation]
-    blank: Callable[[Config], Blank]
+    blank: Callable[[Config], BlankImage]
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """Turns the image processor's output into the model's inputs. Their first dimensions count patches, tiles or
     images, in order, so that the inputs of several prompts can be concatenated."""
@@ -78,7 +78,7 @@ class Vision:
     """The vision tower, then the projector if it is separate, as attributes of `model.model`."""
     blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
     token: str  # the image token; the chat template writes one for each picture
-    expansion: str = "{}"  # what the trainer sees in its place: {} stands for as many image tokens as the picture has
+    expansion: str = "{}"  # what the trainer sees instead; {}: all image tokens of the picture
     unused: str = ""  # a module of the vision tower whose output nothing depends on
     vllm_features: bool = False  # whether vLLM accepts the trainer's features, with their grids, instead of images
 
@@ -176,7 +176,7 @@ def patches_per_token(model: transformers.PreTrainedModel) -> float:
     return blank.patches / blank.tokens
 
 
-def blank_image(model: transformers.PreTrainedModel) -> Blank:
+def blank_image(model: transformers.PreTrainedModel) -> BlankImage:
     """Return the smallest input of the vision tower of `model`."""
     return find_family(model.config).vision.blank(model.config)
 
@@ -239,11 +239,11 @@ def _prepare_grids(image_processor: ImageProcessor, config: Config, limits: Imag
     )
 
 
-def _blank_grid(config: Config) -> Blank:
+def _blank_grid(config: Config) -> BlankImage:
     vision = config.vision_config
     merge = vision.spatial_merge_size
     pixels = torch.zeros(merge**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
-    return Blank({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]])}, merge**2, 1)
+    return BlankImage({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]])}, merge**2, 1)
 
 
 def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
@@ -285,12 +285,12 @@ def _prepare_squares(image_processor: ImageProcessor, config: Config, limits: Im
     return ImagePreparation(fit, lambda h, w: tokens[side], options, options)
 
 
-def _blank_square(config: Config) -> Blank:
+def _blank_square(config: Config) -> BlankImage:
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     patches = (side // patch) ** 2
     tokens = config.projector_patch_to_query_dict[patches]
     mask = torch.ones(1, side, side, dtype=torch.bool)
-    return Blank({"pixel_values": torch.zeros(1, 3, side, side), "pixel_mask": mask}, patches, tokens)
+    return BlankImage({"pixel_values": torch.zeros(1, 3, side, side), "pixel_mask": mask}, patches, tokens)
 
 
 # --- images cut into tiles --------------------------------------------------------------------------------------------
@@ -310,10 +310,10 @@ def _prepare_tiles(image_processor: ImageProcessor, config: Config, limits: Imag
     return ImagePreparation(lambda h, w: (h, w), count, options, options)  # the tiles are cut from the original
 
 
-def _blank_tile(config: Config) -> Blank:
+def _blank_tile(config: Config) -> BlankImage:
     (height, width), (h, w) = config.vision_config.image_size, config.vision_config.patch_size
     pixels = torch.zeros(1, config.vision_config.num_channels, height, width)
-    return Blank({"pixel_values": pixels}, (height // h) * (width // w), config.image_seq_length)
+    return BlankImage({"pixel_values": pixels}, (height // h) * (width // w), config.image_seq_length)
 
 
 # --- the families -------------------------------------------------------------------------------------------------

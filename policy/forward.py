@@ -2,7 +2,7 @@
 
 `enable_packed_forward` changes a model in place so that its attention runs through `packing.shared_prefix_attention`.
 It also keeps the residual stream in float32. `token_logprobs` then runs the model on a packed batch and applies the
-lm_head to completion tokens only, a few rows at a time.
+lm_head to completion tokens only, a few tokens at a time.
 
 Shapes: T packed tokens, C completion tokens, D hidden size, E head dimension, V vocabulary.
 """
@@ -17,13 +17,13 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from common.gather import gather
+from common.row_copies import copy_rows
 from packing import PackedBatch, shared_prefix_attention, to_device
 from policy.delta_net import prepare_delta_nets
 from policy.experts import prepare_experts
 from policy.families import grid_inputs, language_model, vision_blocks, vision_parts
 
-LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (rows, V) float32 logits to 0.3 GB for V = 152k
+LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (tokens, V) float32 logits to 0.3 GB for V = 152k
 
 
 def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
@@ -49,7 +49,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
         keep_residual_in_float32(language_model(model))
         prepare_experts(model)
         prepare_delta_nets(model)
-    # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 rows of 152k logits (docs/log.md).
+    # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 tokens, V = 152k (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits
     if compiled:
@@ -64,7 +64,7 @@ def compile_layers(layers: Iterable[nn.Module], options: dict[str, bool] | None 
 
     `options`: settings of Inductor.
     """
-    # Otherwise, a layer with an autograd function (`gather`) is traced anew whenever a run starts.
+    # Otherwise, a layer with an autograd function (`copy_rows`) is traced anew whenever a run starts.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # Otherwise, a layer is compiled anew for the first small micro-batch: Inductor would fuse sums along different
     # dimensions only from 4,096 tokens on, or more in a wider model.
@@ -125,8 +125,8 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
 def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor]) -> Tensor:
     """Run the vision tower and the projector, and return the image features, with shape (image tokens, features).
 
-    Each row holds the features of an image token. For models with deepstack features (Qwen3-VL), the features of inner
-    layers follow in the same row. `vision`: the inputs of the vision tower, on any device; see `policy.families`.
+    For models with deepstack features (Qwen3-VL), those of inner layers follow those of the last layer, along the
+    second dimension. `vision`: the inputs of the vision tower, on any device; see `policy.families`.
     """
     tower = next(iter(vision_parts(model).values()))
     inputs = {name: to_device(tensor, tower.device) for name, tensor in vision.items() if name != "image_grid_thw"}
@@ -160,7 +160,7 @@ def token_logprobs(
         use_cache=False,
         **_decoder_inputs(model, batch.input_ids, batch.vision, batch.image_tokens),
     ).last_hidden_state[0]  # (T, D)
-    hidden = gather(hidden, batch.predict_from)  # (C, D)
+    hidden = copy_rows(hidden, batch.predict_from)  # (C, D)
     # torch.compile would turn a Python float into a host tensor and spend 40 seconds looking for a C++ compiler.
     scale = torch.full((), temperature, dtype=torch.float32, device=hidden.device)
     # A model with trained weights computes derivatives even in a forward pass without gradients: a function compiled
@@ -214,7 +214,7 @@ def next_token_logits(
 
 
 def float32_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits (rows, V): `hidden` (rows, D) times the lm_head's `weight` (V, D), summed and kept in float32.
+    """Return the logits (C, V): `hidden` (C, D) times the lm_head's `weight` (V, D), summed and kept in float32.
 
     bfloat16 has eight significant bits, so a bfloat16 logit between 16 and 32, which is typical of trained models,
     could be off by up to 0.06. On a GPU, the result has no gradient, and no caller needs one.
@@ -229,7 +229,7 @@ def _from_logits(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the targets' log-probabilities, the entropies, and the derivatives of the log-probabilities.
 
-    The derivatives with respect to the `logits` (rows, V) are rounded to `dtype` at the end. None: without derivatives.
+    The derivatives with respect to the `logits` (C, V) are rounded to `dtype` at the end. None: without derivatives.
     """
     logits = logits / temperature
     top = logits.amax(-1, keepdim=True)
@@ -246,7 +246,7 @@ def _from_logits(
 
 
 def _entropy_derivatives(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return the derivatives of the entropies with respect to the `logits` (rows, V): −p · (log p + H) / T."""
+    """Return the derivatives of the entropies with respect to the `logits` (C, V): −p · (log p + H) / T."""
     logp = (logits / temperature).log_softmax(-1)
     p = logp.exp()
     entropy = -(p * logp).sum(-1, keepdim=True)
@@ -259,7 +259,7 @@ class _TokenLogprobs(torch.autograd.Function):
     The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
     one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
     dtype. Without `keep`, which is meant for runs that are short of memory, the backward pass recomputes the logits.
-    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of rows. With
+    The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of tokens. With
     `entropy_gradient`, the entropies have a gradient, too.
     """
 
@@ -269,11 +269,11 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         derivatives = hidden.new_empty(len(hidden) if keep else 0, len(weight))
         logp, entropy = (torch.empty_like(targets, dtype=torch.float32) for _ in range(2))
-        for rows in _row_slices(len(hidden), LOGIT_ROWS):
-            logits = float32_logits(hidden[rows], weight)
-            logp[rows], entropy[rows], row_derivatives = from_logits(logits, targets[rows], temperature)
+        for chunk in _slices(len(hidden), LOGIT_ROWS):
+            logits = float32_logits(hidden[chunk], weight)
+            logp[chunk], entropy[chunk], chunk_derivatives = from_logits(logits, targets[chunk], temperature)
             if keep:
-                derivatives[rows] = row_derivatives
+                derivatives[chunk] = chunk_derivatives
         ctx.save_for_backward(hidden, weight, targets, temperature, derivatives)
         ctx.from_logits, ctx.keep, ctx.entropy_gradient = from_logits, keep, entropy_gradient
         if not entropy_gradient:
@@ -285,25 +285,25 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, derivatives = ctx.saved_tensors
         hidden_grad, weight_grad = torch.empty_like(hidden), None
-        for rows in _row_slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
+        for chunk in _slices(len(hidden), len(hidden) if ctx.keep else LOGIT_ROWS):
             if not ctx.keep:
-                logits = float32_logits(hidden[rows], weight)
-                derivatives = ctx.from_logits(logits, targets[rows], temperature)[2]
+                logits = float32_logits(hidden[chunk], weight)
+                derivatives = ctx.from_logits(logits, targets[chunk], temperature)[2]
             if ctx.entropy_gradient:
-                of_entropy = _entropy_derivatives(logits, temperature) * entropy_grad[rows, None]
-                derivatives = (derivatives * grad[rows, None] + of_entropy).to(hidden.dtype)
-            scale = 1.0 if ctx.entropy_gradient else grad[rows, None]
-            hidden_grad[rows] = derivatives @ weight * scale
+                of_entropy = _entropy_derivatives(logits, temperature) * entropy_grad[chunk, None]
+                derivatives = (derivatives * grad[chunk, None] + of_entropy).to(hidden.dtype)
+            scale = 1.0 if ctx.entropy_gradient else grad[chunk, None]
+            hidden_grad[chunk] = derivatives @ weight * scale
             if ctx.needs_input_grad[1]:
-                chunk_grad = derivatives.T @ (hidden[rows] * scale).to(hidden.dtype)
+                chunk_grad = derivatives.T @ (hidden[chunk] * scale).to(hidden.dtype)
                 weight_grad = chunk_grad if weight_grad is None else weight_grad.add_(chunk_grad)
         return hidden_grad, weight_grad, None, None, None, None, None
 
 
-def _row_slices(length: int, size: int) -> list[slice]:
-    """Cut `length` rows into slices of `size`, the last of which may have one more.
+def _slices(length: int, size: int) -> list[slice]:
+    """Cut `length` tokens into slices of `size`, the last of which may have one more.
 
-    torch.compile takes sizes of 1 for constants, and would compile the functions anew for a single row at the end.
+    torch.compile takes sizes of 1 for constants, and would compile the functions anew for a single token at the end.
     """
     edges = [0, *range(size, length - 1, size), length] if length else []
     return [slice(start, end) for start, end in itertools.pairwise(edges)]

@@ -84,8 +84,7 @@ def _linear_layers(model: nn.Module, stack: nn.ModuleList) -> str:
 def continue_adapter(model: nn.Module, source: str, dropout: float | None = None) -> None:
     """Load the adapter saved at `source` into `model` twice: once to continue training, once frozen as the reference.
 
-    `dropout` replaces the adapter's saved dropout probability; None keeps it. Raises UserError if there is no adapter,
-    if the adapter was made for a different base, or if it contains anything other than A and B.
+    `dropout` replaces the adapter's saved dropout probability; None keeps it.
     """
     config, tensors = read_adapter(source)
     check_tokens(source, model.name_or_path)
@@ -270,7 +269,7 @@ def check_tokens(source: str, base: str, cache_dir: str | None = None) -> None:
     if added := sorted((number, token) for token, number in own.items() - known.items()):
         raise UserError(
             f"{source}: its tokenizer has {added[0][1]!r} as token {added[0][0]}, unlike {base}: use a copy of it with "
-            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} rows, or remove those "
+            f"the adapter's tokenizer files and an embedding of at least {added[-1][0] + 1} tokens, or remove those "
             "files from the adapter if no prompt needs its tokens"
         )
 
@@ -378,8 +377,7 @@ def write_adapter(model: nn.Module, base: str, folder: pathlib.Path) -> None:
     """Write the adapter to `folder` in PEFT layout, which PEFT, vLLM and merge_lora.py can load on top of `base`.
 
     Its `target_modules` are the full names of the adapted layers, because some programs refuse patterns. This is a
-    collective: every process must call it. The main process writes. Raises UserError if a weight is NaN or
-    infinite.
+    collective: every process must call it. The main process writes.
     """
     tensors = {name: distributed.full_tensor(p.detach()).cpu() for name, p in adapter_parameters(model).items()}
     for name, tensor in tensors.items():

@@ -130,7 +130,7 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         layout = Layout(model, stored_tensors(name), parameters)
         stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
         odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
-    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers computes buffers of any size
+    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers allocates buffers
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
@@ -160,9 +160,9 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 
     It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
     """
-    decoder, rows = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
+    decoder, axes = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
     hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
-    positions = torch.zeros(*rows, 1, 2, dtype=torch.long, device="meta")
+    positions = torch.zeros(*axes, 1, 2, dtype=torch.long, device="meta")
     for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
         kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
         rotary = decoder.rotary_emb(hidden, positions, *kind)
@@ -175,8 +175,7 @@ def _try_attention(model: transformers.PreTrainedModel) -> None:
 def load_config(name: str) -> transformers.PreTrainedConfig:
     """Load the configuration of the model at `name`.
 
-    Raises UserError if the configuration cannot be read, if the project does not support the model's family or its
-    attention, or if the weights were saved quantised, because they can neither be trained nor merged with an adapter.
+    Weights that were saved quantised are refused: they can neither be trained nor merged with an adapter.
     """
     config = read_config(name)
     if _has_untold_lm_head(config, name):
@@ -357,7 +356,7 @@ def cache_image_features(
         vision = {name: torch.cat([p.vision[name].to(device) for p in batch]) for name in batch[0].vision}
         with without_dropout(policy):
             features = image_features(policy.model, vision)
-        for prompt, prompt_features in zip(batch, features.split([len(p.image_positions) for p in batch])):
+        for prompt, prompt_features in zip(batch, features.split([len(p.image_indices) for p in batch])):
             feature_cache[prompt.image_digest] = prompt_features.cpu()
     for prompt in prompts:
         prompt.features = feature_cache.get(prompt.image_digest)

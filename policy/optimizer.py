@@ -114,8 +114,7 @@ parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other st
 def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimizers:
     """Return what the entry in `OPTIMIZERS` makes.
 
-    Raises UserError unless each trained parameter is in exactly one optimizer, and each schedule is a LambdaLR, of
-    which a checkpoint holds the number of the update.
+    Each trained parameter must be in exactly one optimizer. A schedule must be a LambdaLR, which checkpoints restore.
     """
     optimizers = OPTIMIZERS["default"](policy, flags, updates)
     counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -146,8 +145,8 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:
     """Return the learning rate of update number `update` (0, 1, …) as a fraction of the peak learning rate.
 
-    The rate rises linearly during the warm-up. It then stays constant or falls, linearly or along a cosine, to what
-    would be zero one update after the last.
+    The rate rises linearly during the warm-up. It then stays constant, or falls linearly or along a cosine; it would be
+    zero one update after the last.
     """
     warmup_updates = warmup * updates if warmup < 1 else warmup
     if update < warmup_updates:

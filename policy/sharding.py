@@ -65,8 +65,8 @@ def apply_fsdp(
     # No function here may hold a reference to a parameter that is sharded. FSDP moves each parameter to the device
     # before cutting it into shards, and a remaining reference would keep the full tensor on the device.
     full_state = _state_to_send(policy)
-    whole = _place_whole(policy, device, dtype)
-    _shard(policy, whole, device, dtype, sharding, offload)
+    replicated = _place_replicated(policy, device, dtype)
+    _shard(policy, replicated, device, dtype, sharding, offload)
     policy.num_shards = distributed.num_shards(sharding)
     if full_state:
         _broadcast_and_shard(policy, full_state, device, torch.device("cpu") if offload else device)
@@ -85,29 +85,29 @@ def _state_to_send(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()} if distributed.all_max(is_empty) else {}
 
 
-def _place_whole(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
-    """Move buffers, and the weights that every process holds whole, to `device`; cast these to `dtype`; return them.
+def _place_replicated(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Move buffers, and the weights that every process holds in full, to `device`; cast these to `dtype`; return them.
 
-    A frozen vision tower stays whole on every process, so that a batch without images needs no collective for the
-    tower. A 4-bit model also stays whole.
+    A frozen vision tower is replicated on every process, so that a batch without images needs no collective for the
+    tower. A 4-bit model is replicated, too.
     """
     candidates = policy.parameters() if is_quantised(policy) else vision_parameters(policy.model)
-    whole = {parameter for parameter in candidates if not parameter.requires_grad}
+    replicated = {parameter for parameter in candidates if not parameter.requires_grad}
     # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
     # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the
     # KL term would not start at zero.
     exported = set(adapter_parameters(policy.model).values())
-    for parameter in whole:
+    for parameter in replicated:
         keep_dtype = parameter in exported or not parameter.is_floating_point()
         new_dtype = parameter.dtype if keep_dtype else dtype
         parameter.data = parameter.data.to("meta" if parameter.is_meta else device, new_dtype)
     for buffer in policy.buffers():
         buffer.data = buffer.data if buffer.is_meta else buffer.data.to(device)
-    return whole
+    return replicated
 
 
 def _shard(
-    policy: Policy, whole: set[nn.Parameter], device: torch.device, dtype: torch.dtype, sharding: str, offload: bool
+    policy: Policy, ignored: set[nn.Parameter], device: torch.device, dtype: torch.dtype, sharding: str, offload: bool
 ) -> None:
     """Make each decoder layer, and each block of a trained vision tower, an FSDP unit; the root unit holds the rest."""
     # Inputs are not cast, so that the residual stream stays in float32.
@@ -119,8 +119,8 @@ def _shard(
             fully_shard(block, **options)
     layers = language_model(policy.model).layers
     for layer in layers:
-        fully_shard(layer, **options, ignored_params=whole)
-    fully_shard(policy, ignored_params=whole, **options)
+        fully_shard(layer, **options, ignored_params=ignored)
+    fully_shard(policy, ignored_params=ignored, **options)
     register_fsdp_forward_method(policy, "next_token_logits")
     # Gather the next layer while the current layer computes. By default, FSDP does this only in the backward pass.
     for layer, following in itertools.pairwise(layers):

@@ -16,11 +16,11 @@ class Continuation:
     """Completions to continue, and what tells when to stop."""
 
     started: Sequence[Sequence[Rollout]]  # the completions of each prompt so far
-    is_enough: Callable[[list[bool]], bool]
-    """Whether to stop, given which prompts of this process are whole. It is asked every few tokens, on all processes
+    should_stop: Callable[[list[bool]], bool]
+    """Whether to stop, given which prompts of this process are complete. It is asked every few tokens, on all processes
     together, until it returns True."""
 
 
-def which_are_whole(rollouts: Sequence[Sequence[Rollout]]) -> list[bool]:
+def which_are_complete(rollouts: Sequence[Sequence[Rollout]]) -> list[bool]:
     """Return, for each prompt, whether all its rollouts are finished."""
     return [all(rollout.finished for rollout in group) for group in rollouts]

@@ -8,10 +8,10 @@ token or reaches its maximum length. Before anything else can happen (waiting re
 memory runs short), the batch is dissolved: its requests get the tokens they have sampled, and vLLM's own code takes
 over until a batch can be formed again.
 
-    vLLM's own code -> _form_batch -> _schedule_decode, _take_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
+    vLLM's own code -> _form_batch -> _schedule_decode, _record_tokens, ... -> _dissolve_batch -> vLLM's own code -> ...
 
 Waiting requests start several at a time, and only while blocks stay free for the running ones, which leaves a few
-places empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
+slots empty for a while. So a request may run later than with vLLM's scheduler, but apart from the GPU's rounding it
 samples the same completion.
 
 vLLM schedules an iteration before it has the tokens of the iteration before (`AsyncScheduler`). Tokens that were
@@ -33,7 +33,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the places is free
+ADMITTED_TOGETHER = 1 / 32  # waiting requests start when this share of the slots is free
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Batch:
         self.scheduled = 0  # number of iterations so far
         self.pending: deque[SchedulerOutput] = deque()  # iterations whose tokens have not arrived
         self.members = {member.request.request_id: member for member in members}
-        self.ending_at = {member.tokens_left for member in members}  # numbers of iterations after which some are done
+        self.ending_at = {member.tokens_left for member in members}  # iterations after which a request is done
         self._set_active(self.members)
 
     def _set_active(self, active: dict[str, Member]) -> None:
@@ -99,7 +99,7 @@ class DecodeScheduler(AsyncScheduler):
         super().__init__(*args, **kwargs)
         LogprobsProcessor._update_sample_logprobs = extend_logprobs  # every request of `rollout.py` has flat_logprobs
         self.batch: Batch | None = None
-        self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches that vLLM has not been told of
+        self.unsent: list[EngineCoreOutput] = []  # tokens of dissolved batches, for vLLM's frontend
         # Block sizes of the KV cache groups in which a running request can need another block. The states of linear
         # attention have one block per request, whose size is the maximum length of a request.
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
@@ -120,7 +120,7 @@ class DecodeScheduler(AsyncScheduler):
         """Take the tokens of an iteration, and return what vLLM's frontend has to know."""
         batch = self.batch
         if batch and batch.pending and scheduler_output is batch.pending[0]:
-            outputs = self._take_tokens(batch, model_runner_output)
+            outputs = self._record_tokens(batch, model_runner_output)
             return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
         everything = super().update_from_output(scheduler_output, model_runner_output)
         if batch and (ended := batch.members.keys() - self.requests.keys()):
@@ -142,7 +142,7 @@ class DecodeScheduler(AsyncScheduler):
         self.preemptions += 1
         super()._preempt_request(request, timestamp, **options)
 
-    def take_unsent(self) -> list[EngineCoreOutput]:
+    def pop_unsent(self) -> list[EngineCoreOutput]:
         """Return all tokens that have arrived and that vLLM's frontend has not been told of."""
         self._dissolve_batch()
         unsent, self.unsent = self.unsent, []
@@ -250,7 +250,7 @@ class DecodeScheduler(AsyncScheduler):
         batch.count_iteration()
         return iteration
 
-    def _take_tokens(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _record_tokens(self, batch: Batch, sampled: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Take the tokens of an iteration, one per request. Return the outputs of requests that have ended."""
         batch.pending.popleft()
         logprobs = sampled.logprobs.logprobs[:, 0].tolist()

@@ -2,7 +2,7 @@
 
 `HFEngine` has a copy of the policy. `PolicyEngine` samples from the policy itself.
 
-Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R rows of positions (3 with M-RoPE,
+Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R position axes (3 with M-RoPE,
 otherwise 1).
 """
 
@@ -24,7 +24,7 @@ from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
-from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_whole
+from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 
@@ -62,22 +62,22 @@ class HFEngine:
         continuation: Continuation | None = None,
     ) -> list[list[Rollout]]:
         started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
-        is_enough = continuation.is_enough if continuation else None
+        should_stop = continuation.should_stop if continuation else None
         rollouts = [list(group) for group in started]
-        first, enough = 0, is_enough is not None and is_enough(which_are_whole(rollouts))
+        first, paused = 0, should_stop is not None and should_stop(which_are_complete(rollouts))
         with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
-            while first < len(prompts) and not enough:
+            while first < len(prompts) and not paused:
                 sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
                 batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    enough = self._continue(prompts, seeds, sampling, rollouts, batch, is_enough)
+                    paused = self._continue(prompts, seeds, sampling, rollouts, batch, should_stop)
                     first = batch.stop
                     bar.update(first - bar.n)
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
                 self._halve_batch(sum(sizes[: len(batch)]), sampling.n)
-        while is_enough and not enough:  # other processes still sample
-            enough = is_enough(which_are_whole(rollouts))
+        while should_stop and not paused:  # other processes still sample
+            paused = should_stop(which_are_complete(rollouts))
         return rollouts
 
     def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
@@ -85,7 +85,7 @@ class HFEngine:
         return sampling.max_tokens
 
     def _halve_batch(self, sequences: int, n: int) -> None:
-        """From now on, sample half as many sequences at once as `sequences`, for which the memory was too small.
+        """From now on, sample at most half of `sequences` at once, for which the memory was too small.
 
         Raises RunStopped if this is less than the `n` completions of one prompt.
         """
@@ -107,38 +107,38 @@ class HFEngine:
         sampling: Sampling,
         rollouts: list[list[Rollout]],
         batch: range,
-        is_enough: Callable[[list[bool]], bool] | None,
+        should_stop: Callable[[list[bool]], bool] | None,
     ) -> bool:
-        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `is_enough` stopped it."""
-        rows = list(_rows(rollouts, batch))
-        places = [(i, j) for i, members, _ in rows for j in members]  # of each sequence in `rollouts`
-        if not places:
+        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `should_stop` stopped it."""
+        parts = list(_prefixes(rollouts, batch))
+        indices = [(i, j) for i, members, _ in parts for j in members]  # prompt, completion
+        if not indices:
             return False
-        lengths = [len(rollouts[i][j].ids) for i, j in places]
-        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(places, lengths)]
+        lengths = [len(rollouts[i][j].ids) for i, j in indices]
+        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(indices, lengths)]
         limits = torch.tensor(most_new, device=self.device)
         of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), sampling.max_tokens) for i in batch}
-        unused = [of_prompt[i][j, length:] for (i, j), length in zip(places, lengths)]
+        unused = [of_prompt[i][j, length:] for (i, j), length in zip(indices, lengths)]
         uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)
 
         def pause(is_over: Tensor) -> bool:
-            over = dict(zip(places, is_over.tolist()))
+            over = dict(zip(indices, is_over.tolist()))
             ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
-            return is_enough([all(each) for each in ends])
+            return should_stop([all(each) for each in ends])
 
-        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in rows]
-        ids, logps, new, stopped, enough = self._decode(
-            prefixes, uniforms, limits, sampling, pause if is_enough else None
+        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
+        ids, logps, new, stopped, paused = self._decode(
+            prefixes, uniforms, limits, sampling, pause if should_stop else None
         )
         truncated = ~stopped & (new == limits.cpu())
-        for row, (i, j) in enumerate(places):
-            old, length = rollouts[i][j], new[row]
-            ended, cut = stopped[row].item(), truncated[row].item()
-            tokens = torch.cat([old.ids, ids[row, :length]])
-            logp = torch.cat([old.sampling_logp, logps[row, :length]])
+        for b, (i, j) in enumerate(indices):
+            old, length = rollouts[i][j], new[b]
+            ended, cut = stopped[b].item(), truncated[b].item()
+            tokens = torch.cat([old.ids, ids[b, :length]])
+            logp = torch.cat([old.sampling_logp, logps[b, :length]])
             text = prompts[i].opening + self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
             rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
-        return enough
+        return paused
 
     def _decode(
         self,
@@ -155,7 +155,7 @@ class HFEngine:
         each sequence and whether it has a stop token, as (B,), all in host memory, and whether it was paused.
         """
         logits, cache, mask, position = self._prefill(prefixes)
-        ids, logps, enough = [], [], False
+        ids, logps, paused = [], [], False
         stop = self.stop.to(logits.device)
         stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
@@ -169,9 +169,9 @@ class HFEngine:
             stopped |= running & torch.isin(token, stop)
             is_over = stopped | (lengths >= limits)
             if pause and len(ids) % PAUSE_EVERY == 0:
-                enough = pause(is_over)
-            if enough or is_over.all():
-                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), enough
+                paused = pause(is_over)
+            if paused or is_over.all():
+                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), paused
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
@@ -192,20 +192,20 @@ class HFEngine:
         cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
         lengths = [len(p.ids) + len(tokens) for p, tokens, _ in prefixes]
-        positions = [_continued_positions(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
+        unpadded = [_continued_position_ids(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
 
         def left_pad(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (max(lengths) - x.shape[-1], 0))
 
         input_ids = torch.stack([left_pad(torch.cat([p.ids, tokens])) for p, tokens, _ in prefixes])
         mask = torch.stack([left_pad(torch.ones(length, dtype=torch.long)) for length in lengths])
-        position_ids = torch.stack([left_pad(x) for x in positions], dim=1)  # (R, prefixes, S)
-        next_position = torch.stack([x.max() + 1 for x in positions]).expand(len(positions[0]), -1)  # (R, prefixes)
+        position_ids = torch.stack([left_pad(x) for x in unpadded], dim=1)  # (R, prefixes, S)
+        next_position = torch.stack([x.max() + 1 for x in unpadded]).expand(len(unpadded[0]), -1)  # (R, prefixes)
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
         device = self.model.device
         ends = torch.arange(1, len(prefixes) + 1) * max(lengths)
-        image_tokens = [end - n + p.image_positions for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
+        image_tokens = [end - n + p.image_indices for end, n, (p, _, _) in zip(ends, lengths, prefixes)]
         logits, cache = self._forward(
             input_ids=input_ids.to(device),
             vision=vision_inputs([p for p, _, _ in prefixes]),
@@ -256,10 +256,10 @@ class PolicyEngine(HFEngine):
         return self.policy.next_token_logits(**inputs)
 
 
-def _rows(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
+def _prefixes(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
     """Yield what to prefill: a prompt's index, which of its completions, and their tokens so far, as (L,).
 
-    Completions that have not started share a row.
+    Completions that have not started share a prefix.
     """
     for i in batch:
         unfinished = [(j, rollout) for j, rollout in enumerate(rollouts[i]) if not rollout.finished]
@@ -270,10 +270,10 @@ def _rows(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, li
                 yield i, [j], rollout.ids
 
 
-def _continued_positions(prompt: Prompt, tokens: int) -> Tensor:
-    """Return the positions (R, S) of `prompt` and of `tokens` tokens that follow it."""
-    following = prompt.positions.max() + 1 + torch.arange(tokens)
-    return torch.cat([prompt.positions, following.expand(len(prompt.positions), -1)], dim=1)
+def _continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
+    """Return the position ids (R, S) of `prompt` and of `tokens` tokens that follow it."""
+    following = prompt.position_ids.max() + 1 + torch.arange(tokens)
+    return torch.cat([prompt.position_ids, following.expand(len(prompt.position_ids), -1)], dim=1)
 
 
 def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
@@ -283,7 +283,7 @@ def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of `logits` (B, V) and return the tokens (B,) and their log-probabilities (B,).
+    """Draw a token from the `logits` (B, V) of each sequence; return the tokens and their log-probabilities (B,).
 
     Each token is found by inverting the cumulative distribution in float64 at one of the numbers `uniform` (B,), which
     lie in [0, 1). The same number and logits therefore always give the same token. Only the most likely tokens are

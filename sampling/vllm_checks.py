@@ -100,7 +100,7 @@ def record_tower_inputs(llm: Any, tower: str) -> Iterator[list[Tensor]]:
 def split_pixels(pixels: Tensor, grid: Any = None) -> list[Tensor]:
     """Split the pixels that a vision tower gets into those of each image, or of each tile.
 
-    `grid`: the (images, 3) grids of patches, for towers that get the patches of all images in one row.
+    `grid`: the (images, 3) grids of patches, for towers that get the patches of all images in one sequence.
     """
     return list(pixels.split(torch.as_tensor(grid).prod(-1).tolist()) if grid is not None else pixels)
 

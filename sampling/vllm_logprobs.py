@@ -1,6 +1,6 @@
 """vLLM's logits in float32, and the log-probabilities of the tokens that it samples, without their ranks.
 
-vLLM's own kernels for these log-probabilities go through each row of logits three times. For 256 sequences and 152k
+vLLM's own kernels for these log-probabilities read the logits of each token three times. For 256 sequences and 152k
 logits each, that takes longer than sampling itself (docs/log.md). Only vLLM's newer model runner calls this; Qwen3.5
 and most mixtures of experts run in the older one.
 """

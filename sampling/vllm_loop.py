@@ -22,19 +22,19 @@ class Output:
 
 
 def run_until(
-    llm: Any, requests: Iterable[tuple[dict, Any]], count: int, is_enough: Callable[[Set[int]], bool]
+    llm: Any, requests: Iterable[tuple[dict, Any]], count: int, should_stop: Callable[[Set[int]], bool]
 ) -> list[Output]:
-    """Run `count` requests (vLLM's `EngineInput` and `SamplingParams`) until `is_enough`. Return all outputs, in order.
+    """Run `count` requests (`EngineInput` and `SamplingParams`) until `should_stop`. Return the outputs in order.
 
-    `is_enough` gets the indices of the requests that have ended. It is called every `PAUSE_EVERY` iterations, even if
-    this process has nothing left to do, so that several processes can call each other. Requests that have not ended are
+    It gets the indices of the requests that have ended. It is called every `PAUSE_EVERY` iterations, even if this
+    process has nothing left to do, so that several processes can call each other. Requests that have not ended are
     then aborted; what they have sampled is read from vLLM's own records before.
     """
     from vllm.sampling_params import RequestOutputKind
 
     engine, waiting, outputs = llm.llm_engine, enumerate(requests), {}
     for iteration in itertools.count():
-        if iteration % PAUSE_EVERY == 0 and is_enough(outputs.keys()):
+        if iteration % PAUSE_EVERY == 0 and should_stop(outputs.keys()):
             break
         for k, (request, params) in itertools.islice(waiting, ADDED_TOGETHER):
             params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -45,7 +45,7 @@ def run_until(
                 outputs[int(output.request_id)] = Output(
                     sampled.token_ids, sampled.logprobs.logprobs, sampled.finish_reason
                 )
-    engine.output_processor.process_outputs(engine.engine_core.engine_core.scheduler.take_unsent())
+    engine.output_processor.process_outputs(engine.engine_core.engine_core.scheduler.pop_unsent())
     states = engine.output_processor.request_states  # of the requests that have not ended, by vLLM's names for them
     for state in states.values():
         ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs

@@ -100,8 +100,8 @@ def start_vllm(
             return llm
     except Exception as error:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        place = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
-        reason = " ".join(str(error).split()) or f"{place.line}, in {place.filename}, line {place.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]  # for an assertion without a message
+        reason = " ".join(str(error).split()) or f"{frame.line}, in {frame.filename}, line {frame.lineno}"
         raise UserError(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
             "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"

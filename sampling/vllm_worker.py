@@ -57,11 +57,11 @@ class OneBlockWorker(Worker):
         On a shared GPU, only PyTorch's own count tells what vLLM needs itself.
         """
         longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
-        enough = longest * self.scheduler_config.max_num_seqs
+        largest = longest * self.scheduler_config.max_num_seqs
         if not self.has_limit:
-            return min(enough, super().determine_available_memory())
+            return min(largest, super().determine_available_memory())
         self.model_runner.profile_run()
-        return min(enough, self.requested_memory - torch.cuda.max_memory_allocated(self.device) - GRAPH_BYTES)
+        return min(largest, self.requested_memory - torch.cuda.max_memory_allocated(self.device) - GRAPH_BYTES)
 
     def sleep(self, level: int = 1) -> None:
         """Give all memory back, and what it held is lost: the trainer will send new weights.

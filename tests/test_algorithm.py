@@ -285,7 +285,7 @@ def test_the_unbiased_kl_of_gspo_has_the_ratios_of_tokens():
 
 
 def test_tokens_without_weight_never_make_the_loss_infinite():
-    """In a blank micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
+    """In a dummy micro-batch, the reference log-probability is a placeholder (0), while the policy's may be −120."""
     logp = torch.tensor([-120.0, -1.0], requires_grad=True)
     zero = torch.zeros(2)
     weights, row = torch.tensor([0.0, 1.0]), torch.tensor([0, 1])
@@ -323,7 +323,7 @@ def test_masked_completions_are_not_trained_on(loss_type):
     groups = [ScoredGroup(None, SimpleNamespace(images=[]), rollouts, rewards, index=0)]
     cfg = Config(data="x", loss_type=loss_type, mask_truncated=True, max_completion_length=6, beta=0.1)
     (group,) = training_groups(cfg, groups, torch.tensor([[1.0, -1.0, 0.0, 0.0]]))
-    weights = {len(completion.ids): completion.weight for completion in group.completions}
+    weights = {len(completion.ids): completion.token_weight for completion in group.completions}
     want = {"grpo": {1: 1 / 3, 4: 1 / 12}, "dapo": {1: 1 / 5, 4: 1 / 5}, "dr_grpo": {1: 1 / 18, 4: 1 / 18}}[loss_type]
     assert weights == pytest.approx(want)
 

@@ -124,7 +124,7 @@ def test_engine_ids_expand_to_the_trainers_ids(tiny_model, shapes):
     assert prompt.engine_ids.count(image) == 1
     assert (prompt.ids == image).sum() == 9  # an 84 x 84 image has 3 x 3 tokens of 28 x 28 pixels
     assert [t for t in prompt.ids.tolist() if t != image] == [t for t in prompt.engine_ids if t != image]
-    assert prompt.positions.shape == (3, len(prompt.ids))
+    assert prompt.position_ids.shape == (3, len(prompt.ids))
     assert prompt.vision["pixel_values"].shape == (36, 1176)
     text = processor.tokenizer.decode(prompt.engine_ids)
     assert "A photo of [NUMBER] [OBJECT_TYPE]" in text

@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 from packing import pack
 from policy import delta_net, memory
-from policy.batches import _blank_group
+from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
 from policy.memory import check_gpu_memory, plan_sampler
@@ -132,7 +132,7 @@ def test_micro_batches_of_any_size_share_compiled_layers():
     torch.compiler.reset()
     enable_packed_forward(model, compiled=True)
     graphs = []
-    for batch in [*batches, pack([_blank_group(Policy(model))])]:
+    for batch in [*batches, pack([_dummy_group(Policy(model))])]:
         token_logprobs(model, batch.to("cuda"))[0].mean().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[1:] == graphs[:1] * 4

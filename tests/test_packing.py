@@ -1,7 +1,7 @@
 """Shared-prefix packing, compared with a plain forward pass of the unmodified transformers model.
 
 Guards against: attention across completions or groups, positions that do not continue after the image, a first token
-predicted from the wrong hidden state, images assigned to the wrong group, and gradients lost in the gather.
+predicted from the wrong hidden state, images assigned to the wrong group, and gradients lost where keys are copied.
 """
 
 import copy
@@ -14,8 +14,8 @@ import torch.nn.attention.varlen
 
 import packing
 from common import flash_attention
-from common.gather import Gather, gather
 from common.records import Group
+from common.row_copies import RowCopies, copy_rows
 from packing import CAUSAL, EVERYTHING, pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
@@ -100,7 +100,7 @@ def compare(plain: torch.nn.Module, packed: torch.nn.Module, groups: list[Group]
 
 @pytest.mark.parametrize("length", range(12))
 def test_no_slice_of_logits_is_a_single_row(length):
-    slices = forward._row_slices(length, 4)
+    slices = forward._slices(length, 4)
     rows = [list(range(length))[cut] for cut in slices]
     assert list(itertools.chain(*rows)) == list(range(length))
     assert all(2 <= len(cut) <= 5 for cut in rows) or length == 1
@@ -366,15 +366,15 @@ def test_a_completion_sees_the_last_tokens_of_its_prompt_and_of_itself(window):
 
 def test_gradients_of_copied_rows_are_summed_in_a_fixed_order():
     """Row 1 has three copies, row 2 has none; the many copies of row 5 would be summed in several threads."""
-    index = torch.tensor([0, 1, 1, 3, 4, 1] + [5] * 600)
-    x, rows = torch.randn(6, 4, 32, requires_grad=True), Gather.plan(index, 6)
-    weight = torch.randn(len(index), 4, 32)
-    (copies := gather(x, rows)).backward(weight)
-    assert torch.equal(copies, x[index])
-    want = torch.zeros(6, 4, 32, dtype=torch.float64).index_add(0, index, weight.double())
+    source = torch.tensor([0, 1, 1, 3, 4, 1] + [5] * 600)
+    x, plan = torch.randn(6, 4, 32, requires_grad=True), RowCopies.plan(source, 6)
+    weight = torch.randn(len(source), 4, 32)
+    (copies := copy_rows(x, plan)).backward(weight)
+    assert torch.equal(copies, x[source])
+    want = torch.zeros(6, 4, 32, dtype=torch.float64).index_add(0, source, weight.double())
     torch.testing.assert_close(x.grad.double(), want, rtol=0, atol=1e-4)
     first = x.grad.clone()
     for _ in range(20):
         x.grad = None
-        gather(x, rows).backward(weight)
+        copy_rows(x, plan).backward(weight)
         assert torch.equal(x.grad, first)

@@ -138,7 +138,7 @@ def weights_of_a_step(case: Case, batch: Batch, advantages: Tensor) -> Tensor:
     weights = torch.zeros(P * G)
     for group in training_groups(cfg, groups, advantages):
         for completion in group.completions:
-            weights[int(completion.ids[0])] = completion.weight
+            weights[int(completion.ids[0])] = completion.token_weight
     return weights
 
 

@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
+from evaluation.scorer import Scorer
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT, run_script
@@ -166,7 +167,7 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "TASKS", dict(rewards.TASKS))
     monkeypatch.setattr(rewards, "REWARD_TIMEOUT", rewards.REWARD_TIMEOUT)
     plugins.load(str(plugin))
-    scorer = rewards.Scorer("own", RewardFlags())
+    scorer = Scorer("own", RewardFlags())
     assert scorer.user_functions == {"own": f"{plugin}:own"}
     row = make_sample("?", "1", [], "row 1", {"level": 5})
     with pytest.raises(UserError, match="row 2 has no 'level'"):
@@ -176,9 +177,9 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     pid, level, hang, none = (rewards.total for rewards in scored)
     assert level == 5 and pid not in (0, os.getpid())
     assert hang != hang and none != none, "unscored"
-    assert scorer.why_none == f"{plugin}:own took longer than 1 s"
+    assert scorer.unscored_reason == f"{plugin}:own took longer than 1 s"
     assert re.fullmatch(r"--task \S+:own on row 1, 'none': KeyError: 'none'", error), error
-    assert rewards.Scorer("same", RewardFlags()).user_functions == {}
+    assert Scorer("same", RewardFlags()).user_functions == {}
 
 
 def test_mistakes_in_a_plugin_are_one_line(tmp_path):

@@ -399,14 +399,14 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
     started, sent, whole = [[done, old], [NOT_STARTED, NOT_STARTED]], [], []
     prompts = [text_prompt(4), text_prompt(5)]
 
-    def run(llm, requests, count, is_enough):
+    def run(llm, requests, count, should_stop):
         sent.extend(requests)
         assert len(sent) == count == 3
-        assert [is_enough(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
+        assert [should_stop(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
         return [Output([9, 3], [-3.0, -4.0], "stop"), Output([9], [-5.0]), Output()]
 
     monkeypatch.setattr("rollout.run_until", run)
-    continuation = Continuation(started, lambda is_whole: whole.append(is_whole) or all(is_whole))
+    continuation = Continuation(started, lambda is_complete: whole.append(is_complete) or all(is_complete))
     (first, ended), (cut, empty) = vllm_engine._sample(prompts, [10, 11], Sampling(2, 6), continuation)
     assert whole == [[False, False], [True, False], [True, True]]
     assert [r["prompt_token_ids"] for r, _ in sent] == [[100, 101, 102, 103, 7, 8], *[prompts[1].engine_ids] * 2]
@@ -429,7 +429,7 @@ def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine, prom
     plain = [replace(prompt, opening="") for prompt in opened]
     some, started = Sampling(2, 4), [[NOT_STARTED] * 2] * 3
     outputs = [Output([9, 3], [-3.0, -4.0], "stop")] * 5 + [Output([9], [-3.0])]
-    monkeypatch.setattr("rollout.run_until", lambda llm, requests, count, is_enough: outputs)
+    monkeypatch.setattr("rollout.run_until", lambda llm, requests, count, should_stop: outputs)
     for sampler, continuation in ((vllm_engine, None), (vllm_engine, Continuation(started, all)), (engine, None)):
         sample = sampler._sample if sampler is vllm_engine else sampler.generate
         groups = zip(openings, *(sample(each, [1, 2, 3], some, continuation) for each in (opened, plain)))

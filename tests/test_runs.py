@@ -28,10 +28,10 @@ import rewards
 import rollout
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
+from policy import export
 from policy.optimizer import ShardAdamW
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
-from training import export
 from training import run as training_run
 from training.run_folder import write_manifest
 from training.updates import Updater

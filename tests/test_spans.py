@@ -164,7 +164,7 @@ def test_a_completion_of_nan_is_neither_trained_nor_counted():
     advantages = torch.tensor([[1.0, -1.0, math.nan, 0.0]])
     ((trained),) = grpo.training_groups(cfg, [group], advantages)
     assert [len(each.ids) for each in trained.completions] == [2, 3]
-    assert [each.weight for each in trained.completions] == pytest.approx([1 / (2 * 2), 1 / (2 * 3)])
+    assert [each.token_weight for each in trained.completions] == pytest.approx([1 / (2 * 2), 1 / (2 * 3)])
 
 
 def test_a_completion_is_left_out_only_if_all_its_advantages_are_zero(monkeypatch):
@@ -174,7 +174,7 @@ def test_a_completion_is_left_out_only_if_all_its_advantages_are_zero(monkeypatc
     advantages[0, 1, 5] = 2.0  # beyond its end
     ((trained),) = grpo.training_groups(cfg, [scored([3, 4], [1.0, 1.0])], advantages)
     assert [each.advantage.tolist() for each in trained.completions] == [[0.0, 2.0, 0.0]]
-    assert trained.completions[0].weight == pytest.approx(1 / (2 * 3)), "the other counts"
+    assert trained.completions[0].token_weight == pytest.approx(1 / (2 * 3)), "the other counts"
     monkeypatch.setitem(
         grpo.LOSSES, "grpo", grpo.Loss(grpo.clipped_objective, "sequences", 0.2, 0.2, needs_entropy=True)
     )

@@ -85,7 +85,7 @@ def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
     costs = []
     for group in groups:
         lengths = tuple(len(completion.ids) for completion in group.completions)
-        prompt_cost = len(group.prompt.ids) + vision_cost * len(group.prompt.image_positions)
+        prompt_cost = len(group.prompt.ids) + vision_cost * len(group.prompt.image_indices)
         costs.append(GroupCost(group.index, prompt_cost, lengths))
     local_groups = {group.index: group for group in groups}
     for transfer in plan_transfers(distributed.all_gather(costs)):

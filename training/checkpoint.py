@@ -5,8 +5,8 @@
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the prompts that partial rollouts have in flight, and `state.json` with everything else.
 Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
-until all have been read (`Saver.wait_until_read`). Host memory holds copies only of what is being written, and of what
-is written last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
+until all have been read (`Saver.wait_until_read`). Host memory holds copies of the tensors that are being written, and
+of those that come last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
 import io
@@ -238,10 +238,10 @@ class HostCopyPlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self.unread, room = len(tensors), EARLY_COPIES / distributed.local_world_size()
+        self.unread, free = len(tensors), EARLY_COPIES / distributed.local_world_size()
         for item in reversed(tensors):
-            room -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-            if room < 0:
+            free -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            if free < 0:
                 break
             self.copied_ahead[item.index] = self.pool.submit(self._copy, item)
         return plan
@@ -273,10 +273,10 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     pinned = torch.empty(min(PINNED_BYTES, len(source)), dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
-        for piece, place in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
+        for piece, target_piece in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
             pinned[: len(piece)].copy_(piece, non_blocking=True)
             stream.synchronize()
-            place.copy_(pinned[: len(piece)])
+            target_piece.copy_(pinned[: len(piece)])
     return copy
 
 
@@ -357,8 +357,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
 
-    Settings that differ from `config` are printed. Raises UserError if one of them is in `MUST_MATCH`, or if an older
-    version of this project has saved the checkpoint.
+    Settings that differ from `config` are printed. Those in `MUST_MATCH` are refused.
     """
     state = json.loads((folder / "state.json").read_text())
     if "collector" not in state:

@@ -184,7 +184,7 @@ class Collector:
         """Raise StepFailed when too many of the step's completions are unscored."""
         unscored = rewards.total.isnan().double().mean().item()
         if unscored > MAX_UNSCORED:
-            reason = distributed.first_error(self.scorer.why_none or None) or "unknown reason"
+            reason = distributed.first_error(self.scorer.unscored_reason or None) or "unknown reason"
             limit = f"at most {MAX_UNSCORED:.0%} may have none"
             raise StepFailed(f"{unscored:.0%} of the completions have no verdict, {limit} ({reason})")
 

@@ -133,7 +133,7 @@ def peak_flops() -> float:
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:
     """Return the sum and maximum of |log π_trainer − log π_sampler| over the trained tokens; `trainer_logp` is (C,)."""
-    fresh = (batch.values.weights > 0) & ~batch.values.stale  # no error: an earlier policy has sampled the stale ones
+    fresh = (batch.values.token_weights > 0) & ~batch.values.stale  # an earlier policy has sampled the stale ones
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}

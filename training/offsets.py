@@ -43,4 +43,4 @@ def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[i
         text, pending = text + (decoded or ""), [*pending, token] if decoded is None else []
     if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
         raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
-    return [*accumulate(reversed(starts), min)][::-1]  # a mark that is not read to its end has no characters either
+    return [*accumulate(reversed(starts), min)][::-1]  # a token inside a mark starts where the text after it does

@@ -1,11 +1,11 @@
-"""Partial rollouts: sampling ends when enough prompts are whole, and the next step continues the others.
+"""Partial rollouts: sampling ends when enough prompts are complete, and the next step continues the others.
 
 The lengths of completions spread over two orders of magnitude, so a step that waits for its longest completion samples
 it almost alone. With `--oversample F`, F · P prompts are in flight where P are trained on:
 
     in flight, oldest first:   p1 ... pP ... pFP      the last ones were drawn just now
-    sampling ends:             when P of them are whole, that is, when all G completions of each are finished
-    trained on:                the P oldest that are whole
+    sampling ends:             when P of them are complete, that is, when all G completions of each are finished
+    trained on:                the P oldest that are complete
     in the next step:          the rest is continued under the new weights, and P new prompts are drawn
 
 An interrupted completion keeps its tokens and the log-probability with which each was sampled. The policy of an earlier
@@ -13,7 +13,7 @@ step is just another sampler: the capped importance weight corrects for it, toke
 
 Nothing that is drawn is dropped, since dropping what takes long would favour short answers. Still, no token is trained
 on more than S steps (`--max_staleness`) after it was sampled: if the rest could not be trained on in time, sampling
-continues until its oldest prompts are whole too.
+continues until its oldest prompts are complete too.
 
 What is in flight is the same list on every process, so that it can be assigned anew in each round, and is part of a
 checkpoint.
@@ -83,7 +83,7 @@ class PartialCollector(Collector):
     def sample(
         self, drawn: list[DrawnPrompt], local_indices: list[int], prompts: list[Prompt], step: int
     ) -> list[DrawnPrompt]:
-        """Sample until enough of the prompts in `drawn` are whole; return those to train on, and keep the others."""
+        """Sample until enough of the prompts in `drawn` are complete; return those to train on, and keep the others."""
         if not self.in_flight and len(drawn) <= self.cfg.prompts_per_step:  # all are trained on in this step
             return super().sample(drawn, local_indices, prompts, step)
         rule = StoppingRule(step, self.cfg.prompts_per_step, self.cfg.num_generations, self.cfg.max_staleness)
@@ -130,20 +130,20 @@ class StoppingRule:
     num_generations: int  # G
     max_staleness: int  # S
 
-    def choose(self, steps: Sequence[int], whole: Sequence[bool]) -> list[int] | None:
+    def choose(self, steps: Sequence[int], complete: Sequence[bool]) -> list[int] | None:
         """Return the indices of the prompts to train on, or None if sampling has to continue.
 
-        `steps` tells when each prompt was drawn, oldest first, and `whole` whether it is whole. The P oldest whole
+        `steps` tells when each prompt was drawn, oldest first, and `complete` which are complete. The P oldest of these
         prompts are chosen if there are as many, and if the rest can still be trained on in time: at most k · P of them
-        may be due within k steps, for every k. If all prompts are whole, there is nothing left to sample.
+        may be due within k steps, for every k. If all prompts are complete, there is nothing left to sample.
         """
-        chosen = [i for i, is_whole in enumerate(whole) if is_whole][: self.num_prompts]
+        chosen = [i for i, is_complete in enumerate(complete) if is_complete][: self.num_prompts]
         if len(chosen) < self.num_prompts:
             return None
         rest = set(range(len(steps))).difference(chosen)
         due_in = [steps[i] + self.max_staleness - self.step for i in rest]  # steps in which each must be trained on
         in_time = all(sum(due <= k for due in due_in) <= k * self.num_prompts for k in range(self.max_staleness + 1))
-        return chosen if in_time or all(whole) else None
+        return chosen if in_time or all(complete) else None
 
 
 def sample_until_enough(
@@ -152,7 +152,7 @@ def sample_until_enough(
     local_indices: list[int],
     rule: StoppingRule,
 ) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
-    """Sample until enough of the prompts in `drawn` are whole. Call it on every process.
+    """Sample until enough of the prompts in `drawn` are complete. Call it on every process.
 
     `local_indices` are those of the prompts that this process samples, and `sample` continues their completions.
     Returns the prompts to train on and those that stay in flight, of all processes, oldest first.
@@ -160,18 +160,18 @@ def sample_until_enough(
     steps = [each.step for each in drawn]
     started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in local_indices]
 
-    def is_enough(whole: list[bool]) -> bool:
-        is_whole = _gather_by_index(dict(zip(local_indices, whole)))
-        return rule.choose(steps, [is_whole[i] for i in range(len(drawn))]) is not None
+    def should_stop(complete: list[bool]) -> bool:
+        is_complete = _gather_by_index(dict(zip(local_indices, complete)))
+        return rule.choose(steps, [is_complete[i] for i in range(len(drawn))]) is not None
 
-    rollouts = sample(Continuation(started, is_enough))
+    rollouts = sample(Continuation(started, should_stop))
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
         for i, before, after in zip(local_indices, started, rollouts)
     }
     all_sampled = _gather_by_index(sampled)
     continued = [replace(each, rollouts=all_sampled[i]) for i, each in enumerate(drawn)]
-    chosen = rule.choose(steps, [each.is_whole for each in continued])
+    chosen = rule.choose(steps, [each.is_complete for each in continued])
     return [continued[i] for i in chosen], [each for i, each in enumerate(continued) if i not in set(chosen)]
 
 
@@ -201,6 +201,6 @@ def partial_metrics(
         tokens[0] += len(rollout.ids) - sum(rollout.tokens_by_step.values())  # a step without partial rollouts
     shares = distributed.all_sum(tokens)
     shares = (shares / shares.sum()).tolist()
-    waiting = sum(each.is_whole for each in in_flight)
+    waiting = sum(each.is_complete for each in in_flight)
     ages = {f"partial/tokens_of_age_{age}": share for age, share in enumerate(shares)}
     return ages | {"partial/groups_waiting": waiting, "partial/groups_unfinished": len(in_flight) - waiting}

@@ -32,7 +32,7 @@ class DrawnPrompt:
     rollouts: tuple[Rollout, ...] = ()  # its G completions so far; empty before its first round
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all its completions are finished."""
         return bool(self.rollouts) and all(rollout.finished for rollout in self.rollouts)
 
@@ -118,13 +118,13 @@ class PromptStream:
 
         Raises StepFailed on every process if any process can no longer read a row; the message names the row.
         """
-        started = {place: future for place, future in self.prefetched.items() if not future.cancel()}
+        started = {key: future for key, future in self.prefetched.items() if not future.cancel()}
         self.prefetched = {}
-        places = [(each.position, each.row) for each in drawn]
-        missing = [each for each, place in zip(drawn, places) if place not in started]
+        keys = [(each.position, each.row) for each in drawn]
+        missing = [each for each, key in zip(drawn, keys) if key not in started]
         with distributed.shared_errors(StepFailed):
             encoded = iter(encode_prompts(self.rows(missing), self.processor))
-            prompts = [started[place].result() if place in started else next(encoded) for place in places]
+            prompts = [started[key].result() if key in started else next(encoded) for key in keys]
         for each, prompt in zip(drawn, prompts):
             prompt.expected_length = self.lengths.get(str(each.row), 0.0)
         return prompts
@@ -143,7 +143,8 @@ nothing else that changes."""
 def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:
     """Return how many more tokens `rollout` is expected to get.
 
-    Until half of the `expected` length, the rest of it. Then as many tokens as it has: what has taken long takes long.
+    Up to half of the `expected` length, it is the rest of that length. Beyond, it is as many as `rollout` already has:
+    what has taken long takes long.
     """
     length = len(rollout.ids)
     return 0.0 if rollout.finished else min(max(expected - length, length), max_length - length)

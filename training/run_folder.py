@@ -47,9 +47,8 @@ class RunFolder:
         """Return where the run starts, the same on every process.
 
         `requested` is a checkpoint's folder, "newest", "auto" (the newest if there is one) or None. If the newest
-        checkpoint is damaged, a message says so and the previous checkpoint is tried. Raises UserError if another run
-        uses the folder, if there is no checkpoint, or if the requested checkpoint is damaged or not the newest of the
-        folder. With "auto", the processes of an earlier start have time to end first.
+        checkpoint is damaged, a message says so and the previous checkpoint is tried. With "auto", the processes of an
+        earlier start have time to end first.
         """
         plan = None
         with distributed.shared_errors():

@@ -1,6 +1,6 @@
 """Weights & Biases, TensorBoard and trackio (`--log_to`). Each is only imported when it is asked for.
 
-A tracker is a pair of functions: log(step, numbers, rows of completions.jsonl), and close(failed).
+A tracker is a pair of functions: log(step, numbers, lines of completions.jsonl), and close(failed).
 """
 
 import base64
@@ -69,8 +69,8 @@ def start_wandb(folder: pathlib.Path, config: dict[str, Any], resumed_step: int 
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
 
-    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
-        run.log({"step": step} | numbers | _media(wandb, rows))
+    def log(step: int, numbers: dict[str, float], groups: list[dict[str, Any]]) -> None:
+        run.log({"step": step} | numbers | _media(wandb, groups))
 
     return log, lambda failed: run.finish(exit_code=int(failed))
 
@@ -82,8 +82,8 @@ def start_trackio(folder: pathlib.Path, config: dict[str, Any], resumed_step: in
     resume = "never" if resumed_step is None else "allow"
     trackio.init(project="grpo-vlm", name=folder.absolute().name, config=config, resume=resume)
 
-    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
-        trackio.log(numbers | _media(trackio, rows), step=step)
+    def log(step: int, numbers: dict[str, float], groups: list[dict[str, Any]]) -> None:
+        trackio.log(numbers | _media(trackio, groups), step=step)
 
     return log, lambda failed: trackio.finish()
 
@@ -95,7 +95,7 @@ def start_tensorboard(folder: pathlib.Path, config: dict[str, Any], resumed_step
     # TensorBoard hides what earlier event files have from this step on: a resumed run repeats these steps.
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0 if resumed_step is None else resumed_step + 1)
 
-    def log(step: int, numbers: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    def log(step: int, numbers: dict[str, float], groups: list[dict[str, Any]]) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -106,13 +106,15 @@ def start_tensorboard(folder: pathlib.Path, config: dict[str, Any], resumed_step
 TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "trackio": start_trackio}
 
 
-def _media(tracker: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _media(tracker: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a table of completions, and the images of the prompts, as objects of the module `tracker`."""
     columns = ["question", "answer", "text", "reward", "advantage", "truncated"]
-    cells = [[(row | completion)[name] for name in columns] for row in rows for completion in row["completions"]]
-    media = {"completions": tracker.Table(columns=columns, data=cells)} if rows else {}
-    for i, row in enumerate(rows):
-        for j, uri in enumerate(row["images"]):
+    cells = [
+        [(group | completion)[name] for name in columns] for group in groups for completion in group["completions"]
+    ]
+    media = {"completions": tracker.Table(columns=columns, data=cells)} if groups else {}
+    for i, group in enumerate(groups):
+        for j, uri in enumerate(group["images"]):
             image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
-            media[f"images/{i}/{j}"] = tracker.Image(image, caption=row["question"])
+            media[f"images/{i}/{j}"] = tracker.Image(image, caption=group["question"])
     return media

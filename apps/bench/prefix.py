@@ -19,8 +19,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 import speed
 
 from common import cli, console, distributed
-from common.gather import Gather
 from common.records import Completion, Group, Prompt
+from common.row_copies import RowCopies
 from config import Config as TrainingConfig
 from data import encode_prompts, load_processor, load_samples
 from packing import PackedBatch, Segments, pack, pack_groups
@@ -72,22 +72,22 @@ def _pack_whole(pairs: list[tuple[Prompt, Tensor]]) -> PackedBatch:
     groups, predict_from, start = [], [], 0
     for prompt, completion in pairs:
         ids = torch.cat([prompt.ids, completion])
-        following = int(prompt.positions.max()) + 1 + torch.arange(len(completion))
-        positions = torch.cat([prompt.positions, following.expand(len(prompt.positions), -1)], dim=1)
-        groups.append(Group(replace(prompt, ids=ids, positions=positions), [Completion(ids[:1], torch.zeros(1))]))
+        following = int(prompt.position_ids.max()) + 1 + torch.arange(len(completion))
+        position_ids = torch.cat([prompt.position_ids, following.expand(len(prompt.position_ids), -1)], dim=1)
+        groups.append(Group(replace(prompt, ids=ids, position_ids=position_ids), [Completion(ids[:1], torch.zeros(1))]))
         predict_from.append(start + len(prompt.ids) - 1 + torch.arange(len(completion)))
         start += len(ids)
     batch = pack(groups)  # the completions of one token are cut off again
     segments, n, none = batch.segments, len(pairs), torch.empty(0, dtype=torch.long)
     lengths = segments.q_lens[:n]
-    keys = Gather.plan(torch.arange(start), start)
+    keys = RowCopies.plan(torch.arange(start), start)
     whole = Segments(keys, segments.cu_q[: n + 1], segments.cu_k[: n + 1], lengths, lengths, none)
     return replace(
         batch,
         input_ids=batch.input_ids[:, :start],
         position_ids=batch.position_ids[..., :start],
         segments=whole,
-        predict_from=Gather.plan(torch.cat(predict_from), start),
+        predict_from=RowCopies.plan(torch.cat(predict_from), start),
         targets=torch.cat([completion for _, completion in pairs]),
     )
 
@@ -129,7 +129,7 @@ def measure(cfg: Config, policy: Policy, side: int, budget: int, device: torch.d
     prompts = encode_prompts(load_samples(rows, "count", processor=processor)[: cfg.prompts], processor)
     width, g = language_model(policy.model).config.hidden_size, torch.Generator().manual_seed(0)
     for prompt in prompts:
-        prompt.features = torch.randn(len(prompt.image_positions), width, generator=g)
+        prompt.features = torch.randn(len(prompt.image_indices), width, generator=g)
     sizes = (cfg.generations, cfg.tokens)
     groups = [
         Group(prompt, [Completion(ids, torch.zeros(cfg.tokens)) for ids in torch.randint(0, 250, sizes, generator=g)])

@@ -107,9 +107,9 @@ def read_run(program: str, folder: pathlib.Path) -> dict[str, Any]:
     """Return the held-out scores of a run, [[step, score], ...], and the seconds of its steps."""
     if program == "trl":
         return json.loads((folder / "trl.json").read_text())
-    rows = read_jsonl(folder / "run" / "metrics.jsonl")
-    curve = [[row["step"], row["eval/reward"]] for row in rows if row.get("eval/reward") is not None]
-    trained = [row for row in rows if "step_time" in row]
+    logged = read_jsonl(folder / "run" / "metrics.jsonl")
+    curve = [[row["step"], row["eval/reward"]] for row in logged if row.get("eval/reward") is not None]
+    trained = [row for row in logged if "step_time" in row]
     difference = statistics.mean(row["sampling/logp_difference_mean"] or 0.0 for row in trained)
     rewards = [row["reward"] for row in trained]
     return {"curve": curve, "seconds": [row["step_time"] for row in trained], "reward": rewards, "nats": difference}

@@ -329,12 +329,12 @@ def measure(cfg: Config) -> dict[str, dict]:
         samples = load_split(run.cfg, data[work["side"]], "count", collector.stream.processor)
         run.cfg.beta, run.cfg.max_completion_length = work["beta"], work["tokens"]
         collector.stream, collector.position = PromptStream(samples, collector.stream.processor, run.cfg.seed), 0
-        rows = [take_step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
+        measured = [take_step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
         others = ("memory_gib", "memory_flushes", "mfu", "idle/rollout")
-        keys = [key for key in rows[-1] if "time" in key or "difference" in key or key in others]
-        means = {key: float(np.mean([row[key] for row in rows[1:]])) for key in keys}
+        keys = [key for key in measured[-1] if "time" in key or "difference" in key or key in others]
+        means = {key: float(np.mean([metrics[key] for metrics in measured[1:]])) for key in keys}
         means = {key: value for key, value in means.items() if np.isfinite(value)}
-        means["memory_gib"] = max(row["memory_gib"] for row in rows)  # including the warm-up step
+        means["memory_gib"] = max(metrics["memory_gib"] for metrics in measured)  # including the warm-up step
         config = AutoConfig.from_pretrained(folder / cfg.shape)
         means["limits"] = limits(config, cfg, work["side"], work["tokens"], work["beta"], run.policy)
         means["of_the_limit"] = means["step_time"] / sum(means["limits"].values())
@@ -356,15 +356,15 @@ def measure_checkpoint(run: Run) -> dict[str, float]:
     before, started = resident_gib("VmRSS"), time.perf_counter()
     run.loop.save(run)
     waited, folder = time.perf_counter() - started, pathlib.Path(run.cfg.output) / f"checkpoint-{run.step}"
-    row = take_step(run, "step beside the checkpoint")
+    metrics = take_step(run, "step beside the checkpoint")
     if error := run.loop.checkpoints.wait():
         raise errors.RunStopped(f"the checkpoint was not written: {error}", 1)
     written = time.perf_counter() - started
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
     return {
-        "save/waited": waited + row["time/optimizer"],
+        "save/waited": waited + metrics["time/optimizer"],
         "save/written": written,
-        "save/step_beside": row["step_time"],
+        "save/step_beside": metrics["step_time"],
         "save/gb": size,
         "save/host_gib": resident_gib("VmHWM") - before,
     }
@@ -378,25 +378,25 @@ def resident_gib(name: str) -> float:
 
 def take_step(run: Run, label: str) -> dict[str, float]:
     """Take a training step, and begin the next one; print its times and return its metrics."""
-    row = grpo.train_step(run)
+    metrics = grpo.train_step(run)
     run.updater.end_step(run.collector.num_rounds)
     freeze_garbage_collector()
     run.step += 1
     run.collector.features.clear()  # so that every step computes the features of its images
-    print_times(label, row)
-    return row
+    print_times(label, metrics)
+    return metrics
 
 
-def print_times(label: str, row: dict[str, float]) -> None:
+def print_times(label: str, metrics: dict[str, float]) -> None:
     if console.is_main():
-        print(f"{label}: " + "  ".join(f"{k} {v:.3f}" for k, v in row.items() if "time" in k), flush=True)
+        print(f"{label}: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items() if "time" in k), flush=True)
 
 
 def show(results: dict[str, dict]) -> None:
     """Print a table with the seconds that each phase takes and, in brackets, the limit of the phase."""
     print(f"\n{'':28}" + "".join(f"{name:>20}" for name in results))
-    rows = sorted({key for result in results.values() for key in result if key != "limits"})
-    for key in rows:
+    keys = sorted({key for result in results.values() for key in result if key != "limits"})
+    for key in keys:
         phase = key.removeprefix("time/")
         line = ""
         for result in results.values():

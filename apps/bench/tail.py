@@ -182,22 +182,22 @@ def measure(run: Run, data: str, oversample: float, cfg: Config, occupancy: Occu
     warm_up = cfg.warm_up if oversample > 1 else 0
     steps = warm_up + cfg.steps
     restart(run, data, oversample, steps)
-    rows, timeline = [], []
+    measured, timeline = [], []
     full = min(run.cfg.vllm_sequences, cfg.prompts * cfg.generations // distributed.world_size())
     for step in console.progress(range(steps), f"oversample {oversample:g}", unit="step"):
         started, occupancy.points = time.perf_counter(), []
         if step < warm_up:
             sample_only(run)
             continue
-        row = speed.take_step(run, f"oversample {oversample:g} step {step}")
-        row["tokens"] = row["tokens_per_second"] * row["step_time"]
-        row["thin_share"] = occupancy.thin_share(started, full)
-        rows.append(row)
+        metrics = speed.take_step(run, f"oversample {oversample:g} step {step}")
+        metrics["tokens"] = metrics["tokens_per_second"] * metrics["step_time"]
+        metrics["thin_share"] = occupancy.thin_share(started, full)
+        measured.append(metrics)
         timeline.append([(round(at - started, 2), running) for at, running in changes(occupancy.points)])
-        timeline[-1].append((row["step_time"], 0))
-    numbers = {key for key in rows[0] if np.isfinite(rows[0][key])}
-    result = {key: float(np.nanmean([row[key] for row in rows])) for key in sorted(numbers)}
-    result["tokens_per_second"] = sum(row["tokens"] for row in rows) / sum(row["step_time"] for row in rows)
+        timeline[-1].append((metrics["step_time"], 0))
+    numbers = {key for key in measured[0] if np.isfinite(measured[0][key])}
+    result = {key: float(np.nanmean([each[key] for each in measured])) for key in sorted(numbers)}
+    result["tokens_per_second"] = sum(each["tokens"] for each in measured) / sum(each["step_time"] for each in measured)
     return result | {"oversample": oversample, "timeline": timeline}
 
 

@@ -45,7 +45,8 @@ def prepare_models() -> None:
 def leave_lm_head_to_the_root() -> None:
     """Let FSDP gather the lm_head together with the root module.
 
-    verl would shard it as a module of its own. Its fused kernels never call that module, and would get a shard.
+    verl would shard it as a module of its own. Its fused kernels read the weight without calling the module, so FSDP
+    would not gather it.
     """
     select = fsdp_utils._select_fsdp2_wrap_targets
 

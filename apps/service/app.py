@@ -55,7 +55,7 @@ from common.records import TAG
 from grading.answers import without_marks
 from grading.sandbox import WorkerPool
 
-PAGE = ROOT / "service" / "page"
+PAGE = ROOT / "apps" / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs and images that can be checked or decoded at the same time
 MAX_ERRORS = 20  # maximum number of invalid fields that a response lists

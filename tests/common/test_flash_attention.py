@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import packing
 from common import flash_attention
 from packing import pack
-from policy.batches import _blank_group
+from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import Policy
 from tests.helpers.models import build, make_group
@@ -99,10 +99,10 @@ def test_it_is_an_operator_as_torch_requires(on_cpu):
 def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(family, graphs, on_cpu, monkeypatch):
     """The other graph computes log-probabilities. Only experts and linear attention divide a layer.
 
-    No layer is compiled anew for other lengths, nor for a blank micro-batch.
+    No layer is compiled anew for other lengths, nor for a dummy micro-batch.
     """
     model, rng = build(family), random.Random(0)
-    batches = [random_batch(model, family, rng) for _ in range(4)] + [pack([_blank_group(Policy(model))])]
+    batches = [random_batch(model, family, rng) for _ in range(4)] + [pack([_dummy_group(Policy(model))])]
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_has_kernel", lambda q: False)
         enable_packed_forward(model)

@@ -419,7 +419,7 @@ def test_a_reward_that_takes_too_long_gives_no_verdict_and_holds_nobody_up(user_
     scorer, group, error = scored(user_file, "user:slow", texts=("3", "slow 1", "3", "slow 2", "3"))
     assert error is None
     assert [r.total == r.total for r in group] == [True, False, True, False, True]
-    assert "user.py:slow took longer than 1 s" in scorer.why_none
+    assert "user.py:slow took longer than 1 s" in scorer.unscored_reason
     assert time.perf_counter() - start < 10
 
 
@@ -467,7 +467,7 @@ def test_none_means_no_verdict(user_file):
     scorer, group, error = scored(user_file, "user:nothing")
     assert error is None
     assert all(r.total != r.total for r in group)
-    assert "user.py:nothing returned None" in scorer.why_none
+    assert "user.py:nothing returned None" in scorer.unscored_reason
 
 
 def test_a_task_of_ones_own_may_return_none(monkeypatch):
@@ -475,7 +475,7 @@ def test_a_task_of_ones_own_may_return_none(monkeypatch):
     scorer = Scorer("silent", RewardFlags())
     [group], error = scorer([make_sample("?", "3", [], "r")], [rollouts("3")])
     assert error is None and group[0].total != group[0].total
-    assert scorer.why_none == "silent returned None"
+    assert scorer.unscored_reason == "silent returned None"
 
 
 @pytest.mark.parametrize(

@@ -397,7 +397,7 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
     [rewards], error = scorer([make_sample("<image>How many?", "7", [], "row 1")], [group])
     assert error is None
     assert [each.total for each in rewards] == pytest.approx([1, -1, math.nan, -1, 1], nan_ok=True)
-    assert "it replied 'maybe'" in scorer.why_none
+    assert "it replied 'maybe'" in scorer.unscored_reason
     assert "How many?" in server.requests[-1]["messages"][1]["content"]
     assert "<image>" not in server.requests[-1]["messages"][1]["content"]
 

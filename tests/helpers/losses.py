@@ -26,7 +26,7 @@ def grpo_loss(
     old_logp: Tensor,
     advantages: Tensor,
     weights: Tensor,
-    row_of_token: Tensor,
+    completion_of_token: Tensor,
     options: LossOptions = LossOptions(),
     ref_logp: Tensor | None = None,
     importance: Tensor | None = None,
@@ -39,12 +39,12 @@ def grpo_loss(
     values = SimpleNamespace(
         sampling_logp=sampling_logp,
         advantages=advantages,
-        weights=weights,
+        token_weights=weights,
         stale=stale,
         has_image=has_image,
         trainer_logp=old_logp,
         ref_logp=ref_logp,
         per_token=False,
     )
-    batch = SimpleNamespace(values=values, row_of_token=row_of_token)
+    batch = SimpleNamespace(values=values, completion_of_token=completion_of_token)
     return grpo.batch_loss(SimpleNamespace(**asdict(options), **flags), batch, logp)

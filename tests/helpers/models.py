@@ -19,7 +19,7 @@ from transformers.models.idefics3 import Idefics3VisionConfig
 from apps.demo import tiny
 from common.errors import UserError
 from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup
-from data import Processor, encode_prompt, prompt_positions
+from data import Processor, encode_prompt, prompt_position_ids
 from policy import delta_net
 from policy.families import Vision, find_family
 from tests.helpers.rows import make_sample
@@ -341,7 +341,7 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
         ]
     vision = {name: torch.cat([image[name] for image in images]) for name in (images or [{}])[0]}
     prompt_ids = torch.cat(ids)
-    positions = prompt_positions(model.model, prompt_ids, vision)
+    positions = prompt_position_ids(model.model, prompt_ids, vision)
     digest = vision["pixel_values"].numpy().tobytes() if vision else b""
     prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=digest)
     return Group(prompt, [Completion(random_tokens(n), torch.zeros(n)) for n in lengths])

@@ -180,7 +180,7 @@ def test_a_dissolved_batch_leaves_every_request_where_it_is(scheduler_class):
     iterations = [scheduler.schedule() for _ in range(3)]
     assert [len(iteration.scheduled_cached_reqs.req_ids) for iteration in iterations] == [2, 2, 1]
     assert scheduler.update_from_output(iterations[0], sample(iterations[0], {})) == {}
-    assert [(output.request_id, output.tokens) for output in scheduler.take_unsent()] == [("a", [1]), ("b", [1])]
+    assert [(output.request_id, output.tokens) for output in scheduler.pop_unsent()] == [("a", [1]), ("b", [1])]
     assert (a.tokens, a.num_computed_tokens, a.num_output_placeholders) == ([0, 1], 3 + 3, 2)
     assert (b.tokens, b.num_computed_tokens, b.num_output_placeholders) == ([0, 1], 5 + 2, 1)
     assert scheduler.batch is None and scheduler.unsent == []

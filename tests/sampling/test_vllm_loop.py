@@ -17,7 +17,7 @@ class Engine:
 
     def __init__(self):
         self.params, self.request_states, self.running = {}, {}, []
-        scheduler = SimpleNamespace(take_unsent=lambda: "unsent")
+        scheduler = SimpleNamespace(pop_unsent=lambda: "unsent")
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self.output_processor, self.aborted, self.taken = self, None, None
 

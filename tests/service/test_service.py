@@ -67,7 +67,7 @@ class Service:
             f"--nofile={file_limit}",
             sys.executable,
             "-m",
-            "service",
+            "apps.service",
             f"--folder={folder}",
             f"--model={model}",
             f"--port={self.port}",

@@ -27,12 +27,14 @@ from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rollout
 from config import RewardFlags
+from evaluation.scorer import Scorer
 from grading import math_workers
 from grading.sandbox import WorkerPool
+from policy import export
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, export, report, run_folder, trackers
+from training import checkpoint, report, run_folder, trackers
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
@@ -803,10 +805,10 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerPool, "call", lost)
         patch.setattr(rewards, "check_math", lambda: None)
-        scorer = rewards.Scorer("math", RewardFlags())
+        scorer = Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
         [[scored]], error = scorer([make_sample("?", "1/2", [], "row")], [[completion]])
-    assert error is None and math.isnan(scored.total) and "worker process died" in scorer.why_none
+    assert error is None and math.isnan(scored.total) and "worker process died" in scorer.unscored_reason
 
 
 def test_moments_are_there_before_the_first_update(tiny_model, shapes, tmp_path):

@@ -20,7 +20,7 @@ def test_differences_of_rows_with_and_without_images_are_apart():
     with_image = replace(with_image, prompt=replace(with_image.prompt, image_token=int(with_image.prompt.ids[0])))
     text = replace(text, completions=[replace(text.completions[0], num_stale=1)])
     batch = pack([with_image, text])
-    batch.values.weights[:] = 1.0
+    batch.values.token_weights[:] = 1.0
     got = logp_difference(batch, batch.values.sampling_logp + torch.tensor([0.5] * 3 + [-0.25] * 4))
     want = {"difference": 2.25, "image_difference": 1.5, "difference_max": 0.5}
     assert got == want | {"fresh_tokens": 6, "image_fresh_tokens": 3}

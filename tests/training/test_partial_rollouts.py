@@ -42,7 +42,7 @@ PARTIAL = {"oversample": 2.0, "max_completion_length": 96}
 
 def test_the_oldest_whole_prompts_are_chosen_and_the_rest_can_wait():
     choose = StoppingRule(step=5, num_prompts=2, num_generations=4, max_staleness=2).choose
-    assert choose([4, 5, 5, 5], [False, True, False, False]) is None, "only one is whole"
+    assert choose([4, 5, 5, 5], [False, True, False, False]) is None, "only one is complete"
     assert choose([4, 5, 5, 5], [False, True, False, True]) == [1, 3]
     assert choose([4, 5, 5, 5], [True, True, False, True]) == [0, 1]
     assert choose([3, 5, 5, 5], [False, True, True, True]) is None, "the first must be trained on in this step"
@@ -95,7 +95,7 @@ def test_an_unfinished_completion_needs_room_for_a_token():
     one.in_flight = in_flight
     two.load_state_dict(one.state_dict())
     (restored,) = two.in_flight
-    assert (restored.position, restored.step, restored.row, restored.is_whole) == (3, 1, 5, False)
+    assert (restored.position, restored.step, restored.row, restored.is_complete) == (3, 1, 5, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
     with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
         check_lengths(one.state_dict()["in_flight"], max_length=9)
