@@ -40,7 +40,7 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
         values = [row.get(name) for row in recent]
         return None not in values and low <= min(values) and max(values) <= high
 
-    before, now = (fmean(row.get("completions/mean_length", math.nan) for row in rows) for rows in (first, recent))
+    before, now = (fmean(row.get("completions/mean_length") or math.nan for row in rows) for rows in (first, recent))
     rewards = [row["reward"] for row in first]
     half, falls = fmean(rewards) / 2, len(later) >= FALLEN
     rises = len(later) >= FIRST and all(row["reward"] > max(rewards) for row in later[-FIRST:])

@@ -112,7 +112,7 @@ def test_a_healthy_run_has_no_warning(name):
 
 def test_old_or_damaged_metrics_do_no_harm():
     assert not all_problems([{"step": 1}, {"step": 2, "reward": None}])
-    assert not all_problems([{"step": step, "reward": 0.5} for step in range(20)])
+    assert not all_problems([{"step": step, "reward": 0.5, LENGTH: None} for step in range(20)])
 
 
 def said(log: RunLog, rows: list[dict], capsys) -> dict[int, str]:
