@@ -16,7 +16,7 @@ WARNINGS = {
     "signal": "no group's rewards have differed for {recent} steps, so nothing is learned. Likely causes: the "
     "format is wrong, completions are cut off, or all rows are too hard or too easy. The first completion: {example}",
     "format": "no completion has the format that the task asks for: start from a model that follows instructions, show "
-    "the format in --template, or give it a --reward",
+    "the format in --template, or give it a --reward; if it was there before, lower --learning_rate",
     "cut off": "most completions are cut off before their answer: raise --max_completion_length",
     "length": "completions have gone from {before:.0f} to {now:.0f} tokens: look whether the scores gain by it, too",
     "entropy": "the entropy is near zero, so that completions hardly differ: if the scores are not good enough yet, "
