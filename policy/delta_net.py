@@ -107,8 +107,6 @@ def _look_back(net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, segme
     sizes = [sum(prompts.lengths), sum(completions.lengths)]
     of_prompts, of_completions = zip(*(x.split(sizes) for x in (mixed, decay, beta)))
     from_prompts, states = _with_states(net, *of_prompts, prompts, None)
-    if not completions.lengths:  # whole sequences, in apps/bench/prefix.py
-        return from_prompts
     conv_state, rule_state = (state[segments.prompt_of] for state in states)
     from_completions, _ = _with_states(net, *of_completions, completions, (conv_state, rule_state))
     return torch.cat([from_prompts, from_completions])

@@ -1,19 +1,21 @@
-"""GPU memory: estimate what a model needs; choose sharding, checkpointing and micro-batch size; handle overflows.
+"""GPU memory: plan what a run takes, with the GPUs or without; size its micro-batches; handle overflows.
+
+    plan(empty_policy(load_config(cfg.model), cfg), cfg, GPUs(80 * GIB, number=4)).estimate()
 
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
+import transformers
 
 from common import console, distributed
 from common.errors import RunStopped, UserError
-from config import Config, PolicyFlags
+from config import Config
 from policy.experts import experts_per_token
 from policy.families import (
     attention_windows,
@@ -25,10 +27,20 @@ from policy.families import (
 )
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
-from policy.model import Policy, compute_dtype, is_quantised, num_weights, trains_vision, vision_parameters
+from policy.model import (
+    Policy,
+    compute_dtype,
+    empty_policy,
+    is_quantised,
+    num_weights,
+    trains_vision,
+    vision_parameters,
+)
 from policy.sharding import AFTER_UPDATE, reshard, take_gradients
 
 T = TypeVar("T")
+GIB = 2**30
+CUDA = torch.device("cuda")
 MAX_MICRO_BATCH_TOKENS = 10240  # upper limit of the automatic choice: larger micro-batches are no more efficient
 TARGET_MICRO_BATCH_TOKENS = 8192  # below this size, checkpointing more layers to allow larger micro-batches is faster
 CPU_MICRO_BATCH_TOKENS = 16384  # default without a GPU
@@ -36,214 +48,343 @@ FLOAT32_BYTES = 4  # a master weight or a gradient
 MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
-SAMPLER_BYTES = 2 * 2**30  # least memory besides its copy of the weights with which a sampler starts
-VLLM_BYTES = 5 * 2**30  # enough for what vLLM holds besides weights and KV cache: activations, and CUDA graphs
+SAMPLER_BYTES = 2 * GIB  # least memory besides its copy of the weights with which a sampler starts
+VLLM_BYTES = 5 * GIB  # enough for what vLLM holds besides weights and KV cache: activations, and CUDA graphs
 VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
+METHODS: dict[str, dict[str, Any]] = {  # ways to train, and their flags
+    "full": {},
+    "full, moments in host memory": {"offload_optimizer": True},
+    "LoRA": {"lora_rank": 64},
+    "LoRA, 4-bit": {"lora_rank": 64, "load_in_4bit": True},
+}
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens"
 
 
-def state_bytes(policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device) -> tuple[int, int]:
-    """Return the size in bytes of a full copy of the training state on `device`, as (weights and moments, gradients).
+@dataclass(frozen=True)
+class GPUs:
+    """The GPUs that a run is planned for, one for each process, whether they are here or not."""
 
-    The weights include those of a separate reference model. Weights and moments in host memory are not counted.
-    """
-    size = compute_dtype(flags.dtype, device).itemsize
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    held = sum(min(p.element_size(), size) * p.numel() for p in policy.parameters() if not p.requires_grad)
-    if with_reference and not has_adapter(policy.model) and not flags.offload_reference:
-        own = set(policy.parameters()) - (set() if flags.train_vision else set(vision_parameters(policy.model)))
-        size = FLOAT32_BYTES if AFTER_UPDATE else size
-        held += size * sum(p.numel() for p in own)  # it shares a frozen tower with the policy (`load_reference`)
-    moments = 0 if flags.offload_optimizer else MOMENTS_BYTES
-    return held + (FLOAT32_BYTES + moments) * trained, FLOAT32_BYTES * trained
+    size: float  # memory of each, in bytes; infinite without a GPU
+    number: int = 1
+    per_machine: int = 8
+    used_by_others: float = 0.0  # bytes of each that other programs use
+    equal_machines: bool = True  # whether all machines run the same number of processes
+    device: torch.device = CUDA
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there are GPUs at all."""
+        return self.device.type == "cuda"
 
-def process_bytes(
-    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, sharding: str
-) -> tuple[float, float]:
-    """Return the part of `state_bytes` that each process holds. A 4-bit model and a frozen tower are not sharded."""
-    shards = 1 if flags.load_in_4bit else distributed.num_shards(sharding)
-    resting, gradients = state_bytes(policy, flags, with_reference, device)
-    tower = [parameter for parameter in vision_parameters(policy.model) if not parameter.requires_grad]
-    whole = compute_dtype(flags.dtype, device).itemsize * sum(parameter.numel() for parameter in tower)
-    return (resting - whole) / shards + whole, gradients / shards
+    def usable(self, limit: float) -> float:
+        """Return how many bytes of each the allocator can use, given a limit of `limit` GiB (0: no limit)."""
+        return min(limit * GIB or self.size, self.size) * (1 - MARGIN)
 
 
-def cache_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
-    """Return the size of a KV cache in which all completions that an engine samples at once reach their maximum length.
-
-    With `tensor_parallel`, each GPU of the engine has a cache of this size. The completions of a prompt share its keys
-    and values. States of linear attention are not counted.
-    """
-    text = language_model(policy.model).config
-    heads = max(1, text.num_key_value_heads / cfg.tensor_parallel)
-    token = 2 * heads * head_dim(text) * compute_dtype(cfg.dtype, device).itemsize  # in one layer
-    drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
-    sequences = min(cfg.vllm_sequences, math.ceil(drawn / distributed.world_size()))
-    length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
-    return sequences * token * sum(min(length, window) for window in attention_windows(text))
+def gpus_here(device: torch.device) -> GPUs:
+    """Return the GPUs of this run, as the process with this `device` sees them."""
+    per_machine = distributed.local_world_size()
+    equal_machines = len(set(distributed.all_gather(per_machine))) == 1
+    size = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    return GPUs(size, distributed.world_size(), per_machine, used_by_others(device), equal_machines, device)
 
 
-def least_sampler_bytes(policy: Policy, cfg: Config, device: torch.device) -> float:
-    """Return the least memory of each GPU with which a sampler starts that has a copy of the model."""
-    copy = num_weights(policy) * compute_dtype(cfg.dtype, device).itemsize / cfg.tensor_parallel
-    return copy + SAMPLER_BYTES
-
-
-def usable_bytes(device: torch.device, limit: float) -> float:
-    """Return how many bytes of this process's GPU the allocator can use, given a limit of `limit` GiB (0: no limit)."""
-    return torch.cuda.get_device_properties(device).total_memory * distributed.memory_fraction(limit) * (1 - MARGIN)
-
-
-def used_by_others(device: torch.device) -> int:
+def used_by_others(device: torch.device) -> float:
     """Return how many bytes of the GPU other programs use: all that this process's allocator and CUDA do not."""
+    if device.type != "cuda":
+        return 0.0
     free, size = torch.cuda.mem_get_info(device)
-    return max(0, size - free - torch.cuda.memory_reserved(device) - int(CUDA_GIB * 2**30))
+    return max(0.0, size - free - torch.cuda.memory_reserved(device) - CUDA_GIB * GIB)
 
 
-def describe_others(device: torch.device) -> str:
-    """Return how much of the GPU other programs use, for the end of a message; "" if it is next to nothing."""
-    others = used_by_others(device) / 2**30 if device.type == "cuda" else 0
-    return f"; other programs use {others:.1f} GiB of this GPU" if others > 1 else ""
+def describe_others(used: float) -> str:
+    """Return that other programs use so much of the GPU, for the end of a message; "" if it is next to nothing."""
+    return f"; other programs use {used / GIB:.1f} GiB of this GPU" if used > GIB else ""
 
 
-def choose_sharding(
-    policy: Policy, flags: PolicyFlags, with_reference: bool, device: torch.device, limit: float = 0.0
-) -> str:
-    """Return `flags.sharding`, with "auto" resolved to "none", "hybrid" or "full" (without a GPU: "full").
+@dataclass(frozen=True)
+class Plan:
+    """What a run with the flags `cfg` takes on each of `gpus`, in bytes, and what follows from it; see `plan`."""
 
-    A full copy on each process avoids gathering weights. Shards leave more memory for larger micro-batches and for the
-    sampler. Raises UserError for "hybrid" if the machines run different numbers of processes.
+    cfg: Config
+    gpus: GPUs
+    sharding: str  # "none", "hybrid" or "full"
+    shards: int  # GPUs that share one copy of the weights
+    weights: float  # master weights, and what is frozen
+    reference: float  # a separate reference model
+    moments: float  # AdamW's; like the reference, 0 if they are in host memory
+    gradients: float
+    copy: float  # the whole model in the compute dtype
+    unsharded: float  # the part of it that is sharded; 0 beside 4-bit weights, since `gathered` has it
+    gathered: float  # embedding, lm_head, two layers with their gradients, and two gradients of a trained lm_head
+    logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
+    token_bytes: tuple[float, ...]  # activations of a packed token, by the number of checkpointed decoder layers
+    expert_bytes: tuple[int, ...]  # copies of adapted experts, by the same number
+    cache: float  # a KV cache in which all completions that an engine samples at once reach their maximum length
+    has_room: bool = True  # whether a sampler's copy of the weights fits beside the resting trainer
+    vllm_memory: float = VLLM_MEMORY  # vLLM's fraction of the GPU's memory, or of `--gpu_memory`
+
+    @property
+    def resting(self) -> float:
+        """What the trainer holds while the sampler works."""
+        return self.weights + self.reference + self.moments
+
+    @property
+    def sampler_weights(self) -> float:
+        """The sampler's copy of the weights."""
+        return self.copy / self.cfg.tensor_parallel
+
+    @property
+    def sampler(self) -> float:
+        """What a sampler with a copy of the weights takes while it is awake."""
+        return self.vllm_memory * self.gpus.usable(self.cfg.gpu_memory)
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens in a prompt plus one completion, which always share a micro-batch."""
+        return self.cfg.max_prompt_length + self.cfg.max_completion_length
+
+    def stays_awake(self, free: float) -> bool:
+        """Return whether the sampler can stay awake while the trainer works, beside which `free` bytes are free.
+
+        The largest micro-batch must then fit without activation checkpointing. With `gpu_memory`, there is no choice:
+        PyTorch counts vLLM's memory towards that limit even while vLLM sleeps.
+        """
+        tokens = self.cfg.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
+        needed = self.resting + self.gradients + self.copy + self.logits + tokens * self.token_bytes[0]
+        return self.gpus.on_gpu and (bool(self.cfg.gpu_memory) or needed <= free - MARGIN * self.gpus.size)
+
+    def left(self, total: float, in_use: float) -> float:
+        """Return what `total` bytes have left for activations, beside those `in_use` and what updates add to them."""
+        return total * (1 - MARGIN) - in_use - self.moments - self.gradients - self.logits - self.gathered
+
+    def max_tokens(self, num_checkpointed: int, left: float) -> float:
+        """Return how many tokens `left` bytes have room for if `num_checkpointed` decoder layers are checkpointed."""
+        return (left - self.expert_bytes[num_checkpointed]) / self.token_bytes[num_checkpointed]
+
+    def num_checkpointed(self, left: float) -> int:
+        """Return how many decoder layers to checkpoint so that micro-batches are fastest in `left` bytes."""
+        layers = len(self.token_bytes) - 1
+        choices = {"none": [0], "selective": [layers // 2], "full": [layers], "auto": range(layers + 1)}
+        choice = choices[self.cfg.activation_checkpointing]
+        target = max(self.longest, self.cfg.micro_batch_tokens or TARGET_MICRO_BATCH_TOKENS)
+        return next((n for n in choice if self.max_tokens(n, left) >= target), choice[-1])
+
+    def check(self, needs_copy: bool) -> None:
+        """Raise UserError if the training state does not fit. `needs_copy`: whether the sampler has a copy of it.
+
+        During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and
+        optimizer state must fit alongside it. With `gpu_memory`, it is always awake (`stays_awake`). The memory that
+        other programs use is not there.
+        """
+        cfg, gpus, sampler = self.cfg, self.gpus, self.sampler if needs_copy else 0.0
+        if not gpus.on_gpu:
+            return
+        total = min(gpus.usable(cfg.gpu_memory), gpus.usable(0.0) - gpus.used_by_others)
+        training = self.resting + self.gradients + (sampler if cfg.gpu_memory else 0.0)
+        needed = max(training, self.resting + sampler)
+        if needed <= total:
+            return
+        what, hints = "weights, gradients and AdamW", self._memory_saving_flags()
+        if sampler > self.gradients:
+            what = "weights, AdamW and --vllm_memory"
+            if sampler > self.sampler_weights + SAMPLER_BYTES + 1:  # else it would be raised again
+                hints.insert(0, f"a --vllm_memory below {self.vllm_memory:.2f}")
+            elif gpus.number > cfg.tensor_parallel and cfg.oversample == 1:
+                hints.insert(0, "a larger --tensor_parallel")
+        raise UserError(
+            f"this GPU is too small by {(needed - total) / GIB:.1f} GiB: {what} take {needed / GIB:.1f} GiB on "
+            f"each of {gpus.number} processes, and {total / GIB:.1f} GiB are usable"
+            f"{describe_others(self.gpus.used_by_others)}. What helps: {', '.join(hints)}, more GPUs"
+        )
+
+    def check_longest(self, num_checkpointed: int, tokens: int) -> None:
+        """Raise UserError if a micro-batch of `tokens` has no room for a prompt with one completion."""
+        if tokens >= self.longest or self.cfg.micro_batch_tokens:
+            return
+        missing = (self.longest - tokens) * self.token_bytes[num_checkpointed] / GIB
+        raise UserError(
+            f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {self.longest} tokens"
+            f"{describe_others(self.gpus.used_by_others)}. What helps: shorter ones (--max_prompt_length, "
+            f"--max_completion_length), {OOM_ACTIVATION_HINT}"
+        )
+
+    def estimate(self) -> dict[str, Any]:
+        """Return, without any GPU, whether the run fits, how its micro-batches are made, and GiB by part.
+
+        "peak" is the most that is used at a time. If micro-batches fill the memory, it is nearly all of it.
+        """
+        cfg, gpus, sampler = self.cfg, self.gpus, self.sampler if self.has_room else 0.0
+        in_use = CUDA_GIB * GIB + gpus.used_by_others
+        awake = self.stays_awake(gpus.size - in_use - sampler)
+        held = in_use + self.weights + self.reference + (sampler if awake else 0.0)
+        left = self.left(min(cfg.gpu_memory * GIB or gpus.size, gpus.size), held)
+        layers = self.num_checkpointed(left)
+        most = int(self.max_tokens(layers, left))
+        tokens = cfg.micro_batch_tokens or max(0, min(most, MAX_MICRO_BATCH_TOKENS))
+        try:
+            self.check(needs_copy=self.has_room)
+            self.check_longest(layers, most)
+            problem = ""
+        except UserError as error:
+            problem = str(error)
+        activations = tokens * self.token_bytes[layers] + self.expert_bytes[layers]
+        whole = self.unsharded if left - activations >= self.unsharded else 0.0  # see `choose_micro_batch_size`
+        update = held + self.moments + self.gradients + self.logits + self.gathered + activations + whole
+        parts = {name: getattr(self, name) for name in ("weights", "reference", "moments", "gradients")} | {
+            "activations": activations,
+            "logits and gathered layers": self.logits + self.gathered + whole,
+            "vLLM": sampler,
+            "peak": max(update, in_use + self.resting + sampler),
+        }
+        return {
+            "problem": problem,
+            "sharding": self.sharding,
+            "vLLM stays awake": awake and self.has_room,
+            "micro-batch tokens": tokens,
+            "checkpointed layers": layers,
+        } | {name: round(size / GIB, 1) for name, size in parts.items()}
+
+    def _memory_saving_flags(self) -> list[str]:
+        """Return the flags that would make the training state smaller and are not already in use."""
+        cfg, separate_reference = self.cfg, self.cfg.beta and not self.cfg.has_adapter
+        hints = {
+            "--sharding full": self.shards < self.gpus.number,
+            "--lora_rank 64": not cfg.has_adapter,
+            "--load_in_4bit" if cfg.has_adapter else "--load_in_4bit with it": not cfg.load_in_4bit,
+            "--offload_optimizer": not cfg.offload_optimizer,
+            "--offload_reference": separate_reference and not cfg.offload_reference,
+            "--beta 0": separate_reference,
+        }
+        return [hint for hint, applies in hints.items() if applies]
+
+
+def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
+    """Return what a run of `policy`, as it was loaded or as `empty_policy` returns it, takes on each of `gpus`."""
+    size, parameters = compute_dtype(cfg.dtype, gpus.device).itemsize, list(policy.parameters())
+    tower, quantised = set(vision_parameters(policy.model)), is_quantised(policy)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = {p: min(p.element_size(), size) * p.numel() for p in parameters if not p.requires_grad}
+    whole = {p for p in frozen if quantised or p in tower}  # held by every process, see `apply_fsdp`
+    whole_bytes = sum(frozen[p] for p in whole)
+    sharded = sum(frozen.values()) - whole_bytes + FLOAT32_BYTES * trained
+    own = 0  # weights of a separate reference; it shares a frozen tower with the policy (`load_reference`)
+    if cfg.beta and not has_adapter(policy.model) and not cfg.offload_reference:
+        own = sum(p.numel() for p in parameters if cfg.train_vision or p not in tower)
+    reference = own * (FLOAT32_BYTES if AFTER_UPDATE else size)
+    moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
+    sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
+    shards = {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]
+    decoder, head = language_model(policy.model), policy.model.lm_head.weight
+    gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
+    gathered += size * sum(p.numel() for p in {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()})
+    gathered = size * trained if quantised else gathered  # beside 4-bit weights, the whole adapter
+    dtype, counts = compute_dtype(cfg.dtype, gpus.device), range(len(decoder.layers) + 1)
+    sizes = Plan(
+        cfg=cfg,
+        gpus=gpus,
+        sharding=sharding,
+        shards=shards,
+        weights=whole_bytes + sharded / shards,
+        reference=reference / shards,
+        moments=moments / shards,
+        gradients=gradients / shards,
+        copy=size * num_weights(policy),
+        unsharded=0 if quantised else size * sum(p.numel() for p in parameters if p not in whole),
+        gathered=gathered + (2 * size * head.numel() if head.requires_grad else 0),  # see `_TokenLogprobs`
+        logits=(12 if cfg.compile else 28) * LOGIT_ROWS * decoder.embed_tokens.weight.shape[0],
+        token_bytes=tuple(bytes_per_token(policy, n, cfg.compile, dtype) for n in counts),
+        expert_bytes=tuple(adapted_expert_bytes(policy, n, dtype) for n in counts),
+        cache=_cache_bytes(decoder.config, cfg, gpus.number, size),
+    )
+    return _plan_sampler(sizes)
+
+
+def plan_rows(
+    config: transformers.PreTrainedConfig, cfg: Config, sizes: Sequence[float], number: int = 1
+) -> list[dict[str, Any]]:
+    """Return what each of `METHODS` takes on `number` GPUs of each of the `sizes` in GiB; see `Plan.estimate`.
+
+    `config`: the model's, as `load_config` returns it.
     """
-    equal_machines = len(set(distributed.all_gather(distributed.local_world_size()))) == 1
-    if flags.sharding == "hybrid" and not equal_machines:
+    rows = []
+    for method, flags in METHODS.items():
+        changed = replace(cfg, **flags)
+        policy = empty_policy(config, changed)
+        plans = [plan(policy, changed, GPUs(size * GIB, number)) for size in sizes]
+        rows += [{"method": method, "GPU": size} | each.estimate() for size, each in zip(sizes, plans)]
+    return rows
+
+
+def _choose_sharding(cfg: Config, gpus: GPUs, state: float) -> str:
+    """Return `cfg.sharding`, with "auto" resolved to "none", "hybrid" or "full" (without a GPU: "full").
+
+    A full copy of the training `state` on each process avoids gathering weights. Shards leave more memory for larger
+    micro-batches and for the sampler. Raises UserError for "hybrid" if the machines run different numbers of processes.
+    """
+    if cfg.sharding == "hybrid" and not gpus.equal_machines:
         raise UserError(
             "--sharding hybrid needs the same number of processes on every machine: use the same --nproc_per_node"
         )
-    if flags.sharding != "auto":
-        return flags.sharding
-    if distributed.world_size() == 1 or device.type != "cuda":
+    if cfg.sharding != "auto":
+        return cfg.sharding
+    if gpus.number == 1 or not gpus.on_gpu:
         return "full"
-    state, total = sum(state_bytes(policy, flags, with_reference, device)), usable_bytes(device, limit)
-    several_machines = distributed.local_world_size() < distributed.world_size()
-    fits_machine = equal_machines and state / distributed.local_world_size() < 2 * total / 3
+    total = gpus.usable(cfg.gpu_memory)
+    several_machines = gpus.per_machine < gpus.number
+    fits_machine = gpus.equal_machines and state / gpus.per_machine < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
-    chosen = distributed.all_gather(chosen)[0]  # rank 0's choice: machines may have different GPUs
-    console.log(f"sharding: {chosen} (weights, gradients, optimizer: {state / 2**30:.1f} GiB)")
-    return chosen
+    return distributed.all_gather(chosen)[0]  # rank 0's choice: machines may have different GPUs
 
 
-def plan_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: str) -> tuple[bool, float]:
-    """Return whether the GPU has room for a sampler's copy of the model, and the fraction of its memory that vLLM gets.
+def _plan_sampler(sizes: Plan) -> Plan:
+    """Return `sizes` with the room for a sampler's copy of the weights and the fraction of memory that vLLM gets.
 
     The fraction is `cfg.vllm_memory` or, if that is 0, `VLLM_MEMORY`. It is more if the copy needs more. By default, it
     is also more if the completions of a step need more, as far as the resting trainer and other programs leave it free;
     not with `gpu_memory`, because PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. Without a
     GPU, there is always room, and with several processes, too, because only a single one can do without a copy.
     """
+    cfg, gpus = sizes.cfg, sizes.gpus
     fraction = cfg.vllm_memory or VLLM_MEMORY
-    if device.type != "cuda":
-        return True, fraction
-    needed, total = least_sampler_bytes(policy, cfg, device), usable_bytes(device, cfg.gpu_memory)
-    resting, gradients = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    left = total - resting - (gradients if cfg.gpu_memory else used_by_others(device))
-    has_room = distributed.world_size() > 1 or needed <= left
+    if not gpus.on_gpu:
+        return replace(sizes, vllm_memory=fraction)
+    needed, total = sizes.sampler_weights + SAMPLER_BYTES, gpus.usable(cfg.gpu_memory)
+    left = total - sizes.resting - (sizes.gradients if cfg.gpu_memory else gpus.used_by_others)
+    has_room = gpus.number > 1 or needed <= left
     fraction = max(fraction, min(0.9, needed / total))
     if not cfg.vllm_memory and not cfg.gpu_memory:
-        enough = needed - SAMPLER_BYTES + VLLM_BYTES + cache_bytes(policy, cfg, device)
+        enough = sizes.sampler_weights + VLLM_BYTES + sizes.cache
         fraction = max(fraction, min(enough, VLLM_SHARE * left) / total)
-    return has_room, fraction
+    return replace(sizes, has_room=has_room, vllm_memory=fraction)
 
 
-def check_gpu_memory(
-    policy: Policy,
-    cfg: Config,
-    device: torch.device,
-    sampler_fraction: float,
-    sharding: str = "full",
-) -> None:
-    """Limit this process to `cfg.gpu_memory` of its GPU, if set; raise UserError if the training state does not fit.
+def _cache_bytes(text: transformers.PreTrainedConfig, cfg: Config, processes: int, size: int) -> float:
+    """Return `Plan.cache` for the decoder's config `text` if each number takes `size` bytes.
 
-    During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and optimizer
-    state must fit alongside it; the sampler then takes `sampler_fraction` of the memory. It keeps that memory during an
-    update if `cfg.gpu_memory` is set (`fits_beside_sampler`). The memory that other programs use is not there.
+    With `tensor_parallel`, each GPU of the engine has a cache of this size. The completions of a prompt share its keys
+    and values. States of linear attention are not counted.
     """
-    if device.type != "cuda":
-        return
-    if cfg.gpu_memory:
-        fraction = distributed.memory_fraction(max(cfg.gpu_memory - CUDA_GIB, 0.1))  # it holds for the allocator only
+    token = 2 * max(1, text.num_key_value_heads / cfg.tensor_parallel) * head_dim(text) * size  # in one layer
+    drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
+    sequences = min(cfg.vllm_sequences, math.ceil(drawn / processes))
+    length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
+    return sequences * token * sum(min(length, window) for window in attention_windows(text))
+
+
+def limit_allocator(limit: float, device: torch.device) -> None:
+    """Limit this process to `limit` GiB of its GPU; 0: no limit."""
+    if limit and device.type == "cuda":
+        fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # it holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
-    limit = usable_bytes(device, cfg.gpu_memory)
-    total = min(limit, usable_bytes(device, 0.0) - used_by_others(device))
-    resting, gradients = process_bytes(policy, cfg, bool(cfg.beta), device, sharding)
-    sampling = resting + sampler_fraction * limit
-    training = resting + gradients + (sampler_fraction * limit if cfg.gpu_memory else 0)
-    if (needed := max(training, sampling)) > total:
-        what, hints = "weights, gradients and AdamW", memory_saving_flags(cfg, sharding)
-        if sampling > resting + gradients:
-            what = "weights, AdamW and --vllm_memory"
-            if sampler_fraction * limit > least_sampler_bytes(policy, cfg, device) + 1:  # else it would be raised again
-                hints.insert(0, f"a --vllm_memory below {sampler_fraction:.2f}")
-            elif distributed.world_size() > cfg.tensor_parallel and cfg.oversample == 1:
-                hints.insert(0, "a larger --tensor_parallel")
-        raise UserError(
-            f"this GPU is too small by {(needed - total) / 2**30:.1f} GiB: {what} take {needed / 2**30:.1f} GiB on "
-            f"each of {distributed.world_size()} processes, and {total / 2**30:.1f} GiB are usable"
-            f"{describe_others(device)}. What helps: {', '.join(hints)}, more GPUs"
-        )
 
 
-def fits_beside_sampler(policy: Policy, cfg: Config, device: torch.device, sharding: str) -> bool:
-    """Return whether the sampler can stay awake while the trainer works: it has started, `policy` is in host memory.
-
-    The largest micro-batch must then fit without activation checkpointing. With `cfg.gpu_memory`, there is no choice:
-    PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. All processes make the same choice.
-    """
-    if device.type != "cuda" or cfg.gpu_memory:
-        return device.type == "cuda"
-    free, total = torch.cuda.mem_get_info(device)
-    state = sum(process_bytes(policy, cfg, bool(cfg.beta), device, sharding))
-    gathered = compute_dtype(cfg.dtype, device).itemsize * num_weights(policy)
-    logits = logits_bytes(policy, cfg.compile)
-    tokens = cfg.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
-    activations = tokens * bytes_per_token(policy, 0, cfg.compile, compute_dtype(cfg.dtype, device))
-    too_large = state + gathered + logits + activations > free - MARGIN * total
-    return not distributed.all_max(torch.tensor(int(too_large)))
-
-
-def logits_bytes(policy: Policy, compiled: bool) -> int:
-    """Return what the float32 logits of `LOGIT_ROWS` tokens and their derivatives take."""
-    return (12 if compiled else 28) * LOGIT_ROWS * language_model(policy.model).embed_tokens.weight.shape[0]
-
-
-def memory_saving_flags(cfg: Config, sharding: str) -> list[str]:
-    """Return the flags that would make the training state smaller and are not already in use."""
-    adapter, separate_reference = cfg.has_adapter, cfg.beta and not cfg.has_adapter
-    hints = {
-        "--sharding full": distributed.num_shards(sharding) < distributed.world_size(),
-        "--lora_rank 64": not adapter,
-        "--load_in_4bit" if adapter else "--load_in_4bit with it": not cfg.load_in_4bit,
-        "--offload_optimizer": not cfg.offload_optimizer,
-        "--offload_reference": separate_reference and not cfg.offload_reference,
-        "--beta 0": separate_reference,
-    }
-    return [hint for hint, applies in hints.items() if applies]
-
-
-def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
-    """Checkpoint `num_checkpointed` decoder layers, evenly spaced.
-
-    A checkpointed layer keeps only its input and is recomputed in the backward pass. If `num_checkpointed` is above 0,
-    the blocks of a trained vision tower are also checkpointed.
-    """
-    if num_checkpointed == 0:
-        return
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = language_model(policy.model).layers
-    for i, layer in enumerate(layers):
-        layer.gradient_checkpointing = i * num_checkpointed // len(layers) < (i + 1) * num_checkpointed // len(layers)
+def sampler_stays_awake(planned: Plan) -> bool:
+    """Return whether the sampler, which has started, can stay awake on all processes; see `Plan.stays_awake`."""
+    free = torch.cuda.mem_get_info(planned.gpus.device)[0] if planned.gpus.on_gpu else 0
+    return not distributed.all_max(torch.tensor(int(not planned.stays_awake(free))))
 
 
 def bytes_per_token(
@@ -296,118 +437,56 @@ def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dty
     return experts * (len(layers) - num_checkpointed + 1) // len(layers)
 
 
-@dataclass(frozen=True)
-class MemoryBudget:
-    """What a process's GPU memory is spent on when micro-batches are sized, in bytes."""
+def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
+    """Checkpoint `num_checkpointed` decoder layers, evenly spaced.
 
-    total: float  # memory that the run may use: the GPU's, or at most `--gpu_memory` of what others leave free
-    margin: float  # the part of it that the allocator cannot use
-    in_use: float  # weights, the reference, and what the sampler keeps; without a limit, also what others use
-    optimizer: float  # moments and gradients, which are not allocated yet
-    logits: float  # float32 logits of `LOGIT_ROWS` tokens, their derivatives, and two gradients of a trained lm_head
-    gathered: float
-    """The embedding, the lm_head, and two layers with their gradients; beside 4-bit weights, the whole adapter."""
-
-    @property
-    def activations(self) -> float:
-        """What is left for the activations of a micro-batch."""
-        return self.total - self.margin - self.in_use - self.optimizer - self.logits - self.gathered
+    A checkpointed layer keeps only its input and is recomputed in the backward pass. If `num_checkpointed` is above 0,
+    the blocks of a trained vision tower are also checkpointed.
+    """
+    if num_checkpointed == 0:
+        return
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = language_model(policy.model).layers
+    for i, layer in enumerate(layers):
+        layer.gradient_checkpointing = i * num_checkpointed // len(layers) < (i + 1) * num_checkpointed // len(layers)
 
 
-def measure_memory(
-    policy: Policy, flags: PolicyFlags, device: torch.device, limit: float, sharding: str
-) -> MemoryBudget:
-    """Return the memory budget of this process. `limit`: GiB that the run may use on the GPU (0: no limit)."""
-    torch.cuda.empty_cache()
-    free, gpu_size = torch.cuda.mem_get_info(device)
-    in_use = torch.cuda.memory_reserved(device) + int(CUDA_GIB * 2**30) if limit else gpu_size - free
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad) / distributed.num_shards(sharding)
-    decoder = language_model(policy.model)
-    size = compute_dtype(flags.dtype, device).itemsize
-    root = {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()}
-    gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
-    gathered += size * sum(p.numel() for p in root)
-    if is_quantised(policy):
-        gathered = sum(size * p.numel() for p in policy.parameters() if isinstance(p, DTensor))
-    head = policy.model.lm_head.weight
-    logits = logits_bytes(policy, flags.compile)
-    total = min(limit * 2**30 or gpu_size, in_use + free)
-    return MemoryBudget(
-        total=total,
-        margin=MARGIN * total,
-        in_use=in_use,
-        optimizer=(FLOAT32_BYTES + (0 if flags.offload_optimizer else MOMENTS_BYTES)) * trained,
-        logits=logits + (2 * size * head.numel() if head.requires_grad else 0),  # see `_TokenLogprobs`
-        gathered=gathered,
-    )
-
-
-def choose_micro_batch_size(
-    policy: Policy,
-    reference: Policy | None,
-    flags: PolicyFlags,
-    longest: int,
-    device: torch.device,
-    limit: float = 0.0,
-    sharding: str = "full",
-) -> int:
+def choose_micro_batch_size(policy: Policy, reference: Policy | None, planned: Plan) -> int:
     """Configure checkpointing and weight gathering, and return the maximum number of tokens per micro-batch.
 
-    The maximum is `flags.micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the free
-    memory. Every process makes the same choice. `longest`: maximum number of tokens in a prompt plus one completion,
-    which always share a micro-batch. `limit`: memory in GiB that the run may use on the GPU (0: no limit). Raises
-    UserError if not even one prompt with one completion fits and `flags.micro_batch_tokens` is not set.
+    The maximum is `micro_batch_tokens` if that is set, otherwise the fastest choice that fits into the memory that is
+    free now. Layers stay gathered if the full weights of a model fit beside the micro-batches; those of a reference in
+    host memory never do. Every process makes the same choices. Raises UserError if not even one prompt with one
+    completion fits and `micro_batch_tokens` is not set.
     """
-    num_layers, requested = len(language_model(policy.model).layers), flags.micro_batch_tokens
-    choices = {"none": [0], "selective": [num_layers // 2], "full": [num_layers], "auto": list(range(num_layers + 1))}
-    choice = choices[flags.activation_checkpointing]
-    if device.type != "cuda":
-        set_checkpointing(policy, choice[0])
-        choose_gathering(policy, reference, flags, (0, 0))
-        return requested or CPU_MICRO_BATCH_TOKENS
-    memory = measure_memory(policy, flags, device, limit, sharding)
-    dtype = compute_dtype(flags.dtype, device)
-    token_bytes = {n: bytes_per_token(policy, n, flags.compile, dtype) for n in choice}
-    left = {n: memory.activations - adapted_expert_bytes(policy, n, dtype) for n in choice}
-    max_tokens = {n: int(left[n] / token_bytes[n]) for n in choice}
-    target = max(longest, requested or TARGET_MICRO_BATCH_TOKENS)
-    num_checkpointed = next((n for n, tokens in max_tokens.items() if tokens >= target), choice[-1])
-    num_checkpointed = int(distributed.all_max(torch.tensor(num_checkpointed)))
-    tokens = -int(distributed.all_max(torch.tensor(-max_tokens[num_checkpointed])))
-    if tokens < longest and not requested:
-        missing = (longest - tokens) * token_bytes[num_checkpointed] / 2**30
-        raise UserError(
-            f"this GPU is too small by {missing:.1f} GiB for a prompt and completion of {longest} tokens"
-            f"{describe_others(device)}. What helps: shorter ones (--max_prompt_length, --max_completion_length), "
-            f"{OOM_ACTIVATION_HINT}"
-        )
-    size = requested or min(tokens, MAX_MICRO_BATCH_TOKENS)
-    # Without gradients, a token takes at most as much memory as with all layers checkpointed.
-    forward_token_bytes = bytes_per_token(policy, num_layers, flags.compile, dtype)
-    free = left[num_checkpointed] - size * token_bytes[num_checkpointed]
-    choose_gathering(policy, reference, flags, (free, memory.activations - size * forward_token_bytes))
+    cfg, device = planned.cfg, planned.gpus.device
+    if not planned.gpus.on_gpu:
+        set_checkpointing(policy, planned.num_checkpointed(math.inf))
+        return cfg.micro_batch_tokens or CPU_MICRO_BATCH_TOKENS
+    torch.cuda.empty_cache()
+    free, gpu_size = torch.cuda.mem_get_info(device)
+    limit = cfg.gpu_memory * GIB  # without a limit, what others use counts as this run's
+    in_use = torch.cuda.memory_reserved(device) + CUDA_GIB * GIB if limit else gpu_size - free
+    left = planned.left(min(limit or gpu_size, in_use + free), in_use)
+    num_checkpointed = int(distributed.all_max(torch.tensor(planned.num_checkpointed(left))))
+    tokens = -int(distributed.all_max(torch.tensor(-int(planned.max_tokens(num_checkpointed, left)))))
+    planned.check_longest(num_checkpointed, tokens)
+    size = cfg.micro_batch_tokens or min(tokens, MAX_MICRO_BATCH_TOKENS)
     set_checkpointing(policy, num_checkpointed)
-    checkpointing = f"activation checkpointing of {num_checkpointed} of {num_layers} layers"
+    beside_update = left - planned.expert_bytes[num_checkpointed] - size * planned.token_bytes[num_checkpointed]
+    beside_reference = left - size * planned.token_bytes[-1]  # without gradients, a token takes at most as much
+    too_large = [
+        beside_update < planned.unsharded,
+        cfg.offload_reference or beside_reference < planned.reference * planned.shards,
+    ]
+    keep = [not each for each in distributed.all_max(torch.tensor(too_large).int()).tolist()]
+    policy.keep_unsharded = keep[0]
+    if reference not in (None, policy):
+        reference.keep_unsharded = keep[1]
+    layers = f"activation checkpointing of {num_checkpointed} of {len(planned.token_bytes) - 1} layers"
     gathering = ", weights gathered once per update" if policy.keep_unsharded else ""
-    console.log(f"micro-batches of {size} tokens, {checkpointing}{gathering}")
+    console.log(f"micro-batches of {size} tokens, {layers}{gathering}")
     return size
-
-
-def choose_gathering(policy: Policy, reference: Policy | None, flags: PolicyFlags, free_bytes: Sequence[float]) -> None:
-    """Set `keep_unsharded` on `policy` and on `reference`, each to the same value on every process.
-
-    A model's layers stay gathered if its full weights fit into its free memory. A reference model in host memory is
-    always gathered layer by layer. `free_bytes` holds the free memory for the policy, then for the reference.
-    """
-    models = [policy] if reference in (None, policy) else [policy, reference]
-    for model, available in zip(models, free_bytes):
-        parameters = list(model.parameters())
-        size = compute_dtype(flags.dtype, parameters[0].device).itemsize
-        full_bytes = size * sum(parameter.numel() for parameter in parameters if isinstance(parameter, DTensor))
-        never = model is reference and flags.offload_reference
-        counted = is_quantised(model)  # `measure_memory` has counted the gathered adapter
-        too_large = available < full_bytes and not counted
-        model.keep_unsharded = not distributed.all_max(torch.tensor(int(never or too_large)))
 
 
 def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:

@@ -45,7 +45,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.keep_unsharded = False
-        """Whether layers stay gathered between micro-batches; see `memory.choose_gathering`."""
+        """Whether layers stay gathered between micro-batches; see `memory.choose_micro_batch_size`."""
         self.num_shards = 1
         """Number of processes that share one copy of the weights; see `PolicyFlags.sharding`."""
 
@@ -271,6 +271,29 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         model = load_model(name, dtype, four_bit_device=device)
     else:
         model = load_model(name, dtype, to_shard=to_shard)
+    _set_trained(model, flags)
+    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
+    model.train()
+    return Policy(model)
+
+
+def empty_policy(config: transformers.PreTrainedConfig, flags: PolicyFlags) -> Policy:
+    """Return a policy with this `config` as `load_policy` would on a GPU, but without weights: for its sizes only."""
+    dtype = compute_dtype(flags.dtype, torch.device("cuda")) if flags.has_adapter else torch.float32
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=dtype)
+        if flags.load_in_4bit:
+            for layer in language_model(model).modules():
+                if isinstance(layer, nn.Linear):
+                    whole, packed = layer.weight, torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+                    layer.weight = nn.Parameter(packed, requires_grad=False)
+                    layer.weight.quant_state = whole
+        _set_trained(model, flags)
+    return Policy(model)
+
+
+def _set_trained(model: transformers.PreTrainedModel, flags: PolicyFlags) -> None:
+    """Add the adapter that `flags` ask for, and freeze what is not trained."""
     if flags.has_adapter:
         if flags.adapter:
             continue_adapter(model, flags.adapter, flags.lora_dropout)
@@ -283,9 +306,6 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     for router in routers(model).values():
         router.requires_grad_(flags.train_router and not flags.has_adapter)
-    enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
-    model.train()
-    return Policy(model)
 
 
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:

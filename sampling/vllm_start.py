@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.records import RequestLimits
 from config import EngineFlags
 from data import Processor
-from policy.memory import describe_others
+from policy.memory import describe_others, used_by_others
 from policy.model import load_config
 
 
@@ -105,5 +105,5 @@ def start_vllm(
         raise UserError(
             f"vLLM did not start ({type(error).__name__}: {reason[:300]}): install the versions in "
             "requirements-gpu.txt, change its share of GPU memory with --vllm_memory, or use --engine hf"
-            f"{describe_others(device)}"
+            f"{describe_others(used_by_others(device))}"
         ) from error

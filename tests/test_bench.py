@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from apps.bench import prefix, scale, speed, tail
+from apps.bench import speed, tail
 from tests.helpers.scripts import run_script
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -46,12 +46,9 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=reason):
             speed.Config(shape="tiny", peer=peer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for config in (speed.Config, tail.Config, scale.Config):
+    for config in (speed.Config, tail.Config):
         with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
             config()
-    with pytest.raises(ValueError, match="4b needs a GPU"):
-        prefix.Config()
-    scale.Config(shape="tiny")
 
 
 @pytest.mark.parametrize("bench", [speed, tail])
@@ -65,12 +62,6 @@ def test_flags_of_a_bench_are_checked_first(bench):
     ):
         with pytest.raises(ValueError, match=reason):
             bench.Config(shape="tiny", flags=(flag,))
-
-
-def test_the_flags_are_checked_with_the_prompts_of_all_gpus():
-    scale.Config(shape="tiny", gpus=(4,), prompts=32, flags=("prompts_per_update=64",))
-    with pytest.raises(ValueError, match="must divide prompts_per_step"):
-        scale.Config(shape="tiny", gpus=(1,), prompts=8, flags=("prompts_per_update=32",))
 
 
 def test_every_value_of_oversample_is_checked_first():

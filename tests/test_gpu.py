@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +19,11 @@ from common import flash_attention
 from common.errors import UserError
 from common.files import read_jsonl
 from packing import pack
-from policy import delta_net, memory
+from policy import delta_net
 from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
-from policy.memory import check_gpu_memory, plan_sampler
+from policy.memory import GIB, GPUs, gpus_here, plan
 from policy.model import Policy, vision_parameters
 from rollout import choose_engine
 from tests.helpers.models import (
@@ -315,27 +314,21 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
     assert any(moment.any() for moment in moments)
 
 
-def test_a_gpu_that_is_too_small_reports_the_missing_memory(monkeypatch):
-    class SmallGPU:
-        total_memory = 2 * 2**20
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
-    policy = Policy(build("qwen2_5_vl"))
+def test_a_gpu_that_is_too_small_reports_the_missing_memory():
+    policy, cfg, device = Policy(build("qwen2_5_vl")), grpo.Config(data="-"), torch.device("cuda")
+    here = gpus_here(device)
+    assert here.size == torch.cuda.get_device_properties(device).total_memory
     with pytest.raises(UserError, match=r"this GPU is too small by .* GiB: .* What helps: --lora_rank"):
-        check_gpu_memory(policy, grpo.Config(data="-"), torch.device("cuda"), 0.25)
+        plan(policy, cfg, replace(here, size=2 * 2**20, used_by_others=0.0)).check(needs_copy=False)
 
 
-def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(monkeypatch, capsys):
+def test_a_gpu_without_room_for_a_copy_samples_from_the_policy(capsys):
     """A copy of the tiny model needs hardly more than `SAMPLER_BYTES`."""
     policy, device = Policy(build("qwen2_5_vl")), torch.device("cuda")
     cfg, choices = grpo.Config(data="-", beta=0, vllm_memory=0.25), []
-    monkeypatch.setattr(memory, "used_by_others", lambda device: 0)
     for gib in (2.0, 4.0, 100.0):
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _, gib=gib: SimpleNamespace(total_memory=gib * 2**30)
-        )
-        has_room, vllm_memory = plan_sampler(policy, cfg, device, "full")
-        choices.append((choose_engine(cfg, device, has_room), round(vllm_memory, 2)))
+        planned = plan(policy, cfg, GPUs(gib * GIB))
+        choices.append((choose_engine(cfg, device, planned.has_room), round(planned.vllm_memory, 2)))
     sampler = "vllm" if importlib.util.find_spec("vllm") else "hf"
     assert choices == [("policy", 0.9), (sampler, pytest.approx(0.53, abs=0.01)), (sampler, 0.25)]
     assert "no memory for a copy; sampling is slow" in capsys.readouterr().err

@@ -33,6 +33,7 @@ from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
+from policy.memory import Plan
 from policy.model import cache_image_features, load_config, load_model, load_policy, stop_tokens
 from policy.optimizer import ShardAdamW
 from rollout import ENGINES, EngineEntry, VLLMEngine, check_engine_available, choose_engine, make_engine, prompt_seed
@@ -571,7 +572,7 @@ def test_an_own_engine_is_one_entry(tiny_model, shapes, tmp_path, monkeypatch, c
 
     monkeypatch.setitem(ENGINES, "remote", EngineEntry(make, "server of mine", needs_copy=False))
     shares = []
-    monkeypatch.setattr("training.run.check_gpu_memory", lambda *args: shares.append(args[3]))
+    monkeypatch.setattr(Plan, "check", lambda planned, needs_copy: shares.append(needs_copy * planned.vllm_memory))
     flags = dict(max_steps=1, max_prompt_length=200)
     grpo.main(runs.config(tiny_model, shapes, tmp_path / "own", engine="remote", **flags))
     assert made == [("remote", 212, True)] and shares == [0.0]

@@ -18,13 +18,7 @@ from config import Config
 from data import Processor, load_processor, load_split, max_images
 from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
-from policy.memory import (
-    check_gpu_memory,
-    choose_micro_batch_size,
-    choose_sharding,
-    fits_beside_sampler,
-    plan_sampler,
-)
+from policy.memory import GIB, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
 from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference
@@ -179,22 +173,25 @@ def load_models(
 
     Returns policy, reference, sampler, and the maximum number of tokens of a micro-batch.
     """
-    dtype, has_reference = compute_dtype(cfg.dtype, device), bool(cfg.beta)
+    dtype = compute_dtype(cfg.dtype, device)
     policy = load_policy(cfg.model, cfg, device, to_shard=True)
     check_trained(policy, cfg)
-    sharding = choose_sharding(policy, cfg, has_reference, device, cfg.gpu_memory)
-    has_room, vllm_memory = plan_sampler(policy, cfg, device, sharding)
-    sampler_flags = replace(cfg, engine=choose_engine(cfg, device, has_room), vllm_memory=vllm_memory)
-    chosen = ENGINES[sampler_flags.engine]
-    if chosen.needs_gpu and chosen.needs_copy:
-        console.log(f"{chosen.title}'s share of the GPU's memory: {vllm_memory:.2f}")
-    check_gpu_memory(policy, cfg, device, vllm_memory if chosen.needs_copy else 0.0, sharding)
+    planned = plan(policy, cfg, gpus_here(device))
+    if planned.gpus.on_gpu and planned.gpus.number > 1:
+        state = (planned.resting + planned.gradients) / GIB
+        console.log(f"sharding: {planned.sharding} (weights, gradients, optimizer: {state:.1f} GiB on each GPU)")
+    chosen = choose_engine(cfg, device, planned.has_room)
+    if ENGINES[chosen].needs_gpu and ENGINES[chosen].needs_copy:
+        console.log(f"{ENGINES[chosen].title}'s share of the GPU's memory: {planned.vllm_memory:.2f}")
+    limit_allocator(cfg.gpu_memory, device)
+    planned.check(ENGINES[chosen].needs_copy)
+    sampler_flags = replace(cfg, engine=chosen, vllm_memory=planned.vllm_memory)
     engine = make_engine(sampler_flags, cfg.model, processor, device, dtype, limits, policy)
-    engine.stays_awake = fits_beside_sampler(policy, cfg, device, sharding)
+    engine.stays_awake = sampler_stays_awake(planned)
     engine.sleep()
-    policy = apply_fsdp(policy, device, dtype, sharding)
-    reference = load_reference(cfg.model, cfg, device, policy, sharding) if has_reference else None
-    tokens = choose_micro_batch_size(policy, reference, cfg, limits.tokens, device, cfg.gpu_memory, sharding)
+    policy = apply_fsdp(policy, device, dtype, planned.sharding)
+    reference = load_reference(cfg.model, cfg, device, policy, planned.sharding) if cfg.beta else None
+    tokens = choose_micro_batch_size(policy, reference, planned)
     return policy, reference, engine, tokens
 
 

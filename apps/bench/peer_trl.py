@@ -1,4 +1,4 @@
-"""Time TRL's GRPOTrainer on workload W1; `apps/bench/speed.py --peer trl` and `apps/bench/scale.py --peer trl` run it.
+"""Time TRL's GRPOTrainer on workload W1; `apps/bench/speed.py --peer trl` runs it on one GPU.
 
     pip install trl==1.16.0
     python apps/bench/peer_trl.py runs/bench/3b --steps 2

@@ -2,7 +2,7 @@
 
     python apps/bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
     python apps/bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
-    torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # see apps/bench/scale.py
+    torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # the same work per GPU on four
 
 The results are written to docs/results/.
 
@@ -31,14 +31,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    Qwen2_5_VLConfig,
-    Qwen3_5Config,
-    Qwen3VLMoeConfig,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -46,7 +39,7 @@ import grpo
 from apps.demo import tiny
 from common import cli, console, distributed, errors, files
 from data import load_split
-from policy.families import attention_windows, head_dim, language_model, routed_experts
+from policy.families import attention_windows, head_dim, language_model
 from policy.model import Policy
 from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
@@ -54,13 +47,12 @@ from training.run import Run
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
-Shape = Literal["3b", "7b", "32b", "4b", "moe", "tiny"]
+Shape = Literal["3b", "7b", "32b", "4b", "tiny"]
 SHAPES = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
     "32b": dict(hidden=5120, layers=64, heads=40, kv=8, ffn=27648, vocab=152064, tied=False),
     "4b": dict(hidden=2560, layers=32, heads=16, kv=4, ffn=9216, vocab=248320, tied=True),
-    "moe": dict(hidden=2048, layers=6, heads=32, kv=4, ffn=768, vocab=151936, tied=False, experts=128, chosen=8),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
 PEERS = ("trl", "verl")
@@ -78,8 +70,8 @@ class Config:
     """Measure the speed of training steps on this machine."""
 
     shape: Shape = "3b"
-    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; 4b: Qwen3.5-4B; moe: 6 of the 48 decoder layers of
-    Qwen3-VL-30B-A3B. The last two have two layers in their vision towers."""
+    """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; 4b: Qwen3.5-4B, with two layers in its
+    vision tower."""
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """Workloads to measure."""
     steps: int = 2
@@ -137,7 +129,7 @@ def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
         if "=" not in flag or flag.split("=")[0] not in known:
             raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
     if min(counts) < 1:
-        raise ValueError("prompts, generations, steps, rounds, tokens and sides must be at least 1")
+        raise ValueError("steps, prompts and generations must be at least 1")
     if shape != "tiny" and not torch.cuda.is_available():
         raise ValueError(f"shape: {shape} needs a GPU, and there is none: use --shape tiny")
 
@@ -153,8 +145,8 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
         vocab_size=d["vocab"],
         tie_word_embeddings=d["tied"],  # vLLM reads it here, transformers one level up
     )
-    if shape in ("4b", "moe"):
-        return newer_shape(d, small, text)
+    if shape == "4b":
+        return qwen3_5_shape(d, small, text)
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
     height = (half_head - temporal) // 2
@@ -171,31 +163,22 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
-def newer_shape(d: dict[str, int], small: dict, text: dict) -> PreTrainedConfig:
-    """Return the configuration of a Qwen3.5 or Qwen3-VL-MoE model of the size `d`, with the tokens of model `small`.
+def qwen3_5_shape(d: dict[str, int], small: dict, text: dict) -> PreTrainedConfig:
+    """Return the configuration of a Qwen3.5 model of the size `d`, with the tokens of model `small`.
 
     `text` begins its decoder's. Its vision tower has two layers only.
     """
     text |= {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
     text |= dict(max_position_embeddings=4096)
-    rotation = {"rope_type": "default", "mrope_interleaved": True}
+    rotation = {"rope_type": "default", "mrope_interleaved": True, "rope_theta": 1e7, "mrope_section": [11, 11, 10]}
     vision = dict(depth=2, patch_size=14, out_hidden_size=d["hidden"])
-    if "experts" in d:
-        rotation |= {"rope_theta": 5e6, "mrope_section": [24, 20, 20]}
-        text |= dict(head_dim=128, moe_intermediate_size=d["ffn"], num_experts=d["experts"])
-        text |= dict(num_experts_per_tok=d["chosen"], norm_topk_prob=True)  # without the latter, vLLM does not start
-        vision |= dict(deepstack_visual_indexes=[0, 1])
-        config_class = Qwen3VLMoeConfig
-    else:
-        rotation |= {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
-        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(d["layers"])]
-        text |= dict(head_dim=256, intermediate_size=d["ffn"], layer_types=kinds, linear_conv_kernel_dim=4)
-        text |= dict(linear_num_key_heads=16, linear_num_value_heads=32)
-        text |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
-        config_class = Qwen3_5Config
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(d["layers"])]
+    text |= dict(head_dim=256, intermediate_size=d["ffn"], layer_types=kinds, linear_conv_kernel_dim=4)
+    text |= dict(linear_num_key_heads=16, linear_num_value_heads=32)
+    text |= dict(linear_key_head_dim=128, linear_value_head_dim=128)
     tokens = {name: small[name] for name in small if name.endswith("token_id")}
-    text["rope_parameters"] = rotation
-    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
+    text["rope_parameters"] = rotation | {"partial_rotary_factor": 0.25}
+    return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
 
 
 def make_model(folder: pathlib.Path, shape: str) -> None:
@@ -243,11 +226,7 @@ def limits(
     t = config.text_config
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    held = sum(parameter.numel() for parameter in language_model(model).layers.parameters())
-    experts = sum(parameter.numel() for parameter in routed_experts(model).values())
-    layers = held - experts  # weights that a token is multiplied by
-    if experts:
-        layers += experts * t.num_experts_per_tok // t.num_experts
+    layers = sum(parameter.numel() for parameter in language_model(model).layers.parameters())
     num_layers, head = len(attention_windows(t)), head_dim(t)  # its models have no windows
     lm_head = t.hidden_size * t.vocab_size
     prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
@@ -259,7 +238,7 @@ def limits(
     scores = width * (completions * (prompt + tokens / 2) + prompts * prompt * prompt / 2)
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
     cache = 2 * num_layers * t.num_key_value_heads * head * 2  # bytes per token
-    read = tokens * (2 * (held + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
+    read = tokens * (2 * (layers + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
         "reference": forward / MATMUL if beta else 0.0,

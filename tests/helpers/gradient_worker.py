@@ -22,7 +22,6 @@ from data import load_processor
 from grpo import backward, group_advantages, resolve_loss, training_groups
 from packing import split_groups
 from policy.batches import completion_logprobs
-from policy.memory import choose_gathering
 from policy.model import load_policy
 from policy.sharding import apply_fsdp, fsdp_groups
 from tests.helpers.models import fixed_groups
@@ -124,7 +123,7 @@ def gradients(
     resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)
-    choose_gathering(policy, None, cfg, (2**40 if gathered_once else 0, 0))
+    policy.keep_unsharded = gathered_once
     groups = fixed_groups(processor, images_at_even_indices=interleave)
     groups = [replace(groups[old], index=new) for new, old in enumerate(order)]
     advantages = group_advantages(torch.tensor([[rewards.total for rewards in group.rewards] for group in groups]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import weakref
 from dataclasses import replace
 
@@ -15,24 +16,36 @@ from policy import memory
 from policy import sharding as sharding_module
 from policy.batches import micro_batches
 from policy.families import language_model
-from policy.model import load_policy
+from policy.memory import GIB, GPUs, Plan
+from policy.model import empty_policy, load_config, load_policy
 from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unsharded
 from tests.helpers.models import make_group
 
-GPU = torch.device("cuda")
-used_by_others = memory.used_by_others
+CPU = torch.device("cpu")
+USABLE = 1 - memory.MARGIN
 
 
-@pytest.fixture(autouse=True)
-def no_other_programs(monkeypatch):
-    """The GPU that these tests imagine has no other programs, unless a test says so."""
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    monkeypatch.setattr(memory, "used_by_others", lambda device: 0)
+def make_config(**flags) -> Config:
+    return Config(data="rows", **dict(max_prompt_length=1000, max_completion_length=1000, prompts_per_step=32) | flags)
+
+
+def plan(policy, usable: float = 1e12, number: int = 1, per_machine: int = 8, others: float = 0.0, **flags) -> Plan:
+    """Plan a run on GPUs of whose memory the allocator can use `usable` bytes."""
+    return memory.plan(policy, make_config(**flags), GPUs(usable / USABLE, number, per_machine, others))
+
+
+def choose_size(policy, reference=None, **flags) -> int:
+    return memory.choose_micro_batch_size(policy, reference, plan(policy, **flags))
 
 
 @pytest.fixture
 def policy(tiny_model):
     return load_policy(tiny_model, PolicyFlags(), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_reserved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
 
 
 def set_free_memory(monkeypatch, policy, num_checkpointed: int, tokens: int, compiled: bool = True) -> None:
@@ -67,7 +80,7 @@ def checkpointed(policy) -> list[bool]:
 )
 def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, num_checkpointed, tokens, want, want_tokens):
     set_free_memory(monkeypatch, policy, num_checkpointed, tokens)
-    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU) == want_tokens
+    assert choose_size(policy) == want_tokens
     assert checkpointed(policy) == want
     assert policy.model.is_gradient_checkpointing == (num_checkpointed > 0), (
         "this attribute decides whether derivatives are kept"
@@ -76,7 +89,7 @@ def test_as_few_layers_are_checkpointed_as_fit(policy, monkeypatch, num_checkpoi
 
 def test_a_large_requested_micro_batch_is_checkpointed(policy, monkeypatch):
     set_free_memory(monkeypatch, policy, 2, 20_000)
-    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(micro_batch_tokens=20_000), 2000, GPU) == 20_000
+    assert choose_size(policy, micro_batch_tokens=20_000) == 20_000
     assert checkpointed(policy) == [False, True] * 2
 
 
@@ -94,10 +107,9 @@ def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatc
     policy, reference = (
         apply_fsdp(p, cpu, torch.float32) for p in (policy, load_policy(tiny_model, PolicyFlags(), cpu))
     )
-    memory.choose_micro_batch_size(policy, reference, PolicyFlags(), 2000, GPU)
+    choose_size(policy, reference)
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, True)
-    offloaded = PolicyFlags(offload_reference=True)
-    memory.choose_micro_batch_size(policy, reference, offloaded, 2000, GPU)
+    choose_size(policy, reference, offload_reference=True, beta=0.01)
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, False)
 
 
@@ -109,26 +121,26 @@ def test_gpus_with_different_free_memory_get_the_same_micro_batches(policy, monk
     monkeypatch.setattr(distributed, "all_max", lambda value: sent.append(value) or value)
     for checkpointed_layers, tokens in ((2, 9_000), (0, 50_000)):
         set_free_memory(monkeypatch, policy, checkpointed_layers, tokens)
-        size = memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
+        size = choose_size(policy)
         choices.append((size, checkpointed(policy), policy.keep_unsharded))
         small = sent[:]
         monkeypatch.setattr(distributed, "all_max", lambda value, small=small: torch.maximum(value, small.pop(0)))
     assert choices == [(9_000, [False, True] * 2, False)] * 2
 
 
-def test_what_the_first_update_allocates(tiny_model, policy, monkeypatch):
+def test_what_the_first_update_allocates(tiny_model, policy):
     """Gradients and moments of the parameters of a shard; only a trained lm_head has gradients of its logits."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(distributed, "world_size", lambda: 4)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     for flags, sharding, want in (({}, "full", 3), ({}, "none", 12), ({"offload_optimizer": True}, "full", 1)):
-        budget = memory.measure_memory(policy, PolicyFlags(**flags), GPU, 0.0, sharding)
-        assert budget.optimizer == want * trained, (flags, sharding)
-    assert (budget.total, budget.in_use) == (2**34, 2**33)
-    adapted = load_policy(tiny_model, PolicyFlags(lora_rank=4), torch.device("cpu"))
-    frozen_head = memory.measure_memory(adapted, PolicyFlags(lora_rank=4), GPU, 0.0, "full")
-    assert budget.logits - frozen_head.logits == 2 * 2 * policy.model.lm_head.weight.numel()
+        planned = plan(policy, number=4, sharding=sharding, **flags)
+        assert planned.moments + planned.gradients == want * trained, (flags, sharding)
+    adapted = load_policy(tiny_model, PolicyFlags(lora_rank=4), CPU)
+    head, text = policy.model.lm_head.weight.numel(), language_model(policy.model)
+    adapter = sum(p.numel() for p in language_model(adapted.model).layers[0].parameters() if p.requires_grad)
+    layer = sum(p.numel() for p in text.layers[0].parameters())
+    root = sum(p.numel() for p in {text.embed_tokens.weight, policy.model.lm_head.weight})
+    assert plan(policy).gathered == 2 * 6 * layer + 2 * root + 2 * 2 * head
+    assert plan(adapted, lora_rank=4).gathered == 2 * 6 * (layer + adapter) + 2 * root
 
 
 def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
@@ -139,9 +151,12 @@ def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
 
 
 def test_a_reference_in_float32_takes_twice_as_much(policy):
-    weights = sum(p.numel() for p in policy.parameters())
-    sizes = [memory.state_bytes(policy, PolicyFlags(dtype=dtype), True, GPU)[0] for dtype in ("bfloat16", "float32")]
-    assert sizes[1] - sizes[0] == 2 * weights, "the reference shares the policy's frozen tower"
+    plans = [plan(policy, dtype=dtype, beta=0.01) for dtype in ("bfloat16", "float32")]
+    weights, tower = (
+        sum(p.numel() for p in part) for part in (policy.parameters(), memory.vision_parameters(policy.model))
+    )
+    assert [planned.reference for planned in plans] == [2 * (weights - tower), 4 * (weights - tower)]
+    assert plans[1].weights - plans[0].weights == 2 * tower, "the reference shares the policy's frozen tower"
 
 
 def test_the_training_state_by_hand(tiny_model, policy):
@@ -149,42 +164,71 @@ def test_the_training_state_by_hand(tiny_model, policy):
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in policy.parameters() if not p.requires_grad)
     assert frozen and trained
-    for flags, with_reference, weights in (
-        ({}, False, 2 * frozen + 12 * trained),
-        ({}, True, 2 * frozen + 14 * trained),
-        ({"offload_reference": True}, True, 2 * frozen + 12 * trained),
-        ({"offload_optimizer": True}, False, 2 * frozen + 4 * trained),
+    for flags, weights in (
+        ({}, 2 * frozen + 12 * trained),
+        ({"beta": 0.01}, 2 * frozen + 14 * trained),
+        ({"beta": 0.01, "offload_reference": True}, 2 * frozen + 12 * trained),
+        ({"offload_optimizer": True}, 2 * frozen + 4 * trained),
     ):
-        assert memory.state_bytes(policy, PolicyFlags(**flags), with_reference, GPU) == (weights, 4 * trained), flags
-    flags = PolicyFlags(lora_rank=4, load_in_4bit=True, dtype="bfloat16")
-    four_bit = load_policy(tiny_model, flags, torch.device("cpu"))
+        planned = plan(policy, **flags)
+        assert (planned.resting, planned.gradients) == (weights, 4 * trained), flags
+    flags = dict(lora_rank=4, load_in_4bit=True, dtype="bfloat16")
+    four_bit = load_policy(tiny_model, PolicyFlags(**flags), CPU)
     trained = sum(p.numel() for p in four_bit.parameters() if p.requires_grad)
     frozen = sum(p.numel() * min(p.element_size(), 2) for p in four_bit.parameters() if not p.requires_grad)
-    assert memory.state_bytes(four_bit, flags, True, GPU) == (frozen + 12 * trained, 4 * trained)
+    planned = plan(four_bit, beta=0.01, **flags)
+    assert (planned.resting, planned.gradients) == (frozen + 12 * trained, 4 * trained)
 
 
-def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch):
-    cfg = Config(data="rows", beta=0.0, vllm_memory=0.25)
+@pytest.mark.parametrize(
+    "flags", [{}, {"train_vision": True}, {"lora_rank": 4}, {"lora_rank": 4, "load_in_4bit": True}]
+)
+def test_a_plan_without_weights_is_that_of_the_loaded_model(tiny_model, flags):
+    flags |= {"dtype": "bfloat16", "beta": 0.01}
+    cfg, gpus = make_config(**flags), GPUs(2**30, 4)
+    loaded = memory.plan(load_policy(tiny_model, cfg, CPU), cfg, gpus)
+    assert memory.plan(empty_policy(load_config(tiny_model), cfg), cfg, gpus) == loaded
+
+
+def test_the_rows_of_a_table_of_gpus(tiny_model):
+    """The tiny model fits into 4 GiB with every method. In 1 GiB, there is no room for a sampler."""
+    rows = memory.plan_rows(load_config(tiny_model), make_config(beta=0.01), [4, 1])
+    assert [(row["method"], row["GPU"]) for row in rows[:3]] == [("full", 4), ("full", 1), (rows[2]["method"], 4)]
+    assert len(rows) == 2 * len(memory.METHODS)
+    for large, small in zip(rows[::2], rows[1::2]):
+        assert not large["problem"] and large["micro-batch tokens"] == memory.MAX_MICRO_BATCH_TOKENS
+        assert small["vLLM"] == 0 < large["vLLM"] < large["peak"] < 4
+    assert memory.plan_rows(load_config(tiny_model), make_config(), [0.01])[0]["problem"].startswith("this GPU is too")
+
+
+def test_the_peak_is_the_sum_of_what_is_there_at_a_time(policy):
+    """Half of 100 GiB beside the sampler are enough for it to stay awake; what it leaves of 6 GiB is not."""
+    planned = plan(policy, 100 * GIB, vllm_memory=0.5, beta=0.01)
+    held = planned.resting + planned.gradients + planned.logits + planned.gathered + planned.unsharded
+    activations = memory.MAX_MICRO_BATCH_TOKENS * planned.token_bytes[0]
+    awake, asleep = planned.estimate(), plan(policy, 6 * GIB, vllm_memory=0.95, beta=0.01).estimate()
+    assert awake["vLLM stays awake"] and awake["checkpointed layers"] == 0
+    assert awake["peak"] == pytest.approx(memory.CUDA_GIB + 50 + (held + activations) / GIB, abs=0.1)
+    assert not asleep["vLLM stays awake"]
+    assert asleep["peak"] == pytest.approx(memory.CUDA_GIB + 0.95 * 6 + planned.resting / GIB, abs=0.1)
+
+
+def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy):
     needed = 2 * sum(p.numel() for p in policy.parameters()) + memory.SAMPLER_BYTES
-    resting, gradients = memory.state_bytes(policy, cfg, False, GPU)
-    for total, others, has_room, fraction in (
+    resting, gradients = plan(policy).resting, plan(policy).gradients
+    for usable, others, has_room, fraction in (
         (resting + needed - 1, 0, False, pytest.approx(0.9, abs=0.1)),
-        (resting + needed, 0, True, pytest.approx(0.9, abs=0.1)),
-        (2 * needed, 0, True, 0.5),
-        (2 * needed, needed, False, 0.5),  # of another program
-        (100 * needed, 0, True, cfg.vllm_memory),
+        (resting + needed + 1, 0, True, pytest.approx(0.9, abs=0.1)),
+        (2 * needed, 0, True, pytest.approx(0.5)),
+        (2 * needed, needed, False, pytest.approx(0.5)),  # of another program
+        (100 * needed, 0, True, 0.25),
     ):
-        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        monkeypatch.setattr(memory, "used_by_others", lambda device, others=others: others)
-        assert memory.plan_sampler(policy, cfg, GPU, "full") == (has_room, fraction)
-    monkeypatch.setattr(memory, "used_by_others", lambda device: needed)
-    for total, has_room in ((resting + gradients + needed - 1, False), (resting + gradients + needed, True)):
-        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        limited = replace(cfg, gpu_memory=1.0)
-        assert memory.plan_sampler(policy, limited, GPU, "full")[0] == has_room, "of its own memory, during updates too"
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: needed)
-    assert memory.plan_sampler(policy, cfg, GPU, "full")[0], "several processes need copies"
+        planned = plan(policy, usable, others=others, vllm_memory=0.25)
+        assert (planned.has_room, planned.vllm_memory) == (has_room, fraction)
+    for usable, has_room in ((resting + gradients + needed - 1, False), (resting + gradients + needed + 1, True)):
+        limited = plan(policy, usable, others=needed, vllm_memory=0.25, gpu_memory=100.0)
+        assert limited.has_room == has_room, "of its own memory, during updates too"
+    assert plan(policy, needed, number=2, vllm_memory=0.25).has_room, "several processes need copies"
 
 
 @pytest.mark.parametrize(
@@ -200,95 +244,85 @@ def test_a_copy_for_the_sampler_must_fit_beside_the_trainer(policy, monkeypatch)
 )
 def test_by_default_vllm_gets_what_the_completions_of_a_step_need(policy, monkeypatch, flags, processes, sequences):
     """A token of the tiny model has a key and a value of 32 numbers in each of 2 heads and 4 layers, 2 bytes each."""
-    cfg = Config(data="rows", beta=0.0, max_completion_length=900, max_prompt_length=800, **flags)
-    monkeypatch.setattr(distributed, "world_size", lambda: processes)
-    copy = 2 * sum(p.numel() for p in policy.parameters()) / cfg.tensor_parallel
-    cache = sequences * (900 + 800 / 8) * 2 * 32 * 2 * 4 * 2 / cfg.tensor_parallel
-    enough = copy + memory.VLLM_BYTES + cache
-    resting, _ = memory.process_bytes(policy, cfg, False, GPU, "full")
-    for total, others, given in (
+    flags = dict(max_completion_length=900, max_prompt_length=800, number=processes) | flags
+    parallel = flags.get("tensor_parallel", 1)
+    copy = 2 * sum(p.numel() for p in policy.parameters()) / parallel
+    cache = sequences * (900 + 800 / 8) * 2 * 32 * 2 * 4 * 2 / parallel
+    enough, resting = copy + memory.VLLM_BYTES + cache, plan(policy, **flags).resting
+    for usable, others, given in (
         (2 * enough, 0, enough),
         (8 * enough, 0, 2 * enough),  # a quarter
         (1.2 * enough, 0, memory.VLLM_SHARE * (1.2 * enough - resting)),  # as far as the trainer leaves it free
         (2 * enough, enough, memory.VLLM_SHARE * (enough - resting)),  # another program has the rest
     ):
-        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        monkeypatch.setattr(memory, "used_by_others", lambda device, others=others: others)
-        assert memory.plan_sampler(policy, cfg, GPU, "full") == (True, pytest.approx(given / total))
-        assert memory.plan_sampler(policy, replace(cfg, vllm_memory=0.6), GPU, "full") == (True, pytest.approx(0.6))
-        limited = replace(cfg, gpu_memory=1.0)
-        assert memory.plan_sampler(policy, limited, GPU, "full") == (True, max(0.25, (copy + 2**31) / total))
+        planned = plan(policy, usable, others=others, **flags)
+        assert (planned.has_room, planned.vllm_memory) == (True, pytest.approx(given / usable))
+        assert plan(policy, usable, others=others, vllm_memory=0.6, **flags).vllm_memory == pytest.approx(0.6)
+        limited = plan(policy, usable, others=others, gpu_memory=1000.0, **flags)
+        assert limited.vllm_memory == pytest.approx(max(0.25, (copy + memory.SAMPLER_BYTES) / usable))
 
 
-def test_a_head_that_cannot_be_divided_is_on_every_gpu_of_an_engine(policy, monkeypatch):
-    monkeypatch.setattr(distributed, "world_size", lambda: 8)
-    sizes = [memory.cache_bytes(policy, Config(data="rows", tensor_parallel=n), GPU) for n in (1, 2, 8)]
+def test_a_head_that_cannot_be_divided_is_on_every_gpu_of_an_engine(policy):
+    sizes = [plan(policy, number=8, tensor_parallel=n).cache for n in (1, 2, 8)]
     assert sizes == [sizes[0], sizes[0], 4 * sizes[0]], "as many heads, half and half; for as many more completions"
 
 
 def test_states_of_linear_attention_need_no_cache(policy, monkeypatch):
-    cfg, text = Config(data="rows"), policy.model.config.get_text_config()
-    whole = memory.cache_bytes(policy, cfg, GPU)
+    text, whole = policy.model.config.get_text_config(), plan(policy).cache
+    for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim"):
+        monkeypatch.setattr(text, name, 1, raising=False)
     monkeypatch.setattr(text, "layer_types", ["linear_attention", "full_attention"] * 2)
-    assert memory.cache_bytes(policy, cfg, GPU) == whole / 2
+    assert plan(policy).cache == whole / 2
 
 
 @pytest.mark.parametrize("four_bit", [False, True])
-def test_a_shard_and_the_whole_tower_must_fit(tiny_model, monkeypatch, four_bit):
-    """On four processes. A 4-bit model is not sharded."""
-    flags = Config(data="rows", **({"lora_rank": 4, "load_in_4bit": True} if four_bit else {}), dtype="bfloat16")
-    policy = load_policy(tiny_model, flags, torch.device("cpu"))
-    monkeypatch.setattr(distributed, "world_size", lambda: 4)
-    weights, gradients = memory.state_bytes(policy, flags, False, GPU)
-    tower = 2 * sum(p.numel() for p in memory.vision_parameters(policy.model))
-    needed = weights + gradients if four_bit else (weights - tower + gradients) / 4 + tower
-    for total in (needed, needed - 1):
-        monkeypatch.setattr(memory, "usable_bytes", lambda device, limit, total=total: total)
-        with pytest.raises(UserError, match="too small") if total < needed else contextlib.nullcontext():
-            memory.check_gpu_memory(policy, flags, GPU, 0.0)
+def test_a_shard_and_the_whole_tower_must_fit(tiny_model, four_bit):
+    """On four processes. Of a 4-bit model, only the adapter is sharded."""
+    flags = dict(dtype="bfloat16", **({"lora_rank": 4, "load_in_4bit": True} if four_bit else {}))
+    policy = load_policy(tiny_model, PolicyFlags(**flags), CPU)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    whole = [p for p in policy.parameters() if not p.requires_grad]
+    assert four_bit or len(whole) == len(memory.vision_parameters(policy.model))
+    needed = 16 * trained / 4 + sum(min(p.element_size(), 2) * p.numel() for p in whole)
+    for usable in (needed + 1, needed - 1):
+        with pytest.raises(UserError, match="too small") if usable < needed else contextlib.nullcontext():
+            plan(policy, usable, number=4, sharding="full", **flags).check(needs_copy=False)
 
 
-def test_the_allocator_keeps_to_the_limit(policy, monkeypatch):
+def test_the_allocator_keeps_to_the_limit(monkeypatch):
     fractions = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: fractions.append(args))
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 1e12)
     monkeypatch.setattr(distributed, "memory_fraction", lambda gib: gib / 100)
     for limit in (0.0, 10.0):
-        memory.check_gpu_memory(policy, Config(data="rows", gpu_memory=limit), GPU, 0.0)
-    assert fractions == [((10 - memory.CUDA_GIB) / 100, GPU)]
-
-
-class SmallGPU:
-    total_memory = 2 * 2**20
+        memory.limit_allocator(limit, memory.CUDA)
+        memory.limit_allocator(limit, CPU)
+    assert fractions == [((10 - memory.CUDA_GIB) / 100, memory.CUDA)]
 
 
 @pytest.mark.parametrize(
-    ("flags", "sampler_fraction", "message"),
+    ("flags", "vllm_memory", "message"),
     [
         ({}, 0.2, r"weights, gradients and AdamW take .* --lora_rank 64, --load_in_4bit with it, --offload_optimizer,"),
         ({"lora_rank": 4}, 0.2, r"What helps: --load_in_4bit, --offload_optimizer, more GPUs$"),
         ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take .*: --load_in_4bit, --offload_optimizer, more"),
     ],
 )
-def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, monkeypatch, flags, sampler_fraction, message):
-    flags = Config(data="rows", beta=0.01, **flags)
-    policy = load_policy(tiny_model, flags, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SmallGPU)
+def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, flags, vllm_memory, message):
+    policy = load_policy(tiny_model, PolicyFlags(**flags), CPU)
+    planned = replace(plan(policy, 2 * 2**20, beta=0.01, **flags), vllm_memory=vllm_memory)
     with pytest.raises(UserError, match=message):
-        memory.check_gpu_memory(policy, flags, GPU, sampler_fraction)
-    memory.check_gpu_memory(policy, flags, torch.device("cpu"), sampler_fraction)
+        planned.check(needs_copy=True)
+    replace(planned, gpus=GPUs(2 * 2**20, device=CPU)).check(needs_copy=True)
 
 
-def test_a_gpu_too_small_for_the_sampler_says_what_helps(policy, monkeypatch):
+def test_a_gpu_too_small_for_the_sampler_says_what_helps(policy):
     """Another share of vLLM helps only if it would not be raised again to what vLLM needs to start."""
-    cfg, hints = Config(data="rows"), []
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 2**32)
-    monkeypatch.setattr(memory, "process_bytes", lambda *_: (0.5 * 2**32, 0))
-    least = memory.least_sampler_bytes(policy, cfg, GPU) / 2**32
+    hints, planned = [], replace(plan(policy, 2**32), weights=0.5 * 2**32, moments=0, gradients=0)
+    least = (planned.sampler_weights + memory.SAMPLER_BYTES) / 2**32
     for fraction, processes in ((least, 1), (least, 4), (0.9, 1), (0.9, 4)):
-        monkeypatch.setattr(distributed, "world_size", lambda processes=processes: processes)
         with pytest.raises(UserError, match="--vllm_memory take") as error:
-            memory.check_gpu_memory(policy, cfg, GPU, fraction)
+            gpus = replace(planned.gpus, number=processes)
+            replace(planned, gpus=gpus, shards=processes, vllm_memory=fraction).check(needs_copy=True)
         hints.append(str(error.value).split("What helps: ")[1].split(", --lora")[0])
     below = "a --vllm_memory below 0.90"
     assert hints[0].startswith("--lora_rank") and hints[1:] == ["a larger --tensor_parallel", below, below]
@@ -309,51 +343,49 @@ def test_weights_are_sharded_where_they_take_much_of_a_gpu(
     policy, monkeypatch, world_size, local_world_size, fraction, want
 ):
     """`fraction` is the memory for weights, gradients and optimizer state, divided by the memory of one GPU."""
-    state = sum(memory.state_bytes(policy, PolicyFlags(), True, GPU))
+    whole = plan(policy, beta=0.01)
+    state = whole.resting + whole.gradients
     assert state > 18 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / fraction)
-    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    monkeypatch.setattr(distributed, "local_world_size", lambda: local_world_size)
-    monkeypatch.setattr(distributed, "all_gather", lambda value: [value] * world_size)
-    assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == want
-    assert memory.choose_sharding(policy, PolicyFlags(sharding="none"), True, GPU) == "none"
+    machines = dict(usable=state / fraction, number=world_size, per_machine=local_world_size, beta=0.01)
+    planned = plan(policy, **machines)
+    assert planned.sharding == want
+    assert planned.shards == {"none": 1, "hybrid": local_world_size, "full": world_size}[want]
+    assert plan(policy, sharding="none", **machines).sharding == "none"
 
 
 @pytest.mark.parametrize("local_world_size", [8, 4])
 def test_hybrid_over_unequal_machines_is_refused_and_never_chosen(policy, monkeypatch, local_world_size):
-    state = sum(memory.state_bytes(policy, PolicyFlags(), True, GPU))
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: state / 2)
+    whole = plan(policy, beta=0.01)
     monkeypatch.setattr(distributed, "world_size", lambda: 12)
     monkeypatch.setattr(distributed, "local_world_size", lambda: local_world_size)
-    gathered_sizes = [8] * 8 + [4] * 4
     monkeypatch.setattr(
-        distributed, "all_gather", lambda value: gathered_sizes if value == local_world_size else [value]
+        distributed, "all_gather", lambda value: [8] * 8 + [4] * 4 if value == local_world_size else [value]
     )
-    assert memory.choose_sharding(policy, PolicyFlags(), True, GPU) == "full"
+    here = memory.gpus_here(CPU)
+    gpus = replace(here, size=(whole.resting + whole.gradients) / 2 / USABLE, device=memory.CUDA)
+    assert memory.plan(policy, make_config(beta=0.01), gpus).sharding == "full"
     with pytest.raises(UserError, match="the same number of processes on every machine"):
-        memory.choose_sharding(policy, PolicyFlags(sharding="hybrid"), True, GPU)
+        memory.plan(policy, make_config(sharding="hybrid"), gpus)
 
 
 @pytest.mark.parametrize("limiting", ["limit", "other programs"])
 def test_a_limited_gpu_is_filled_like_a_smaller_one(policy, monkeypatch, limiting):
     """What other programs use counts only if they leave less than the limit."""
     set_free_memory(monkeypatch, policy, 2, 9_000)
-    free, total = torch.cuda.mem_get_info(GPU)
+    free, total = torch.cuda.mem_get_info(memory.CUDA)
     needed, limit = free - memory.MARGIN * total, 12 * 2**30
     own = limit * (1 - memory.MARGIN) - needed
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own - memory.CUDA_GIB * 2**30)
     left = total - own if limiting == "limit" else limit - own
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left, total))
     gib = 12.0 if limiting == "limit" else 14.0
-    assert memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU, limit=gib) == pytest.approx(9_000, 1)
+    assert choose_size(policy, gpu_memory=gib) == pytest.approx(9_000, 1)
     assert checkpointed(policy) == [False, True] * 2
 
 
 def test_the_sampler_stays_awake_where_the_largest_micro_batch_fits_beside_it(policy, monkeypatch):
-    cfg, total = Config(data="rows", beta=0.0), 2**36
-    needed = sum(memory.process_bytes(policy, cfg, False, GPU, "full")) + 2 * sum(
-        p.numel() for p in policy.parameters()
-    )
+    total, planned = 2**36, plan(policy, 2**36 * USABLE)
+    needed = planned.resting + planned.gradients + 2 * sum(p.numel() for p in policy.parameters())
     needed += 12 * memory.LOGIT_ROWS * 264 + memory.MAX_MICRO_BATCH_TOKENS * memory.bytes_per_token(policy, 0, True)
     needed += memory.MARGIN * total
     for free, flags, stays in (
@@ -363,61 +395,63 @@ def test_the_sampler_stays_awake_where_the_largest_micro_batch_fits_beside_it(po
         (needed - 1, {"gpu_memory": 20.0}, True),  # PyTorch would count what a sleeping vLLM has given back
     ):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, total))
-        assert memory.fits_beside_sampler(policy, replace(cfg, **flags), GPU, "full") == stays, (free, flags)
+        changed = plan(policy, total * USABLE, **flags)
+        assert memory.sampler_stays_awake(changed) == stays, (free, flags)
+        assert not memory.sampler_stays_awake(replace(changed, gpus=replace(changed.gpus, device=CPU)))
+    small = plan(policy, total * USABLE, micro_batch_tokens=1)
     monkeypatch.setattr(distributed, "all_max", lambda value: torch.tensor(1))
-    assert not memory.fits_beside_sampler(policy, replace(cfg, micro_batch_tokens=1), GPU, "full"), (
-        "all of them or none"
-    )
-    assert not memory.fits_beside_sampler(policy, cfg, torch.device("cpu"), "full")
+    assert not memory.sampler_stays_awake(small), "all of them or none"
 
 
 def test_what_this_process_uses_is_not_that_of_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**34, 2**36))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**33)
-    assert used_by_others(GPU) == 2**36 - 2**34 - 2**33 - int(memory.CUDA_GIB * 2**30)
+    others = 2**36 - 2**34 - 2**33 - memory.CUDA_GIB * GIB
+    assert memory.gpus_here(memory.CUDA) == GPUs(2**36, 1, 1, others)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**36)
-    assert used_by_others(GPU) == 0, "vLLM's memory is counted as reserved while it sleeps"
+    assert memory.used_by_others(memory.CUDA) == 0, "vLLM's memory is counted as reserved while it sleeps"
+    assert memory.gpus_here(CPU) == GPUs(math.inf, 1, 1, 0.0, device=CPU)
 
 
 def test_messages_name_what_other_programs_use(policy, monkeypatch):
     """A GPU of 40 GiB of which others use 39.5; without them, the training state would fit."""
-    cfg = Config(data="rows", beta=0.0)
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 40 * 2**30)
-    memory.check_gpu_memory(policy, cfg, GPU, 0.1)
-    monkeypatch.setattr(memory, "used_by_others", lambda device: 39.5 * 2**30)
+    plan(policy, 40 * GIB, vllm_memory=0.1).check(needs_copy=True)
+    shared = plan(policy, 40 * GIB, others=39.5 * GIB, vllm_memory=0.1)
     with pytest.raises(UserError, match=r"too small by .* usable; other programs use 39.5 GiB of this GPU. What helps"):
-        memory.check_gpu_memory(policy, cfg, GPU, 0.1)
+        shared.check(needs_copy=True)
     set_free_memory(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"of 2000 tokens; other programs use 39.5 GiB of this GPU. What helps"):
-        memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
+        memory.choose_micro_batch_size(policy, None, shared)
 
 
-def test_a_limited_run_keeps_the_samplers_memory_during_updates(policy, monkeypatch):
-    cfg = Config(data="rows", beta=0.0)
-    resting, gradients = memory.process_bytes(policy, cfg, False, GPU, "full")
-    monkeypatch.setattr(memory, "usable_bytes", lambda device, limit: 2 * (resting + gradients) - 1)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: None)
-    monkeypatch.setattr(distributed, "memory_fraction", lambda gib: 0.5)
-    memory.check_gpu_memory(policy, cfg, GPU, 0.5)
+def test_a_limited_run_keeps_the_samplers_memory_during_updates(policy):
+    planned = plan(policy)
+    usable = 2 * (planned.resting + planned.gradients) - 1
+    fitting = replace(plan(policy, usable), vllm_memory=0.5)
+    fitting.check(needs_copy=True)
     with pytest.raises(UserError, match="weights, AdamW and --vllm_memory take"):
-        memory.check_gpu_memory(policy, replace(cfg, gpu_memory=1.0), GPU, 0.51)
+        replace(fitting, cfg=make_config(gpu_memory=1.0), vllm_memory=0.51).check(needs_copy=True)
 
 
 def test_explicit_flags_override_the_choice(policy, monkeypatch):
     set_free_memory(monkeypatch, policy, 0, 50_000)
-    flags = PolicyFlags(micro_batch_tokens=777, activation_checkpointing="full")
-    assert memory.choose_micro_batch_size(policy, None, flags, 2000, GPU) == 777
+    assert choose_size(policy, micro_batch_tokens=777, activation_checkpointing="full") == 777
     assert checkpointed(policy) == [True] * 4
-    assert (
-        memory.choose_micro_batch_size(policy, None, PolicyFlags(micro_batch_tokens=777), 2000, torch.device("cpu"))
-        == 777
-    )
+
+
+def test_without_a_gpu_memory_limits_nothing(policy):
+    for flags, size in (({}, memory.CPU_MICRO_BATCH_TOKENS), ({"micro_batch_tokens": 777}, 777)):
+        planned = memory.plan(policy, make_config(**flags), memory.gpus_here(CPU))
+        planned.check(needs_copy=True)
+        assert (planned.sharding, planned.has_room, planned.vllm_memory) == ("full", True, 0.25)
+        assert memory.choose_micro_batch_size(policy, None, planned) == size
+        assert checkpointed(policy) == [False] * 4
 
 
 def test_a_row_that_cannot_fit_reports_the_missing_memory(policy, monkeypatch):
     set_free_memory(monkeypatch, policy, 4, 1000)
     with pytest.raises(UserError, match=r"too small by 0\.\d GiB for a prompt and completion of 2000 tokens.*--max_p"):
-        memory.choose_micro_batch_size(policy, None, PolicyFlags(), 2000, GPU)
+        choose_size(policy)
 
 
 @pytest.mark.parametrize(
