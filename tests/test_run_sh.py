@@ -1,6 +1,7 @@
 """run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -8,10 +9,12 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import grpo
+from apps.demo import tiny
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT
@@ -124,6 +127,18 @@ def test_an_installation_in_a_log_file_shows_that_it_is_alive(sh, tmp_path):
     done = sh("setup", PIP_SECONDS="1")
     assert done.returncode == 0 and re.search(r"^still installing, after \d+ s$", done.stdout, re.MULTILINE)
     assert done.stdout.endswith(".venv is ready\n")
+
+
+def test_a_warm_start_in_a_log_file_shows_that_it_is_alive(tmp_path, monkeypatch, capsys):
+    """Each step takes 20 s here, so that every second one prints a line."""
+    tokenizer, clock = tiny.byte_tokenizer(), itertools.count(step=20)
+    model = tiny.build_model(tokenizer, seed=0)
+    tiny.save(model, tokenizer, tmp_path / "model")
+    tiny.write_shapes(tmp_path / "train", 48, [0, 0])
+    monkeypatch.setattr(tiny, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    tiny.warm_start(model, tiny.Config(steps=2), tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start")]
+    assert len(lines) == 1 and re.fullmatch(r"warm start: step 2 of 2, loss \d\.\d{3}", lines[0])
 
 
 def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):
