@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import grpo
-import rewards
 from common import distributed, files, signals
 from common.errors import RunStopped, UserError, WorkerLost
 from common.files import read_jsonl
@@ -804,7 +803,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     math_workers._math_workers.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerPool, "call", lost)
-        patch.setattr(rewards, "check_math", lambda: None)
+        patch.setattr("evaluation.scorer.check_math", lambda: None)
         scorer = Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
         [[scored]], error = scorer([make_sample("?", "1/2", [], "row")], [[completion]])
