@@ -204,6 +204,8 @@ class Task:
     format: Reward = format_reward  # 1 if a completion has the requested format, else 0; reported in evaluation
     exact_match: Callable[[str, str, float], bool] = has_full_reward
     """Whether (completion, answer, reward) counts as correct in evaluation."""
+    answer_group: Callable[[str], str] = str
+    """Returns the name under which evaluation groups the rows of a gold answer."""
     gold_problem: Callable[[str], str | None] = lambda answer: None
     """Why no completion could match this gold answer, or None."""
 
@@ -214,6 +216,7 @@ TASKS = {
         system="Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]",
         template="{{ content }}",
         format=count_format,
+        answer_group=lambda answer: str(first_count(answer)),
         gold_problem=_count_gold_problem,
     ),
     "vqa": Task(vqa_reward, gold_problem=_vqa_gold_problem),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from common.figures import save_figure, save_page, thumbnail
-from common.records import TAG, Sample
+from common.records import Sample
 from evaluation.metrics import subset_score, title
 from inputs.images import decode_image
 
@@ -78,7 +78,7 @@ def write_differences(
         folder / "completions.html",
         title=f"{title(scores)}: what changed",
         introduction=f"The rows, out of {scores['n']}, that the two models answer differently.",
-        columns=[""],
+        columns=["correct"],
         sections=[_section(heading, changed, samples) for heading, changed in headings.items()],
     )
     return len(lost), len(won)
@@ -89,15 +89,15 @@ def _section(heading: str, changed: list[tuple[dict, dict]], samples: Mapping[st
     entries = []
     for before, after in changed[:MAX_ROWS]:
         sample = samples.get(after["source"])
+        judged = [(name, zip(row["responses"], row["exact"])) for name, row in (("before", before), ("after", after))]
         entry = {
             "images": [thumbnail(decode_image(image)) for image in sample.images] if sample else [],
-            "question": after["prompt"].replace(TAG, ""),
+            "question": after["prompt"],
             "answer": after.get("gold", after.get("answer")),
             "source": after["source"],
-            "completions": [
-                {"model": model, "reward": float(correct), "text": response}
-                for model, row in (("before", before), ("after", after))
-                for response, correct in zip(row["responses"], row["exact"])
+            "tables": [
+                {"title": model, "completions": [{"text": text, "reward": float(right)} for text, right in answers]}
+                for model, answers in judged
             ],
         }
         entries.append(entry)

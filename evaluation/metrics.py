@@ -19,6 +19,7 @@ from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, subset_valu
 from rewards import MAX_UNSCORED, TASKS
 
 RESAMPLES = 2000
+MAX_ANSWERS = 20  # largest number of gold answers whose rows also get scores of their own
 RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the benchmark uses a server
 
 
@@ -133,17 +134,28 @@ def summarise(predictions: list[dict], task: str, unscored_reason: str | None = 
         raise UserError(
             f"{no_verdict:.0%} of the completions have no verdict, {limit} ({unscored_reason or 'unknown reason'})"
         )
-    exact_by_row = [
-        [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]
+    scored = [
+        row | {"exact": [is_exact for is_exact, reward in zip(row["exact"], row["rewards"]) if reward is not None]}
         for row in predictions
     ]
-    exact_by_row = [exact for exact in exact_by_row if exact]
-    exact_match = mean_score([mean(exact) for exact in exact_by_row])
-    return _shared_scores("exact_match", exact_match, exact_by_row, predictions) | {
+    scored = [row for row in scored if row["exact"]]
+    exact_by_row = [row["exact"] for row in scored]
+    return _shared_scores("exact_match", score_of(None, scored), exact_by_row, predictions) | {
         "reward": mean([reward for reward in rewards if reward is not None]),
         "format_rate": mean([TASKS[task].format(response) for response in responses]),
         "no_verdict": no_verdict,
+        "parts": _scores_by_answer(scored, task),
     }
+
+
+def _scores_by_answer(rows: list[dict], task: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the score of the rows of each gold answer, as `_subset_scores` does; {} if there are many answers."""
+    subsets = group_by(rows, [TASKS[task].answer_group(row["answer"]) for row in rows])
+    if not 2 <= len(subsets) <= min(MAX_ANSWERS, len(rows) / 2):
+        return {}
+    names = sorted(subsets, key=lambda name: (not name.isdecimal(), name.isdecimal() and len(name), name))
+    scores = {name: score_of(None, subsets[name]).total() for name in names}
+    return {"answer": {name: {"n": len(subsets[name]), "score": score} for name, score in scores.items()}}
 
 
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
@@ -176,7 +188,7 @@ def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows
     """Return the score, its interval, pass@k and the lengths.
 
     pass@k is given for k = 1, 2, 4, … and for the largest k for which every row has k completions. Each value is a mean
-    over the entries of `exact_by_row` that have at least k verdicts.
+    over the entries of `exact_by_row` that have at least k verdicts. A score that is a plain mean is pass@1 itself.
     """
     scores: dict[str, Any] = {
         "n": len(rows),
@@ -185,7 +197,10 @@ def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows
         f"{name}_95": interval(score.bootstrap()),
     }
     max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))
-    for k in sorted({max_k, *(2**i for i in range(max_k.bit_length()))}):
+    ks = {max_k, *(2**i for i in range(max_k.bit_length()))}
+    if score.values.shape[1] == 1:
+        ks.discard(1)
+    for k in sorted(ks):
         scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
     scores["mean_characters"] = mean([len(response) for row in rows for response in row["responses"]])
     for length, column in (("mean_length", "lengths"), ("truncated", "truncated")):
@@ -262,8 +277,7 @@ def format_table(scores: dict, baseline: dict | None = None, paired: dict | None
     lines: list[tuple[str, list]] = [(title(scores), ["baseline", "model"][-len(models) :])]
     for name, value in scores.items():
         if isinstance(value, int | float):
-            label = f"Pass@1[{scores['completions_per_row']}]" if name == "pass@1" else name
-            lines.append((label, [model.get(name) for model in models]))
+            lines.append((name, [model.get(name) for model in models]))
         elif name.endswith("_95"):
             lines.append((f"  95% interval of {name.removesuffix('_95')}, from", [model[name][0] for model in models]))
             lines.append(("    to", [model[name][1] for model in models]))

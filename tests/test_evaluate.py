@@ -1,6 +1,7 @@
 """Task scores, compared with numbers computed by hand."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from common.errors import UserError
 from data import load_processor, load_samples
 from evaluate import Config, free_share
 from evaluation import held_out
-from evaluation.metrics import interval, mean_score, pass_at_k, summarise
+from evaluation.metrics import format_table, interval, mean_score, pass_at_k, summarise
 from policy.model import load_model
 from sampling.hf_engine import HFEngine
 from tests.helpers.scripts import VECTORS
@@ -27,10 +28,8 @@ def test_pass_at_k_refuses_the_impossible(n, c, k):
 
 
 def row(responses: list[str], exact: list[bool], rewards: list[float | None]) -> dict:
-    lengths = [len(r) for r in responses]
-    return dict(
-        responses=responses, exact=exact, rewards=rewards, lengths=lengths, truncated=[False, True, False, False]
-    )
+    judged = dict(responses=responses, exact=exact, rewards=rewards, answer="3")
+    return judged | dict(lengths=[len(r) for r in responses], truncated=[False, True, False, False])
 
 
 def test_scores_by_hand():
@@ -42,12 +41,31 @@ def test_scores_by_hand():
     assert scores["n"] == 2
     assert scores["no_verdict"] == 0
     assert scores["completions_per_row"] == 4
-    assert scores["exact_match"] == scores["pass@1"] == pytest.approx((1 + 1 / 4) / 2)
+    assert scores["exact_match"] == pytest.approx((1 + 1 / 4) / 2)
+    assert "pass@1" not in scores, "it would be the same number under another name"
     assert scores["pass@4"] == 1.0
     assert scores["reward"] == pytest.approx((4 + 1.85) / 8)
     assert scores["format_rate"] == pytest.approx(5 / 8)
     assert scores["truncated"] == pytest.approx(2 / 8)
     assert scores["mean_length"] == pytest.approx((5 * 17 + 1 + 1 + 0) / 8)
+
+
+def test_each_of_a_few_gold_answers_has_a_score():
+    """Counts are in order of size; a completion without a verdict is left out."""
+    given = [("A photo of 10 cats", [1, 1]), ("2", [0, 1]), ("A photo of 2 dogs", [0, 0]), ("10", [1, 1])] * 3
+    rows = [
+        dict(responses=["", ""], exact=[bool(value) for value in values], rewards=values, answer=answer)
+        for answer, values in given
+    ]
+    rows[-1] |= {"exact": [True, False], "rewards": [1, None]}
+    by_answer = summarise(rows, "count")["parts"]["answer"]
+    assert list(by_answer.items()) == [("2", {"n": 6, "score": 0.25}), ("10", {"n": 6, "score": 1.0})]
+    table = format_table(summarise(rows, "count"), summarise(rows, "count"))
+    assert re.search(r"^answer: 2 \(6\) +0\.250 +0\.250$", table, re.MULTILINE)
+    assert list(summarise(rows, "vqa")["parts"]["answer"]) == ["2", "10", "A photo of 10 cats", "A photo of 2 dogs"]
+    names = [row | {"answer": f"name {i}"} for i, row in enumerate(rows)]
+    assert not summarise(names, "vqa")["parts"], "most answers are answers to one row only"
+    assert not summarise(rows[:1] + rows[3:4], "count")["parts"], "there is one answer"
 
 
 def test_bootstrap_interval():

@@ -86,7 +86,7 @@ def test_a_run_leaves_what_the_documents_say(run):
     assert settings["git_commit"]
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (run / "completions.html").read_text()
-    assert page.count("<article>") == 4 * 3
+    assert page.count("<caption>") == 4 * 3
     assert "data:image/png;base64," in page
     assert "How many shapes?" in page
     assert not list(run.glob("**/*.partial"))

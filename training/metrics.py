@@ -74,6 +74,7 @@ def sampling_metrics(
         "reward_std": deviation(rewards.total).mean().item(),
         **{f"rewards/{name}": values.nanmean().item() for name, values in rewards.parts.items()},
         "rewards/no_verdict": rewards.total.isnan().double().mean().item(),
+        "frac_reward_full": (rewards.total >= 1).double().mean().item(),
         "frac_reward_zero_std": 1 - is_varied(rewards.total).double().mean().item(),
         "groups_drawn": len(rewards.total),
         "completions/mean_length": (total_length / num_rollouts).item(),

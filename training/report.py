@@ -39,9 +39,10 @@ def is_group(row: dict) -> bool:
 
 
 def _is_completion(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("advantage", ""), Real | None):
+    if not isinstance(value, dict) or not isinstance(rewards := value.get("rewards", {}), dict):
         return False
-    return isinstance(value.get("reward", ""), Real | None)
+    numbers = [value.get("reward", ""), value.get("advantage", ""), *rewards.values()]
+    return all(isinstance(number, Real | None) for number in numbers)
 
 
 VALID_ROWS = {"metrics.jsonl": is_metrics, "completions.jsonl": is_group}  # each log file, with the check of its rows
@@ -94,15 +95,24 @@ def draw_curves(folder: pathlib.Path) -> None:
 
 
 def write_page(folder: pathlib.Path) -> None:
-    """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages."""
-    groups = read_jsonl(folder / "completions.jsonl", is_group, last=GROUPS_ON_PAGE)
+    """Write `completions.html`: images, question, correct answer, and completions with their rewards and advantages.
+
+    A row that was logged at several steps is one entry, in which these steps are side by side.
+    """
+    entries: dict[str, dict] = {}
+    for group in reversed(read_jsonl(folder / "completions.jsonl", is_group, last=GROUPS_ON_PAGE)):
+        row = f"{group.get('source')} {group.get('question')}"
+        rewards = [each["reward"] for each in group["completions"] if each["reward"] is not None]
+        mean = f", mean {sum(rewards) / len(rewards):.2f}" if rewards else ""
+        table = {"title": f"step {group['step']}{mean}", "completions": group["completions"]}
+        entries.setdefault(row, group | {"tables": []})["tables"].append(table)
     save_page(
         folder / "completions.html",
         title=f"Completions of {folder.name}",
-        introduction="Sampled during training, newest first. Each entry shows the image, the question, the correct "
-        "answer and the group of completions that GRPO compares.",
+        introduction="Sampled during training, newest first. Each entry shows a row of the data and, for each "
+        "logged step, the group of completions that GRPO compares.",
         columns=["reward", "advantage"],
-        sections=[{"entries": groups[::-1]}],
+        sections=[{"entries": [*entries.values()]}],
     )
 
 

@@ -27,7 +27,7 @@ from common.console import hide_credentials
 from common.errors import UserError
 from common.figures import thumbnail
 from common.files import atomic_write, git_commit, json_lines, read_jsonl
-from common.records import TAG, ScoredGroup
+from common.records import ScoredGroup
 from common.spans import of_completions
 from training import trackers
 from training.diagnosis import all_problems, problems
@@ -57,6 +57,7 @@ class RunLog:
         self.decode = decode
         self.folder, self.every, self.resumed_step = pathlib.Path(folder), every, resumed_step
         self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
+        self.shown: set[str] = set()  # sources of the rows in completions.jsonl
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
         self.example = ""  # a completion of the step
@@ -69,6 +70,7 @@ class RunLog:
             for name in self.waiting:  # steps after the checkpoint will be repeated
                 rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
                 atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
+                self.shown |= {str(row.get("source")) for row in rows}
             if resumed_step is None:  # of an earlier run
                 for name in ("curves.png", "completions.html", "index.html"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -135,24 +137,27 @@ class RunLog:
             self.warned.add(name)
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
-        """Log the first groups of the main process and write the page, at step 1 and every `every` steps.
+        """Log some groups of the main process and write the page, at step 1 and every `every` steps.
 
+        Rows that were logged before come first: the page shows how their completions change.
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
         self.example = next((repr(rollout.text[:80]) for group in groups for rollout in group.rollouts), "none")
         if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
-        for group in groups[:GROUPS_PER_REPORT]:
+        for group in sorted(groups, key=lambda group: group.sample.source not in self.shown)[:GROUPS_PER_REPORT]:
+            self.shown.add(group.sample.source)
             scored = zip(group.rollouts, group.rewards, of_completions(group, advantages), strict=True)
             row = {
                 "step": step,
                 "source": group.sample.source,
-                "question": "\n\n".join(group.sample.texts).replace(TAG, "").strip(),
+                "question": "\n\n".join(group.sample.texts).strip(),
                 "answer": group.sample.answer,
                 "images": [thumbnail(image) for image in group.prompt.images],
                 "completions": [
                     {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
+                    | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
                     | self._advantage(r.ids, advantage)
                     for r, rewards, advantage in scored
                 ],

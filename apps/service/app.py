@@ -333,9 +333,16 @@ def resume(store: StoreDep, job_id: str) -> Started:
     return started(store.resume(job_id), "queued again")
 
 
+@api.post("/jobs/{job_id}/delete")
+def delete_job(store: StoreDep, job_id: str) -> dict[str, str]:
+    """Delete a job that has ended and all of its files, its result too. Its data set stays."""
+    store.delete(job_id)
+    return {"message": "deleted"}
+
+
 @api.get("/jobs/{job_id}/download", response_class=FileResponse)
 def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
-    """Return a ZIP with the trained adapter, the tokenizer and other files of the base, and the training history."""
+    """Return a ZIP with the adapter and how to load it, the base's tokenizer and other files, and the history."""
     if job.status != "completed":
         raise HTTPException(409, f"the job is {job.status}; its result can be downloaded once it is completed")
     if damage := store.damage(job, ADAPTER):
@@ -348,6 +355,7 @@ def download(store: StoreDep, job: JobDep, scratch: ScratchDep) -> FileResponse:
 def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
     """Write the ZIP of a completed job to the folder `scratch` and return its path."""
     from policy.base_files import copy_settings, settings_folder  # imports torch, which takes seconds
+    from rewards import TASKS
 
     run = store.run_folder(job.job_id)
     request = job.settings["request"]
@@ -370,6 +378,13 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
             archive.write(file, file.name)
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")
+        note = (PAGE / "HOW_TO_LOAD.txt").read_text()
+        values = {
+            "BASE": job.model,
+            "SYSTEM": TASKS["count"].system,
+            "MAX_SIDE": str(job.settings["flags"]["max_side"]),
+        }
+        archive.writestr("HOW_TO_LOAD.txt", re.sub("|".join(values), lambda match: values[match[0]], note))
     return scratch / "result.zip"
 
 

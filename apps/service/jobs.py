@@ -174,7 +174,7 @@ class Store:
             sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
             if self.unknown:
                 sizes += f"; {len(self.unknown)} files that the database does not know count, such as {self.unknown[0]}"
-            raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or raise it")
+            raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or jobs, or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
 
@@ -297,6 +297,20 @@ class Store:
             if not self.zip_path(job.file_id).exists():
                 raise HTTPException(409, "the job's images were deleted: upload them again and start a new job")
             return self._update(job, status="queued", cancelled_at=None, error_message=None, queued_at=time.time())
+
+    def delete(self, job_id: str) -> None:
+        """Delete a job that has ended, with all of its files."""
+        with self.lock:
+            job, folder = self.job(job_id), self.job_folder(job_id)
+            if job.status in ("queued", "training"):
+                raise HTTPException(409, "the job has not ended: cancel it first")
+            with contextlib.suppress(OSError):  # something is in the place of the lock
+                if self._is_alive(job):
+                    raise HTTPException(409, "the job's process has not ended: try again in a moment")
+            shutil.rmtree(folder, ignore_errors=True)  # before the row: after a kill, the job can be deleted again
+            if folder.exists():
+                raise HTTPException(409, f"jobs/{job_id} cannot be deleted: move it away, then try again")
+            self._query("DELETE FROM jobs WHERE job_id = ?", job_id)
 
     # --- processes
 
@@ -432,11 +446,14 @@ class Store:
         return TRACEBACK.sub("", text)
 
     def progress(self, job: Job) -> dict[str, Any]:
-        """Return the step, the finished percentage, and the newest loss and reward."""
+        """Return the step, the finished percentage, and the newest loss, reward and numbers of answers."""
         last, _ = self._read(job, "metrics.jsonl", newest=True)
         step = last.get("step", 0)
         progress = round(100 * min(step / job.total_steps, 1.0), 1) if job.total_steps else 0.0
-        return {"current_step": step, "progress": progress, "loss": last.get("loss"), "reward": last.get("reward")}
+        answers = int(last.get("groups_drawn") or 0) * job.settings.get("flags", {}).get("num_generations", 0)
+        right = round((last.get("frac_reward_full") or 0.0) * answers)
+        newest = {"loss": last.get("loss"), "reward": last.get("reward"), "answers": answers, "right_answers": right}
+        return {"current_step": step, "progress": progress} | newest
 
     def damage(self, job: Job, names: Iterable[str] = RUN_FILES, newest: bool = False) -> str | None:
         """Return which files of the job's run are damaged, and where, or None. `newest`: see `_read`."""

@@ -79,6 +79,10 @@ class JobInfo(BaseModel):
     total_steps: int
     loss: float | None
     reward: float | None
+    answers: int
+    """How many answers the newest step has sampled; its `reward` is their mean score."""
+    right_answers: int
+    """How many of these have the full score."""
     created_at: str
     """Time in UTC, without an offset, such as 2025-01-20T10:30:00."""
     error_message: str | None

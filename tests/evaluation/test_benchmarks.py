@@ -134,7 +134,7 @@ def test_aime():
     assert right("aime24", row, *responses) == [True, True, True, False, False, False, False]
     rows = judged("aime24", [{"problem": "p", "answer": 204, "responses": ["204"] * 3 + ["1"] * 5}])
     scores = summarise_benchmark("aime24", rows)
-    assert scores["score"] == scores["pass@1"] == pytest.approx(3 / 8)  # pass@1, averaged over eight responses
+    assert scores["score"] == pytest.approx(3 / 8)  # pass@1, averaged over eight responses
     assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert scores["pass@8"] == 1.0
     assert scores["completions_per_row"] == 8
@@ -158,7 +158,7 @@ def test_math500_by_level():
     assert scores["parts"]["level"] == {"1": {"n": 2, "score": 1.0}, "5": {"n": 2, "score": 0.0}}
     assert scores["parts"]["subject"]["Geometry"] == {"n": 2, "score": 0.0}
     assert scores["no_answer"] == 0.25
-    assert scores["pass@1"] == 0.5
+    assert "pass@1" not in scores, "it would be the same number under another name"
 
 
 @pytest.mark.parametrize(
@@ -762,6 +762,8 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     assert better["paired"]["difference"] == pytest.approx(100.0 - scores["score"])
     page = (tmp_path / "better" / "completions.html").read_text()
     assert "Wrong before, right after: 6" in page
+    assert page.count("<article>") == page.count("<caption>before</caption>") == page.count("<caption>after</caption>")
+    assert page.count('<td class="number">yes</td>') == page.count('<td class="number">no</td>') == 2 * 6
     narrow, untied = (tiny.build_model(tokenizer, seed=0).config for _ in range(2))
     narrow.text_config.intermediate_size = 64
     untied.tie_word_embeddings = untied.text_config.tie_word_embeddings = False
@@ -812,7 +814,7 @@ def test_unequal_numbers_of_responses_and_rows():
     paired only if they occur the same number of times in both evaluations."""
     rows = judged("aime24", [AIME | {"responses": ["5"]}, AIME | {"problem": "q", "responses": ["5", "1", "1", "1"]}])
     scores = summarise_benchmark("aime24", rows)
-    assert [key for key in scores if key.startswith("pass@")] == ["pass@1"]
+    assert not [key for key in scores if key.startswith("pass@")]
     assert scores["score"] == pytest.approx((1 + 1 / 4) / 2)
     assert len(pair_predictions("aime24", [rows[0], rows[0], rows[1]], [rows[0], rows[1]])) == 1
     with_images = [row | {"image_digest": "a"} for row in rows]

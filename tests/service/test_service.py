@@ -4,6 +4,7 @@ import base64
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import io
 import itertools
 import json
@@ -19,6 +20,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import textwrap
 import time
 import urllib.parse
 import uuid
@@ -31,7 +33,7 @@ import numpy
 import pytest
 import requests
 from fastapi import HTTPException
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from starlette.requests import Request
 
 import grpo
@@ -44,6 +46,7 @@ from common.errors import UserError
 from common.files import release_locks
 from tests.helpers.scripts import ROOT, free_port
 from tests.service.clients import call_nine_endpoints, run_documented_client
+from training.report import write_page
 
 TRAINED = ("completed", "failed", "cancelled")
 QUICK = {
@@ -204,6 +207,8 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
     assert names <= set(result.namelist())
     assert json.loads(result.read("trainer_state.json"))["global_step"] == 8
     assert json.loads(result.read("adapter_config.json"))["lora_dropout"] == 0.05
+    assert service.job(job_id)["answers"] == 8 >= service.job(job_id)["right_answers"] >= 0
+    check_note(result, tmp_path / "unpacked", monkeypatch)
     picture = zipfile.ZipFile(io.BytesIO(archive)).read("images/00000.png")
     question = {"files": {"picture": ("p.png", picture)}, "data": {"question": "How many shapes?"}}
     with ThreadPoolExecutor(45) as pool:  # all but one get status 503, and other requests are not blocked
@@ -227,6 +232,24 @@ def test_from_upload_to_answer(service, archive, tmp_path, monkeypatch):
         rows = [json.loads(line[6:]) for line in stream.iter_lines(decode_unicode=True) if line.startswith("data: [")]
     assert [row["step"] for event in rows for row in event] == [7, 8], "only new steps must be sent"
     check_clients(service, archive, job_id, tmp_path, monkeypatch)
+    assert service.call("POST", f"/jobs/{job_id}/delete", 200).json() == {"message": "deleted"}
+    service.call("GET", f"/jobs/{job_id}", 404)
+    assert not (service.folder / "jobs" / job_id).exists()
+
+
+def check_note(result: zipfile.ZipFile, folder: pathlib.Path, monkeypatch) -> None:
+    """The code in the ZIP's note loads the adapter, in the folder of the note. The processor would need torchvision."""
+    result.extractall(folder)
+    note = (folder / "HOW_TO_LOAD.txt").read_text()
+    variables: dict = {}
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        exec(textwrap.dedent("".join(re.findall(r"^    (?!python|processor).*\n", note, re.MULTILINE))), variables)
+    weights = load_file(folder / "adapter_model.safetensors")
+    loaded = {name.replace(".default", ""): value for name, value in variables["model"].named_parameters()}
+    assert weights and all((loaded[name].detach().numpy() == value).all() for name, value in weights.items())
+    assert "Count the objects" in note and "shrunk to 512 pixels" in note
+    assert not re.search("BASE|SYSTEM|MAX_SIDE", note)
 
 
 def check_clients(service: Service, archive: bytes, completed: str, folder: pathlib.Path, monkeypatch) -> None:
@@ -734,7 +757,8 @@ def test_finished_jobs_cost_little(tmp_path):
     store.run_folder(job.job_id).mkdir()
     path = store.run_folder(job.job_id) / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
-    assert store.progress(job) == {"current_step": 1, "progress": 25.0, "loss": None, "reward": 0.5}
+    progress = {"current_step": 1, "progress": 25.0, "loss": None, "reward": 0.5}
+    assert store.progress(job) == progress | {"answers": 0, "right_answers": 0}
     mtime = path.stat().st_mtime_ns
     path.write_text('{"step": 2, "reward": 0.75, "loss": 1.0}\n')
     os.utime(path, ns=(mtime, mtime))
@@ -750,6 +774,77 @@ def test_finished_jobs_cost_little(tmp_path):
     with path.open("a") as file:
         file.write("}\n")
     assert [row["step"] for row in store.metrics(job.job_id, position)[0]] == [4]
+
+
+def ended_job(folder: pathlib.Path) -> tuple[Store, Job]:
+    """Return a store with a cancelled job that has files."""
+    store = Store(str(folder / "service"))
+    (folder / "f.zip").touch()
+    file = store.add_file(folder / "f.zip", "f.zip", {"rows": 1, "images": 1, "usable": 1, "problems": []})
+    job = store.add_job("j", file["file_id"], "m", {}, 4)
+    (store.run_folder(job.job_id) / "final").mkdir(parents=True)
+    (store.run_folder(job.job_id) / "final" / "adapter_model.safetensors").write_bytes(bytes(1000))
+    return store, store._update(job, status="cancelled")
+
+
+def test_a_job_that_has_ended_can_be_deleted_and_no_other(tmp_path):
+    """Its room is free then. Its data set and the other jobs stay."""
+    store, job = ended_job(tmp_path)
+    store.max_gigabytes = 1e-6
+    with pytest.raises(HTTPException, match="delete data sets or jobs"):
+        store.require_space(1)
+    other = store.add_job("k", job.file_id, "m", {}, 4)
+    for status in ("queued", "training"):
+        store._update(other, status=status)
+        with pytest.raises(HTTPException, match=r"409: the job has not ended: cancel it first$"):
+            store.delete(other.job_id)
+    with (store.job_folder(job.job_id) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as its process holds it, which saves a checkpoint
+        with pytest.raises(HTTPException, match=r"409: the job's process has not ended: try again in a moment$"):
+            store.delete(job.job_id)
+    store.delete(job.job_id)
+    assert os.listdir(store.folder / "jobs") == [other.job_id] == [each.job_id for each in store.jobs()]
+    assert len(store.files()) == 1
+    store.require_space(1)
+    with pytest.raises(HTTPException, match="404: no job"):
+        store.delete(job.job_id)
+
+
+def test_a_deletion_that_is_cut_off_can_be_repeated_after_a_new_start(tmp_path, monkeypatch, capsys):
+    """The kill comes while the files are deleted, or before the row is."""
+    store, job = ended_job(tmp_path)
+
+    def killed(folder, **_):
+        (folder / "run" / "final" / "adapter_model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        store.delete(job.job_id)
+    for leave in (lambda folder: None, shutil.rmtree):
+        leave(store.job_folder(job.job_id))
+        store.database.close()
+        release_locks()
+        store = Store(str(tmp_path / "service"))
+        store.poll()
+        assert job_info(store, store.job(job.job_id)).status == "cancelled" and not store.unknown
+    store.job_folder(job.job_id).write_text("something else")  # what is no folder is not deleted
+    with pytest.raises(HTTPException, match=f"409: jobs/{job.job_id} cannot be deleted: move it away"):
+        store.delete(job.job_id)
+    store.job_folder(job.job_id).unlink()
+    store.delete(job.job_id)
+    assert not store.jobs() and not capsys.readouterr().err
+
+
+def test_a_job_counts_the_answers_of_its_newest_step(tmp_path):
+    store, job = ended_job(tmp_path)
+    job = dataclasses.replace(job, settings={"flags": {"num_generations": 8}})
+    path = store.run_folder(job.job_id) / "metrics.jsonl"
+    for row, counts in (({}, (0, 0)), ({"groups_drawn": 2, "frac_reward_full": 0.1875}, (3, 16))):
+        path.write_text(json.dumps({"step": 1, "reward": 0.5} | row) + "\n")
+        os.utime(path, ns=(len(row), len(row)))
+        info = job_info(store, job)
+        assert (info.right_answers, info.answers) == counts
 
 
 def test_jobs_of_an_earlier_version_stay_reachable(tmp_path):
@@ -840,7 +935,7 @@ def test_no_other_site_may_ask(shared):
 
 
 def test_two_services_in_one_folder(service, tiny_model):
-    command = [sys.executable, "-m", "service", f"--folder={service.folder}", f"--port={free_port()}"]
+    command = [sys.executable, "-m", "apps.service", f"--folder={service.folder}", f"--port={free_port()}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "another service is running in" in done.stderr
@@ -1331,6 +1426,11 @@ def check_layout(page, state: str, folder: pathlib.Path) -> None:
         page.set_viewport_size({"width": width, "height": height})
         page.screenshot(path=folder / f"{state}-{width}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (state, width)
+    if axe := os.environ.get("AXE"):  # the file axe.min.js of the npm package axe-core
+        for frame in page.frames:
+            frame.evaluate(pathlib.Path(axe).read_text())
+        found = page.evaluate("axe.run()")["violations"]
+        assert not [problem["id"] for problem in found if problem["impact"] in ("serious", "critical")], state
 
 
 def refusals(page) -> list[str]:
@@ -1416,32 +1516,72 @@ def fake_job(name: str, status: str, step: int = 0, **more) -> dict:
     return job | {"created_at": "2026-11-21T12:00:00", "output_dir": "", "waiting": False} | more
 
 
-def fake_responses(page, jobs: list[dict], rows: list[dict]) -> None:
-    """Replace the service's responses about jobs with `jobs` and `rows`. The event streams end immediately."""
+def fake_responses(page, jobs: list[dict], rows: list[dict], completions: str = "<p>Nothing") -> None:
+    """Replace the service's responses about jobs with `jobs`, `rows` and a page of completions.
+
+    The event streams end immediately.
+    """
     for job in jobs:
         lines = [f"event: job\ndata: {json.dumps(job)}\n\n", f"event: metrics\ndata: {json.dumps(rows)}\n\n"]
         headers = {"Content-Type": "text/event-stream"}
         response = {"body": "".join(lines), "headers": headers}
         page.route(f"**/jobs/{job['job_id']}/events", lambda route, *, response=response: route.fulfill(**response))
-        page.route(f"**/jobs/{job['job_id']}/completions", lambda route: route.fulfill(body="<p>Nothing"))
+        page.route(f"**/jobs/{job['job_id']}/completions", lambda route: route.fulfill(body=completions))
     page.route("**/jobs", lambda route: route.fulfill(json=jobs))
 
 
-def test_the_page_shows_a_long_job_at_once(shared, browser):
+def contrast(colour: str, background: tuple[int, ...], opacity: float = 1.0) -> float:
+    """Return the contrast of "rgb(…)" on a background, as WCAG 2 defines it."""
+    ink = [opacity * int(c) + (1 - opacity) * b for c, b in zip(re.findall(r"\d+", colour), background)]
+    darker, lighter = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in (
+        [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb] for rgb in (ink, background)
+    ))  # fmt: skip
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+SEEN = """() => [
+    [...document.querySelectorAll("main *")].map((e) => getComputedStyle(e)).filter((s) => parseFloat(s.borderTopWidth))
+        .map((s) => [s.borderTopColor, 1]),
+    [...document.querySelectorAll("polyline")].map((e) => getComputedStyle(e)).map((s) => [s.stroke, +s.strokeOpacity]),
+]"""
+
+
+def test_the_page_shows_a_long_job_at_once(shared, browser, tmp_path):
     """A job's 20,000 steps appear within two seconds. A repeated step replaces the earlier one.
 
-    Zero has no minus sign.
+    Zero has no minus sign. Borders and curves can be seen. A long path hides no answer, on a phone neither.
     """
     page = browser.new_page()
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
-    fake_responses(page, [fake_job("a", "completed", 20_000)], [*rows, *rows[10_000:]])
+    group = {"step": 5, "question": "How many?", "answer": "3", "source": f"/{'x' * 200}/a.zip/main.csv row 3"}
+    group |= {"images": ["data:,"], "completions": [{"text": "3", "reward": 1.0, "advantage": 0.0}]}
+    (tmp_path / "completions.jsonl").write_text(json.dumps(group) + "\n")
+    write_page(tmp_path)
+    job = fake_job("a", "completed", 20_000, answers=16, right_answers=3)
+    fake_responses(page, [job], [*rows, *rows[10_000:]], (tmp_path / "completions.html").read_text())
     page.goto(shared.url)
     wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 20000"), 2)
     assert page.evaluate("document.querySelector('#reward polyline').points.numberOfItems") <= 301
     assert "#a" in page.url
     page.click("text=For experts")
-    assert "-0" not in page.inner_text("#facts")
-    assert "5.6 hours" in page.inner_text("#facts")
+    facts = page.inner_text("#facts")
+    assert "-0" not in facts and "5.6 hours" in facts and "0.00 · 3 of 16 exactly right" in facts
+    wait_for(lambda: page.evaluate("document.querySelector('#loss').childElementCount"), 5)
+    borders, curves = page.evaluate(SEEN)
+    assert len(borders) > 20 and len(curves) == 4
+    assert min(contrast(*seen) for seen in [(colour, (243, 245, 247), 1) for colour, _ in borders]) >= 3
+    assert min(contrast(colour, (250, 251, 252), opacity) for colour, opacity in curves) >= 3
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.goto(f"file://{tmp_path}/completions.html")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        answer = page.locator("td.text").bounding_box()
+        assert answer["x"] + answer["width"] <= width and answer["y"] < 844
+        page.goto(shared.url)
+        answer = page.frame_locator("#completions").locator("td.text")
+        answer.wait_for(timeout=20_000)
+        frame, cell = page.locator("#completions").bounding_box(), answer.bounding_box()
+        assert cell["y"] + cell["height"] <= frame["y"] + frame["height"], "the answer must be in sight"
 
 
 def test_the_page_tells_how_jobs_stand(shared, browser):
@@ -1453,7 +1593,7 @@ def test_the_page_tells_how_jobs_stand(shared, browser):
     page.goto(shared.url)
     page.wait_for_selector("#note:has-text('saves what it has learned')")
     assert page.url.endswith("#b"), "without a job in the URL, the page must show the job that is training"
-    assert page.is_disabled("#cancel")
+    assert page.is_disabled("#cancel") and page.is_hidden("#delete")
     assert [item.split(" · ")[1] for item in page.locator("#jobs small").all_text_contents()] == [
         "2nd in line",
         "1st in line",
@@ -1465,9 +1605,28 @@ def test_the_page_tells_how_jobs_stand(shared, browser):
     page.goto(f"{shared.url}/#a")  # as when the user follows a link or goes back in the browser
     page.wait_for_selector("#status:has-text('completed')")
     page.wait_for_selector("#lost:empty", state="attached")
+    delete_on_page(page, jobs)
     page.unroute("**/jobs")
     page.route("**/jobs", lambda route: route.abort())
     page.wait_for_selector("#lost:has-text('trying again')", timeout=10_000)
     page.unroute("**/jobs")
-    fake_responses(page, jobs, [])
+    fake_responses(page, jobs[1:], [])
     page.wait_for_selector("#lost:empty", state="attached", timeout=10_000)
+
+
+def delete_on_page(page, jobs: list[dict]) -> None:
+    """Delete the first job, at the second attempt. The page then shows the job that is training."""
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.click("#delete")
+    refusal = {"status": 409, "json": {"detail": "not now"}}
+    page.route("**/jobs/a/delete", lambda route: route.fulfill(**refusal))
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#delete")
+    page.wait_for_selector("#wrong:has-text('not now')")
+    page.unroute("**/jobs/a/delete")
+    page.route("**/jobs/a/delete", lambda route: route.fulfill(json={"message": "deleted"}))
+    page.unroute("**/jobs")
+    page.route("**/jobs", lambda route: route.fulfill(json=jobs[1:]))
+    page.click("#delete")
+    page.wait_for_selector("#status:has-text('stopping')")
+    assert page.url.endswith("#b") and not page.locator("#jobs [href='#a']").count()

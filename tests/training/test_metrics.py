@@ -64,6 +64,7 @@ def test_rewards_are_those_of_scored_completions(step):
     assert step["reward"] == 2 and step["rewards/part"] == 3
     assert step["rewards/no_verdict"] == pytest.approx(1 / 9)
     assert step["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert step["frac_reward_full"] == pytest.approx(8 / 9), "a completion without a verdict has no full reward"
     assert (step["frac_reward_zero_std"], step["groups_drawn"]) == (pytest.approx(2 / 3), 3)
 
 

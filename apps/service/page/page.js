@@ -127,7 +127,7 @@ function figure(fileId, number) {
     image.src = URL.createObjectURL(await response.blob());
     image.onload = () => URL.revokeObjectURL(image.src);
   };
-  image.alt = "";
+  image.alt = `picture ${number + 1}`;
   fetchOk(`/files/${fileId}/picture/${number}`).then(show).catch(() => element.remove());
   return element;
 }
@@ -225,6 +225,11 @@ function chooseJob() {
   if (next.job_id !== shownId) showJob(next.job_id);
 }
 
+function hideJob() {
+  source.close();
+  [shownId, job, $("job").hidden] = [null, null, true];
+}
+
 function showJob(id) {
   [shownId, metrics, pace, samplesHtml] = [id, [], null, ""];
   job = jobs.find((each) => each.job_id === id) ?? null;
@@ -281,13 +286,14 @@ function paint() {
   listJobs();
   if (job) paintJob();
   const label = (name) => `${name} over ${metrics.length} steps`;
-  drawCurve($("reward"), label("right answers"), metrics.map((row) => [row.step, row.reward]), "#0b6e69", [0, 1]);
+  drawCurve($("reward"), label("score"), metrics.map((row) => [row.step, row.reward]), "#0b6e69", [0, 1]);
   if ($("log").open) drawCurve($("loss"), label("loss"), metrics.map((row) => [row.step, row.loss]), "#b8405a");
 }
 
 function listJobs() {
   const list = $("jobs");
-  if (jobs.length && list.firstElementChild?.tagName === "P") list.replaceChildren();
+  $("none").hidden = jobs.length > 0;
+  for (const item of [...list.children]) if (!jobs.some((each) => item.hash === `#${each.job_id}`)) item.remove();
   [...jobs].reverse().forEach((each, index) => {
     const existing = [...list.children].find((item) => item.hash === `#${each.job_id}`);
     const item = existing ?? jobItem(each);
@@ -318,7 +324,8 @@ function progressText(each) {
 
 function paintJob() {
   const number = (value) => (value == null ? "–" : value.toFixed(2).replace(/^-(0\.0+)$/, "$1"));
-  const facts = [["Right answers", number(job.reward)], ["Progress", progressText(job)], ["Time", timeText()]];
+  const right = job.answers ? ` · ${job.right_answers} of ${job.answers} exactly right` : "";
+  const facts = [["Score", number(job.reward) + right], ["Progress", progressText(job)], ["Time", timeText()]];
   const fact = ([name, text]) => makeElement("div", "", "", makeElement("dt", name), makeElement("dd", text));
   $("name").textContent = job.job_name;
   Object.assign($("status"), { textContent: statusText(job), className: `status ${phase(job)}` });
@@ -328,6 +335,7 @@ function paintJob() {
   $("error").textContent = [job.error_message, job.damage].filter(Boolean).join("; ");
   $("cancel").hidden = !active(job);
   $("cancel").disabled = stopping(job) || job.job_id === cancelledId;
+  $("delete").hidden = active(job);
   $("resume").hidden = !["failed", "cancelled"].includes(job.status);
   $("download").hidden = $("predict").hidden = job.status !== "completed";
   $("download").href = `/jobs/${job.job_id}/download`;
@@ -361,6 +369,13 @@ $("cancel").onclick = async () => {
   refresh();
 };
 
+$("delete").onclick = async () => {
+  if (!confirm(`Delete ${job.job_name}?\n\nIts result and its answers are deleted. The pictures stay.`)) return;
+  $("wrong").textContent = "";
+  await jobRequest("POST", "/delete").then(hideJob, (error) => ($("wrong").textContent = error.message));
+  refresh();
+};
+
 $("resume").onclick = async () => {
   $("wrong").textContent = "";
   $("resume").disabled = true;
@@ -383,10 +398,10 @@ $("predict").onsubmit = async (event) => {
 
 // --- sampled answers and the log
 
-// Hides the heading and one column of the completions page, which users of this page do not need.
-const SAMPLES_STYLE = `<style>body { margin: 0 auto; } h1, h1 + p, th:nth-child(2), td:nth-child(2) { display: none; }
+// Hides what users of this page do not need of the completions page: its heading, paths on the server, advantages.
+const SAMPLES_STYLE = `<style>body { margin: 0 auto; } h1, h1 + p, .source, th:nth-child(2), td:nth-child(2) { display: none; }
   article:first-of-type { border: 0; } figure { flex-basis: 9em; } th { font-size: 0; padding: 4px 9px; }
-  th::after { font-size: 14px; content: "answer"; } th:first-child::after { content: "points"; }</style>`;
+  th::after { font-size: 14px; content: "answer"; } th:first-child::after { content: "score"; }</style>`;
 let samplesHtml = ""; // the completions page that is shown
 let samplesTimer = null;
 
@@ -446,20 +461,21 @@ function drawCurve(svg, label, points, colour, range) {
   let [low, high] = range ?? (ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1]);
   if (!(high > low)) [low, high] = [low - 0.5, high + 0.5];
   const width = svg.clientWidth || 400; // drawn in pixels, so that the text has the same size as on the page
-  const x = (value) => 52 + ((width - 66) * (value - left)) / (right - left);
+  const x = (value) => 60 + ((width - 74) * (value - left)) / (right - left);
   const y = (value) => 165 - (150 * (value - low)) / (high - low);
   const line = (vertices, style) =>
     `<polyline points="${vertices.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ")}" fill="none" stroke="${colour}" ${style}/>`;
   const text = (a, b, content, anchor = "end") =>
     `<text x="${a}" y="${b}" font-size="13" fill="#55606c" text-anchor="${anchor}">${content}</text>`;
-  const short = (value) => (Math.abs(value) < 1e-12 ? "0" : String(Number(value.toPrecision(2))));
-  const gridLine = (value) => `<path d="M52 ${y(value)}H${width - 14}" stroke="#e3e8ec"/>` + text(46, y(value) + 4, short(value));
+  const digits = (value) => (Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(2))));
+  const short = (value) => (Math.abs(value) < 1e-12 ? "0" : digits(value));
+  const gridLine = (value) => `<path d="M60 ${y(value)}H${width - 14}" stroke="#e3e8ec"/>` + text(54, y(value) + 4, short(value));
   svg.setAttribute("viewBox", `0 0 ${width} 200`);
   svg.setAttribute("aria-label", ys.length ? `${label}, from ${short(ys[0])} to ${short(ys.at(-1))}` : `${label}: nothing yet`);
   svg.dataset.points = points.length;
   svg.innerHTML = [low, (low + high) / 2, high].map(gridLine).join("") +
-    text(52, 189, `step ${left}`, "start") + text(width - 14, 189, right) +
-    line(raw, 'stroke-opacity="0.3"') + line(movingAverage(raw), 'stroke-width="2.5" stroke-linejoin="round"') +
+    text(60, 189, `step ${left}`, "start") + text(width - 14, 189, right) +
+    line(raw, 'stroke-opacity="0.75"') + line(movingAverage(raw), 'stroke-width="2.5" stroke-linejoin="round"') +
     (points.length ? "" : text(width / 2, 94, "nothing yet", "middle"));
 }
 
