@@ -1,6 +1,7 @@
 """Load and check samples, and encode them as prompts.
 
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
+    python data.py show --row 3 --task vqa --data train.jsonl    # the prompt as the model gets it
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
 decides the order in which the rows are used. Every row is checked before a model is loaded. `convert` writes a data set
@@ -18,6 +19,7 @@ import hashlib
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,8 +38,9 @@ from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import parse_template, read_template, template_variables, write_chat
-from config import Columns, DataFlags, RowFlags
-from inputs.images import allow_megapixels, check_image, fit_image, read_source
+from config import Columns, DataFlags, RowFlags, with_recipe
+from config import Config as RunConfig
+from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
@@ -429,7 +432,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 @dataclass
 class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL or Parquet."""
+    """Write a data set of any supported format as EasyR1 JSONL or Parquet. `data.py show --help`: print a prompt."""
 
     command: tyro.conf.Positional[Literal["convert"]]
     """The command to run."""
@@ -481,9 +484,44 @@ def convert(cfg: Config) -> int:
     return len(rows)
 
 
-def main(cfg: Config) -> None:
-    print(f"{cfg.output_jsonl}: {convert(cfg)} rows")
+@dataclass(kw_only=True)
+class ShowFlags(RunConfig):
+    """Print the prompt of a row as the model gets it, with the flags of grpo.py."""
+
+    command: tyro.conf.Positional[Literal["show"]]
+    """The command to run."""
+    row: int
+    """Number of the row in its file, as messages give it (docs/data.md)."""
+
+
+def show(cfg: ShowFlags) -> str:
+    """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
+    allow_megapixels(cfg.max_megapixels)
+    processor = load_processor(
+        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
+    )
+    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
+    row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
+    if row is None:
+        known = " to ".join(each.source for each in rows[:1] + rows[-1:])
+        raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
+    if problem := _check_row(None, processor, cfg.max_prompt_length, {}, row)[0]:
+        raise UserError(f"{row.source}: {problem}")
+    prompt = encode_prompt(row, processor)
+    lines = [f"{row.source}, answer {row.answer!r}, template {cfg.template or f'of --task {cfg.task}'}"]
+    for number, (source, image) in enumerate(zip(row.images, prompt.images), 1):
+        before, count = decode_image(source), processor.preparation.count(image.height, image.width)
+        size = f"{image.width}x{image.height}, {count} tokens"
+        lines.append(f"image {number}: {before.width}x{before.height}, resized to {size}")
+    lines.append(f"{len(prompt.ids)} tokens; with one for each image: {' '.join(map(str, prompt.engine_ids))}")
+    return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
+
+
+def main(cfg: Config | ShowFlags) -> None:
+    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["show"]:
+        cli.launch("data", ShowFlags, with_recipe)
     cli.launch("data")

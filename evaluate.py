@@ -53,6 +53,7 @@ from policy.model import Policy, compute_dtype, empty_model, load_policy
 from rewards import gold_problem
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.hf_engine import PolicyEngine
+from training.report import write_index
 
 __all__ = ["pass_at_k"]
 MAX_VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
@@ -387,6 +388,9 @@ def write_results(
         lost, won = write_differences(folder, scores, scored, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
     print(f"{folder}/scores.json, {folder}/scores.png")
+    if (folder.parent / "metrics.jsonl").is_file():  # the folder of a run, whose page then shows these scores
+        write_index(folder.parent)
+        print(f"{folder.parent}/index.html")
 
 
 def _write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:

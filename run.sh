@@ -85,11 +85,15 @@ set_up() {
   heading "Setting up .venv (once; see Install in README.md for a smaller download)"
   "$python" -m venv .venv || fail "$python cannot make a virtual environment; on Debian: apt install python3-venv"
   local quiet=--quiet
-  [ -t 1 ] && quiet=  # show pip's progress bars on a terminal
+  [ -t 1 ] && quiet=  # show pip's progress bars on a terminal; elsewhere, print a line every 30 s, until this ends
+  while sleep 30 3>&- && kill -0 $$; do [ -t 3 ] || echo "still installing, after $SECONDS s" >&3; done 3>&1 > /dev/null 2>&1 &
+  trap "kill $! 2> /dev/null || true" EXIT
   .venv/bin/pip install --disable-pip-version-check -qU pip || true  # an old pip needs four times as long
   .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
+  kill $! 2> /dev/null || true
+  trap - EXIT
   echo "$stamp" > .venv/installed
 }
 

@@ -26,11 +26,11 @@ def save_figure(figure, path: pathlib.Path) -> None:
     partial_path(path).rename(path)
 
 
-def save_page(path: pathlib.Path, **values: Any) -> None:
-    """Write a page of questions and completions. The template `page.html.j2` says which `values` it shows."""
+def save_page(path: pathlib.Path, template: str = "page.html.j2", **values: Any) -> None:
+    """Write a page, by default one of questions and completions. The template says which `values` it shows."""
     folder = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
-    template = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.j2")
-    atomic_write(path, template.render(values))
+    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
+    atomic_write(path, environment.get_template(template).render(values))
 
 
 def thumbnail(image: Image.Image) -> str:

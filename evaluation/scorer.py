@@ -83,6 +83,13 @@ class Scorer:
         """The weights of all `Rewards.parts`, by name: `weights`, and 1 for the overlong penalty."""
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
+    @property
+    def format(self) -> rewards.Reward | None:
+        """The task's `format`; None if the reward does not depend on it, or if the task has only the default one."""
+        task = get_task(self.task)
+        is_asked = task.format is not format_reward or task.template == rewards.THINK_ANSWER
+        return task.format if is_asked and self.weights[self.task] else None
+
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""
         match = re.fullmatch(r"(.+?)(?:=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", text)

@@ -21,4 +21,3 @@ show .venv/bin/python grpo.py --task "$task" --model "$tiny/model" --data "$tiny
   "${train_flags[@]}" "${given_flags[@]}"
 
 title="3/3  Before and after, on the same held-out images" evaluate_run "$run"
-printf '\ncurves       %s\ncompletions  %s\n' "$run/curves.png" "$run/completions.html"

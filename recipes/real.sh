@@ -23,4 +23,3 @@ show .venv/bin/python grpo.py --model $folder/data/model --data $folder/data/tra
   "${train_flags[@]}" "${given_flags[@]}"
 eval_flags=(--data $folder/data/test.jsonl --max_completion_length 8)
 title="3/3  Before and after, on the same sums" evaluate_run "$folder/seed-$seed" "${eval_flags[@]}"
-printf '\ncurves       %s\ncompletions  %s\n' "$folder/seed-$seed/curves.png" "$folder/seed-$seed/completions.html"

@@ -10,19 +10,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import grpo
 import rewards
 from common import plugins
-from common.records import Completion, Group, GroupRewards, Prompt
+from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout
+from config import PolicyFlags, RewardFlags
+from evaluation.scorer import Scorer
 from packing import pack
-from policy import optimizer, sharding
+from policy import optimizer as optimizers
+from policy import sharding
 from rollout import ENGINES
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, difference, metrics, tensors, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import prompt_stream
 
-TABLES = (grpo.LOSSES, grpo.ADVANTAGES, rewards.TASKS, prompt_stream.ORDERS, optimizer.OPTIMIZERS)
+TABLES = (grpo.LOSSES, grpo.ADVANTAGES, rewards.TASKS, prompt_stream.ORDERS, optimizers.OPTIMIZERS)
 TABLES += (ENGINES, sharding.AFTER_UPDATE)
 FLAGS = {
     "entropy_bonus": ["--loss_type=entropy_bonus", "--entropy_weight=0.1"],
@@ -156,6 +161,51 @@ def test_the_reference_follows_the_policy(tiny_model, shapes, tmp_path):
     assert moved
     for name, weight in moved.items():
         torch.testing.assert_close(weight, before[name] + 0.3 * (policy[name] - before[name]), msg=name)
+
+
+def scored(task: str, text: str, image: Image.Image, *reward: str) -> Rewards:
+    """Return the rewards of a completion, as a run computes them."""
+    row = make_sample("<image>Which colour?", "none", [image], "rows.jsonl row 1")
+    rollout = Rollout(torch.arange(3), torch.zeros(3), text=text)
+    (((found,),), error) = Scorer(task, RewardFlags(reward=reward))([row], [[rollout]])
+    assert error is None
+    return found
+
+
+def test_a_reward_sees_the_picture(example):
+    example("picture_reward")
+    sky = Image.effect_noise((40, 30), 20).convert("RGB").point(lambda value: value // 8)
+    sky.paste((40, 60, 230), (0, 0, 40, 25))
+    for text, expected in (("Blue\n", 1.0), ("red", 0.0), ("blue and red", 0.0)):
+        assert scored("colour", text, sky).total == expected
+
+
+def test_an_own_metric_is_logged_and_changes_no_reward():
+    file = "examples/own_metric.py"
+    flags = f"{file}:hesitates=0", f"{file}:characters=0"
+    found = scored("count", "Wait, 3 apples", Image.new("RGB", (8, 8)), *flags)
+    assert found.parts == {"count": found.total, "hesitates": 1.0, "characters": 14.0}
+    assert found.total == scored("count", "Wait, 3 apples", Image.new("RGB", (8, 8))).total
+
+
+def test_the_rate_rises_stays_and_falls_in_the_last_fifth(example):
+    example("lr_schedule")
+    flags = PolicyFlags(learning_rate=2.0, warmup=1)
+    ((optimizer, schedule),) = optimizers.make_optimizers(torch.nn.Linear(2, 2), flags, 20)
+    rates = []
+    for _ in range(20):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1.0, *[2.0] * 16, 1.5, 1.0, 0.5])
+
+
+def test_the_cookbook_names_every_example_and_short_ones_are_short():
+    cookbook = (ROOT / "docs" / "extend.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"examples/{path.name}" in cookbook
+    for name in ("picture_reward", "own_metric", "lr_schedule"):
+        assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 20
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -54,6 +54,7 @@ CONFIGS = {
     "training.checkpoint": checkpoint.Config,
     "evaluate.py": evaluate.Config,
     "data.py": data.Config,
+    "data.py show": data.ShowFlags,
     "training.report": report.Config,
     "apps.demo.tiny": tiny.Config,
     "apps.demo.smoke": smoke.Config,

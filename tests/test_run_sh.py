@@ -1,16 +1,20 @@
 """run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import grpo
+from apps.demo import tiny
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT
@@ -91,6 +95,7 @@ def sh(tmp_path):
     stub.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = -L ]; then exit $((1 - HAS_GPU)); fi; echo "$(basename "$0") $* ${RANK:+as rank $RANK}"\n'
+        '[ "$1" != install ] || /bin/sleep "${PIP_SECONDS:-0}" || exit 3\n'
         'if [ "$2" = venv ]; then mkdir -p .venv/bin; for it in pip python torchrun; do cp "$0" .venv/bin/$it; done; fi'
     )
     stub.chmod(0o755)
@@ -109,6 +114,31 @@ def sh(tmp_path):
 def test_run_sh_explains_itself(arguments):
     done = subprocess.run(["./run.sh", *arguments.split()], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "./run.sh math text|image|mixed" in done.stdout and "set -euo" not in done.stdout
+
+
+def test_an_installation_in_a_log_file_shows_that_it_is_alive(sh, tmp_path):
+    """A line every 30 s, shortened to 0.1 s here. Nothing that run.sh has started keeps its output open afterwards."""
+    begin = time.monotonic()
+    assert sh("setup", PIP_SECONDS="not a number").returncode == 3
+    assert "still installing" not in sh("setup").stdout and time.monotonic() - begin < 20
+    shutil.rmtree(tmp_path / ".venv")
+    (tmp_path / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.1\n")
+    (tmp_path / "sleep").chmod(0o755)
+    done = sh("setup", PIP_SECONDS="1")
+    assert done.returncode == 0 and re.search(r"^still installing, after \d+ s$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith(".venv is ready\n")
+
+
+def test_a_warm_start_in_a_log_file_shows_that_it_is_alive(tmp_path, monkeypatch, capsys):
+    """Each step takes 20 s here, so that every second one prints a line."""
+    tokenizer, clock = tiny.byte_tokenizer(), itertools.count(step=20)
+    model = tiny.build_model(tokenizer, seed=0)
+    tiny.save(model, tokenizer, tmp_path / "model")
+    tiny.write_shapes(tmp_path / "train", 48, [0, 0])
+    monkeypatch.setattr(tiny, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    tiny.warm_start(model, tiny.Config(steps=2), tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start")]
+    assert len(lines) == 1 and re.fullmatch(r"warm start: step 2 of 2, loss \d\.\d{3}", lines[0])
 
 
 def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):

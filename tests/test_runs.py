@@ -58,9 +58,9 @@ def run(tiny_model, shapes, tmp_path_factory) -> pathlib.Path:
 def test_a_log_file_has_one_line_per_step_and_no_progress_bars(run):
     log = (run.parent / "log.txt").read_bytes().decode()
     assert "\r" not in log and "%|" not in log and "Loading weights" not in log and "Writing model shards" not in log
-    assert max(map(len, log.splitlines())) <= 80
     lines = [line for line in log.splitlines() if line.startswith("step ")]
-    scores = r"  reward -?\d\.\d{3}  loss \S+  \d+ tokens  \d+\.\d s  "
+    assert max(map(len, lines)) <= 80
+    scores = r"  reward -?\d\.\d{3}  signal \d+%  \d+ tokens  \d+\.\d s  "
     left, held_out = r"\d\d:\d\d left", r"held-out \d\.\d{3}"
     expected = [f"step 0/4  {held_out}", f"step 1/4{scores}{left}", f"step 2/4{scores}{held_out}"]
     expected += [f"step 3/4{scores}{left}", f"step 4/4{scores}{held_out}"]
@@ -101,6 +101,7 @@ def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
         assert scores[name] == last[f"eval/{name}"]
     predictions = read_jsonl(run / "after" / "predictions.jsonl")
     assert len(predictions) == scores["n"] == 12
+    assert 'href="after"' in (run / "index.html").read_text(), "the page of the run shows the evaluation"
 
 
 def test_training_moves_what_it_should_and_nothing_else(run, tiny_model):
@@ -737,6 +738,7 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
             ["data.py", "convert", "--input_jsonl=nowhere.jsonl", "--output_jsonl=x.jsonl"],
             "error: no data at 'nowhere.jsonl'",
         ),
+        (["data.py", "show", "--row=1", model, data], "error: --row 1: the rows of"),
         (["grpo.py", model, data, "--resume"], "error: --resume: no checkpoint in"),
         (["grpo.py", model, f"--data={'x' * 5000}"], "xxx': File name too long; choose another path"),
         (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),

@@ -195,7 +195,7 @@ class Collector:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of what was collected after `step` steps."""
-        return sampling_metrics(self.rollouts, self.rewards, self.clock)
+        return sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format)
 
 
 def change(

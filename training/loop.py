@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,6 +99,7 @@ class Loop:
             )
         self.checkpoints.export_final(run.policy, run.cfg.model)
         run.log.refresh()
+        console.log(closing_lines(run.cfg))
 
     def _step_or_undo(self, run: Run, train_step: TrainStep) -> dict[str, float]:
         """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""
@@ -175,6 +177,20 @@ def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Return the scores of the current policy on held-out rows, with one greedy completion each."""
     owner, max_tokens = run.collector, run.cfg.max_completion_length
     return score_policy(run.policy, owner.engine, owner.stream.processor, samples, owner.scorer, max_tokens)
+
+
+def closing_lines(cfg: Config) -> str:
+    """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
+    run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
+    lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
+    lines += [f"page      {run}/index.html, with curves.png and completions.html"] if cfg.report_every else []
+    lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data else " --data FILE"))
+    lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")
+    if cfg.has_adapter:
+        flags = f"--base_model {base} --lora_model {model} --output_path {run}/merged"
+        lines.append(f"merge     python merge_lora.py {flags}")
+        model = f"{run}/merged"
+    return "\n".join([*lines, f"serve     vllm serve {model}"])
 
 
 def state_of(run: Run) -> dict[str, Any]:

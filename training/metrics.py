@@ -12,6 +12,7 @@ from common import distributed
 from common.group_stats import deviation, is_varied
 from common.records import GroupRewards, Rollout
 from packing import PackedBatch
+from rewards import Reward
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -57,18 +58,19 @@ def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
     return total, 1 - sum(map(sum, rounds)) / len(laps) / total
 
 
-def sampling_metrics(rollouts: list[Rollout], rewards: GroupRewards, clock: Clock) -> dict[str, float]:
+def sampling_metrics(
+    rollouts: list[Rollout], rewards: GroupRewards, clock: Clock, has_format: Reward | None = None
+) -> dict[str, float]:
     """Return the metrics of what a step has sampled.
 
     `rollouts` are this process's completions that the step kept, and `rewards` are those of every completion that was
-    sampled.
+    sampled. `has_format` tells whether a completion has the format that its task asks for.
     """
     lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
     truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
-    count = torch.tensor(len(rollouts)).double()
-    total_length, num_truncated, num_rollouts = distributed.all_sum(
-        torch.stack([lengths.sum(), truncated.sum(), count])
-    )
+    formatted = torch.tensor([has_format(r.text) if has_format else math.nan for r in rollouts], dtype=torch.float64)
+    sums = [lengths.sum(), truncated.sum(), formatted.sum(), torch.tensor(len(rollouts)).double()]
+    total_length, num_truncated, num_formatted, num_rollouts = distributed.all_sum(torch.stack(sums))
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
     timings = clock.metrics() | {"time/rollout": rollout_seconds}
@@ -83,6 +85,7 @@ def sampling_metrics(rollouts: list[Rollout], rewards: GroupRewards, clock: Cloc
         "completions/mean_length": (total_length / num_rollouts).item(),
         "completions/max_length": max_length.item(),
         "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
+        "completions/format_rate": (num_formatted / num_rollouts).item(),
         **timings,
         "idle/rollout": idle,
         "tokens_per_second": total_length.item() / timings["step_time"],
@@ -108,8 +111,8 @@ def update_metrics(
         "clip_ratio": total("clip_ratio") / max(num_tokens, 1),
         "importance_capped": total("importance_capped") / max(num_tokens, 1),
         "kl": total("kl") / max(num_tokens, 1),
-        **({"teacher_kl": total("teacher_kl") / max(num_tokens, 1)} if has_teacher else {}),
-        "entropy": total("entropy") / max(num_tokens, 1),
+        **({"teacher_kl": _mean(total("teacher_kl"), num_tokens)} if has_teacher else {}),
+        "entropy": _mean(total("entropy"), num_tokens),
         "sampling/logp_difference_mean": _mean(difference, num_fresh),
         "sampling/logp_difference_image": _mean(image_difference, num_image_fresh),
         "sampling/logp_difference_text": _mean(difference - image_difference, num_fresh - num_image_fresh),

@@ -1,9 +1,9 @@
-"""Draw a run's training curves, and write a page of sampled completions with their images.
+"""Draw a run's training curves, and write its page and a page of sampled completions with their images.
 
-    python -m training.report --run runs/demo    # redraw both
+    python -m training.report --run runs/demo    # redraw them
 
 The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
-`completions.jsonl` (sampled groups). `curves.png` and `completions.html` are drawn from these files during the run.
+`completions.jsonl` (sampled groups). From these, `curves.png`, `completions.html` and `index.html` are made.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from common import cli
 from common.errors import UserError
 from common.figures import save_figure, save_page
 from common.files import read_jsonl
+from training.diagnosis import all_problems
 
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
 
@@ -115,12 +116,27 @@ def write_page(folder: pathlib.Path) -> None:
     )
 
 
+def write_index(folder: pathlib.Path) -> None:
+    """Write `index.html`: the warnings about a run, its pictures, and links to what else is in its folder."""
+    evaluations = sorted(path.parent.name for path in folder.glob("*/scores.json"))
+    files = ["completions.html", "metrics.jsonl", "config.json", "final", *evaluations, "curves.png"]
+    files += [f"{name}/scores.png" for name in evaluations]
+    save_page(
+        folder / "index.html",
+        "index.html.j2",
+        title=f"Run {folder.resolve().name}",
+        warnings=all_problems(read_jsonl(folder / "metrics.jsonl", is_metrics)).values(),
+        files=[name for name in files if (folder / name).exists()],
+    )
+
+
 def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.run)
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {cfg.run!r}: pass the folder that grpo.py wrote (its --output)")
     draw_curves(folder)
     write_page(folder)
+    write_index(folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The log files of a run: settings, metrics of every step, sampled completions, and the figures drawn from them.
 
 `RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
-`completions.html` every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
+the pages every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
 written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
 starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
 """
@@ -30,7 +30,8 @@ from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.records import ScoredGroup
 from common.spans import of_completions
 from training import trackers
-from training.report import VALID_ROWS, draw_curves, is_metrics, write_page
+from training.diagnosis import all_problems, problems
+from training.report import VALID_ROWS, draw_curves, is_metrics, write_index, write_page
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -59,7 +60,7 @@ class RunLog:
         self.shown: set[str] = set()  # sources of the rows in completions.jsonl
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
-        self.flushes_reported = False  # whether full GPU memory has been reported
+        self.example = ""  # a completion of the step
         if not console.is_main():
             return
         launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
@@ -71,7 +72,7 @@ class RunLog:
                 atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
                 self.shown |= {str(row.get("source")) for row in rows}
             if resumed_step is None:  # of an earlier run
-                for name in ("curves.png", "completions.html"):
+                for name in ("curves.png", "completions.html", "index.html"):
                     (self.folder / name).unlink(missing_ok=True)
             settings = hide_credentials(json.dumps(config | launch, indent=1))
             atomic_write(self.folder / "config.json", settings + "\n")
@@ -79,6 +80,8 @@ class RunLog:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
+        self.history = read_jsonl(self.folder / "metrics.jsonl")
+        self.warned = set(all_problems(self.history))  # what warnings have been printed about
         names = config.get("log_to", ())
         self.track, self.close_trackers = trackers.start(names, self.folder, json.loads(settings), resumed_step)
 
@@ -91,6 +94,7 @@ class RunLog:
         if not console.is_main() or not metrics:
             return
         row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        self.history.append(row)
         self.track(step, {name: value for name, value in metrics.items() if math.isfinite(value)}, [])
         if not (step == self.resumed_step and self._merge(row)):
             self._append("metrics.jsonl", [row])
@@ -111,8 +115,8 @@ class RunLog:
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
 
-        It ends with the exact match on held-out rows if that was measured, and otherwise with an estimate of the time
-        left. The estimate is based on the mean time that this process's steps took, including evaluations.
+        `signal` is the share of groups whose rewards differ. The exact match on held-out rows or, if not measured, the
+        time left, from the mean time of this process's steps and evaluations, ends the line. New warnings follow.
         """
         if not metrics:
             return
@@ -120,10 +124,14 @@ class RunLog:
         if "step_time" in metrics:
             self.steps += 1
             if "reward" in metrics:
-                columns.append(f"reward {metrics['reward']:.3f}")
-            columns.append(f"loss {metrics['loss']:.2g}")
-            if "completions/mean_length" in metrics:
-                columns.append(f"{metrics['completions/mean_length']:.0f} tokens")
+                signal = f"signal {1 - metrics['frac_reward_zero_std']:.0%}"
+                columns += [
+                    f"reward {metrics['reward']:.3f}",
+                    signal,
+                    f"{metrics['completions/mean_length']:.0f} tokens",
+                ]
+            else:
+                columns.append(f"loss {metrics['loss']:.3g}")
             columns.append(f"{metrics['step_time']:.1f} s")
         if "eval/loss" in metrics:
             columns.append(f"held-out loss {metrics['eval/loss']:.3f}")
@@ -133,12 +141,10 @@ class RunLog:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
         console.log("  ".join(columns))
-        if self.steps > 1 and metrics.get("memory_flushes") and not self.flushes_reported:  # the first step compiles
-            self.flushes_reported = True
-            console.log(
-                f"GPU memory was full: in step {step}, PyTorch emptied its cache {metrics['memory_flushes']} times, "
-                "which takes long; a smaller --micro_batch_tokens, --offload_reference or --offload_optimizer helps"
-            )
+        for name, line in problems(self.history, self.example).items() if console.is_main() else ():
+            if name not in self.warned:
+                console.log(f"warning: {line}")
+            self.warned.add(name)
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
         """Log some groups of the main process and write the page, at step 1 and every `every` steps.
@@ -146,6 +152,7 @@ class RunLog:
         Rows that were logged before come first: the page shows how their completions change.
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
+        self.example = next((repr(rollout.text[:80]) for group in groups for rollout in group.rollouts), "none")
         if not console.is_main() or not self.every or (step % self.every and step != 1):
             return
         rows = []
@@ -191,6 +198,7 @@ class RunLog:
         if self.every:
             with contextlib.suppress(OSError):  # the next report draws it again
                 draw_curves(self.folder)
+                write_index(self.folder)
 
     def __enter__(self) -> "RunLog":
         return self

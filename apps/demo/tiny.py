@@ -13,7 +13,6 @@ Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already bui
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import pathlib
@@ -21,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TextIO
 
 import numpy as np
 import torch
@@ -229,36 +228,39 @@ def noisy_label(task: str, sample: Sample, flip: bool) -> str:
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
+def last_line(log: TextIO) -> str:
+    """Return the last line of a file that another process writes."""
+    log.seek(0)
+    return ["starting", *log.read().splitlines()][-1]
+
+
 def warm_start(cfg: Config, folder: pathlib.Path) -> None:
-    """Fine-tune the model in `folder` on its rows, with two noisy labels for each in place of its answer (sft.py).
+    """Fine-tune the model in `folder` on its rows, with noisy labels in place of their answers, with sft.py.
 
     The learning rate decays to zero, so that the model learns how often labels are wrong. To a question with noisy
     labels, it then gives the correct answer with a probability of about 1 - `FLIP_RATE`.
     """
     task, data = ("count", "train") if cfg.task == "count" else ("vqa", "train/data.jsonl")
-    rng = np.random.default_rng([cfg.seed, 99])
+    samples, rng = load_samples(str(folder / data), task), np.random.default_rng([cfg.seed, 99])
     with (folder / "noisy.jsonl").open("w", encoding="utf-8") as file:
-        for sample in load_samples(str(folder / data), task):
+        for sample, flip in zip(samples, rng.random(len(samples)) < FLIP_RATE):
             images = [str(image.resolve()) for image in sample.images]
-            for flip in rng.random(2) < FLIP_RATE:
-                row = {"prompt": sample.prompt, "answer": noisy_label(cfg.task, sample, flip), "images": images}
-                file.write(json.dumps(row) + "\n")
+            row = {"prompt": sample.prompt, "answer": noisy_label(cfg.task, sample, flip), "images": images}
+            file.write(json.dumps(row) + "\n")
     flags = dict(task=task, model=folder / "model", data=folder / "noisy.jsonl", output=folder / "sft", seed=cfg.seed)
     flags |= dict(prompts_per_step=48, max_steps=cfg.steps, max_completion_length=64, learning_rate=2e-3)
     flags |= dict(lr_schedule="linear", warmup=20, weight_decay=0.01, save_every=0, report_every=0)
-    command = [sys.executable, str(ROOT / "sft.py"), "--train_vision", *(f"--{k}={v}" for k, v in flags.items())]
+    command = [sys.executable, "sft.py", "--train_vision", *(f"--{name}={value}" for name, value in flags.items())]
     with (folder / "warm_start.txt").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(30)
-            log.seek(0)
-            lines = log.read().splitlines()
-            console.log(f"warm start: {lines[-1] if lines else 'starting'}")
-    if process.returncode:
-        raise RunStopped(f"the warm start ended with status {process.returncode}: {lines[-1]}", 1)
-    for name in ("model.safetensors",):
-        (folder / "sft" / "final" / name).replace(folder / "model" / name)
+            except subprocess.TimeoutExpired:
+                console.log(f"warm start: {last_line(log)}")
+        if process.returncode:
+            raise RunStopped(f"the warm start ended with status {process.returncode}: {last_line(log)}", 1)
+    (folder / "sft" / "final" / "model.safetensors").replace(folder / "model" / "model.safetensors")
     shutil.rmtree(folder / "sft")
 
 

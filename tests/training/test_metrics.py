@@ -29,8 +29,8 @@ def two_processes(monkeypatch) -> None:
 
 def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     """Return the metrics of a step with these updates."""
-    lengths = [(3, False), (5, True), (4, False)]
-    rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated) for n, truncated in lengths]
+    completions = [(3, False, "a"), (5, True, "b"), (4, False, "c")]
+    rollouts = [Rollout(torch.zeros(n).long(), torch.zeros(n), truncated, text) for n, truncated, text in completions]
     total = torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]])
     rewards = GroupRewards(total, total, {"part": total + 1})
     clock = Clock()
@@ -38,7 +38,8 @@ def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         with clock(phase):
             pass
         clock.laps[phase][-1] = seconds
-    return sampling_metrics(rollouts, rewards, clock) | update_metrics(updates, sum(clock.laps["train"]))
+    sampled = sampling_metrics(rollouts, rewards, clock, lambda text: float(text == "b"))
+    return sampled | update_metrics(updates, sum(clock.laps["train"]))
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def step() -> dict[str, float]:
 def test_completions_are_those_of_all_processes(step):
     assert step["completions/mean_length"] == 4
     assert step["completions/max_length"] == 6
-    assert step["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert step["completions/clipped_ratio"] == step["completions/format_rate"] == pytest.approx(1 / 3)
     assert step["tokens_per_second"] == pytest.approx(24 / step["step_time"])
 
 
@@ -86,3 +87,13 @@ def test_times_are_those_of_all_rounds_of_the_slowest_process(step):
     assert (step["time/rollout"], step["time/train"]) == (4 + 6, 4)
     assert step["idle/rollout"] == pytest.approx(1 - (6 + 10) / 2 / 10)
     assert step["mfu"] == pytest.approx(160 / 2 / 4 / 10)
+
+
+def test_the_entropy_is_unknown_if_nothing_is_trained_on_and_the_format_if_none_is_asked_for():
+    assert math.isnan(metrics_of([sums()])["entropy"])
+    clock = Clock()
+    with clock("rollout"):
+        pass
+    rewards = GroupRewards(torch.zeros(1, 2), torch.zeros(1, 2), {})
+    rollouts = [Rollout(torch.zeros(2).long(), torch.zeros(2))] * 2
+    assert math.isnan(sampling_metrics(rollouts, rewards, clock)["completions/format_rate"])

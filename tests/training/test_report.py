@@ -1,4 +1,4 @@
-"""The page of sampled completions."""
+"""The page of sampled completions, the page of a run, and its last lines."""
 
 import json
 import re
@@ -9,8 +9,10 @@ from PIL import Image
 
 from common.files import read_jsonl
 from common.records import Prompt, Rewards, Rollout, ScoredGroup
+from config import Config
 from tests.helpers.rows import make_sample
-from training.report import GROUPS_ON_PAGE, is_group, write_page
+from training.loop import closing_lines
+from training.report import GROUPS_ON_PAGE, is_group, write_index, write_page
 from training.run_log import GROUPS_PER_REPORT, RunLog
 
 
@@ -44,6 +46,52 @@ def test_the_page_has_the_newest_groups_and_names_damaged_lines_by_their_numbers
         step for step in range(GROUPS_ON_PAGE + 4, 4, -1) if step != len(lines) - 1
     ]
     assert f"skipped the damaged line {len(lines) - 1} (1 in total)" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_links_to_what_is_there(tmp_path):
+    run = tmp_path / "a & b"
+    (run / "eval").mkdir(parents=True)
+    for name in ("curves.png", "config.json", "eval/scores.json", "eval/scores.png"):
+        (run / name).touch()
+    rows = [{"step": step, "reward": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_index(run)
+    page = (run / "index.html").read_text()
+    assert "<h1>Run a &amp; b</h1>" in page and page.count("warning: no group&#39;s rewards") == 1
+    assert re.findall(r'href="([^"]+)"', page) == ["metrics.jsonl", "config.json", "eval"]
+    assert re.findall(r'src="([^"]+)"', page) == ["curves.png", "eval/scores.png"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"eval_data": "b", "max_steps": 9},
+            [
+                "model     'my run/final'",
+                "metrics   'my run'/metrics.jsonl",
+                "page      'my run'/index.html, with curves.png and completions.html",
+                "evaluate  ./run.sh eval 'my run'",
+                "resume    the same command, with --resume --max_steps HIGHER",
+                "serve     vllm serve 'my run/final'",
+            ],
+        ),
+        (
+            {"lora_rank": 8, "report_every": 0, "model": "base"},
+            [
+                "model     'my run/final'",
+                "metrics   'my run'/metrics.jsonl",
+                "evaluate  ./run.sh eval 'my run' --data FILE",
+                "resume    the same command, with --resume --epochs HIGHER",
+                "merge     python merge_lora.py --base_model base "
+                "--lora_model 'my run/final' --output_path 'my run'/merged",
+                "serve     vllm serve 'my run'/merged",
+            ],
+        ),
+    ],
+)
+def test_the_last_lines_say_how_to_go_on(flags, expected):
+    assert closing_lines(Config(data="a", output="my run", **flags)).splitlines() == expected
 
 
 def scored_group(name: str, step: int) -> ScoredGroup:

@@ -1,0 +1,65 @@
+"""What a run's metrics say is wrong with it. The healthy runs in tests/vectors/histories.json cross no threshold."""
+
+import math
+from statistics import fmean
+from typing import Any
+
+RECENT = 3  # steps that have to agree: with few prompts, one may be bad luck
+FIRST = 5  # steps that later ones are compared with; their mean evens out the luck of one
+FALLEN = 10  # steps that a reward has to stay low; hard batches and slow starts are over by then
+MOST = 0.5  # of the completions
+NEAR_ZERO = 0.005  # nats per token; a tenth of the demo's, whose format fixes nearly every token
+COLLAPSED, GROWN = 1 / 3, 2  # length relative to the first steps; healthy answers may become half as long
+NEARLY_ALL = 0.95  # of the held-out rows; above, no higher exact match can be expected
+
+WARNINGS = {
+    "signal": "no group's rewards have differed for {recent} steps, so nothing is learned. Likely causes: the "
+    "format is wrong, completions are cut off, or all rows are too hard or too easy. The first completion: {example}",
+    "format": "no completion has the format that the task asks for: start from a model that follows instructions, show "
+    "the format in --template, or give it a --reward; if it was there before, lower --learning_rate",
+    "cut off": "most completions are cut off before their answer: raise --max_completion_length",
+    "length": "completions have gone from {before:.0f} to {now:.0f} tokens: look whether the scores gain by it, too",
+    "entropy": "the entropy is near zero, so that completions hardly differ: if the scores are not good enough yet, "
+    "start again with a lower --learning_rate or a higher --temperature",
+    "reward": "the reward has stayed below half of its first steps' for {fallen} steps: the rate is too high. Start "
+    "again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
+    "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "
+    "--micro_batch_tokens, --offload_reference or --offload_optimizer helps",
+    "exact match": "the reward rises, but the held-out exact match does not: what else does the reward pay for?",
+}
+
+
+def problems(history: list[dict[str, Any]], example: str = "see completions.html") -> dict[str, str]:
+    """Return those of `WARNINGS` that hold after `history`, the rows of metrics.jsonl; `example` is a completion."""
+    steps = [row for row in history if row.get("reward") is not None]
+    first, recent, later = steps[:FIRST], steps[-RECENT:], steps[FIRST:]
+    if len(steps) < RECENT:
+        return {}
+
+    def always(name: str, low: float, high: float) -> bool:
+        values = [row.get(name) for row in recent]
+        return None not in values and low <= min(values) and max(values) <= high
+
+    before, now = (fmean(row.get("completions/mean_length") or math.nan for row in rows) for rows in (first, recent))
+    rewards = [row["reward"] for row in first]
+    half, falls = fmean(rewards) / 2, len(later) >= FALLEN
+    rises = len(later) >= FIRST and all(row["reward"] > max(rewards) for row in later[-FIRST:])
+    scores = [row["eval/exact_match"] for row in history if row.get("eval/exact_match") is not None]
+    holds = {
+        "signal": always("frac_reward_zero_std", 1, 1),
+        "format": always("completions/format_rate", 0, 0),
+        "cut off": always("completions/clipped_ratio", MOST, 1) and always("completions/format_rate", 0, MOST),
+        "length": len(later) >= RECENT and (now < COLLAPSED * before or now > GROWN * before),
+        "entropy": always("entropy", 0, NEAR_ZERO),
+        "reward": falls and all(row["reward"] < half for row in later[-FALLEN:]) and half > 0,
+        "memory": always("memory_flushes", 1, math.inf),
+        "exact match": rises and len(scores) >= 3 and max(scores[1:]) <= scores[0] < NEARLY_ALL,
+    }
+    values = {"recent": RECENT, "fallen": FALLEN, "before": before, "now": now, "example": example}
+    return {name: line.format(**values) for name, line in WARNINGS.items() if holds[name]}
+
+
+def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return each problem that there was after any step, as it was when it first appeared."""
+    lengths = range(len(history), 0, -1)  # backwards, so that the first appearance stays
+    return {name: line for length in lengths for name, line in problems(history[:length]).items()}
