@@ -46,7 +46,7 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
     rises = len(later) >= FIRST and all(row["reward"] > max(rewards) for row in later[-FIRST:])
     scores = [row["eval/exact_match"] for row in history if row.get("eval/exact_match") is not None]
     holds = {
-        "signal": always("frac_reward_zero_std", 1, 1),
+        "signal": always("frac_reward_zero_std", 1, 1) and "teacher_kl" not in recent[-1],
         "format": always("completions/format_rate", 0, 0),
         "cut off": always("completions/clipped_ratio", MOST, 1) and always("completions/format_rate", 0, MOST),
         "length": len(later) >= RECENT and (now < COLLAPSED * before or now > GROWN * before),
