@@ -1,0 +1,101 @@
+"""The lesson: its one file is the full code's algorithm, its exercises can be solved, its notebook runs."""
+
+import copy
+import pathlib
+import shutil
+
+import pytest
+import torch
+
+import grpo
+from apps.demo import tiny
+from common.records import Completion, Group, Rewards, Rollout, ScoredGroup
+from config import Config
+from data import encode_prompts, load_processor, load_samples
+from lesson import grpo_in_one_file as one_file
+from packing import pack
+from policy.forward import enable_packed_forward
+from policy.model import Policy
+
+LESSON = pathlib.Path(__file__).parent.parent / "lesson"
+
+
+@pytest.fixture(scope="module")
+def built(tiny_model, tmp_path_factory) -> pathlib.Path:
+    """Return a folder as apps/demo/tiny.py writes it, whose model has random weights."""
+    folder = tmp_path_factory.mktemp("lesson") / "count-0"
+    tiny.write_shapes(folder / "train", 12, [0, 0])
+    tiny.write_shapes(folder / "test", 4, [0, 1])
+    shutil.copytree(tiny_model, folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("flags", [{"advantage": "no_std"}, {"beta": 0.05, "iterations": 2}])
+def test_one_file_and_full_code_have_the_same_loss_and_gradient(built, flags):
+    """The same rows, completions and rewards; the sampler's log-probabilities are off, so that they matter."""
+    settings = one_file.Settings(data=str(built), seed=1, group=3, max_tokens=8, **flags)
+    task, model = one_file.load_task(settings), one_file.load_model(settings.data)
+    torch.manual_seed(1)
+    inputs = one_file.encode(task, "train", task.train[:2])
+    done = one_file.sample(model, task, inputs, settings.group, settings.max_tokens)
+    done.mask[::2, 5:] = False  # completions of different lengths
+    noise = torch.randn_like(done.sampling_logp)
+    done.sampling_logp += 0.5 * noise
+    old, ref = done.sampling_logp + 0.3 * noise.flip(0), done.sampling_logp - 0.2 * noise.flip(1)
+    rewards = torch.rand(2, settings.group)
+
+    logp = one_file.token_logp(model, inputs, done, torch.arange(2 * settings.group))
+    if settings.iterations == 1:
+        old = logp.detach()
+    advantages = one_file.group_advantages(rewards, settings.advantage).view(-1, 1)
+    per_token = one_file.grpo_loss(logp, old, done.sampling_logp, ref, advantages, settings)
+    loss = (one_file.token_weights(done.mask) * per_token).sum()
+    loss.backward()
+
+    cfg = Config(data="-", beta=settings.beta, num_iterations=settings.iterations, num_generations=settings.group)
+    cfg.importance_cap, cfg.max_completion_length = settings.importance_cap, settings.max_tokens
+    cfg.advantage = {"group": "group", "no_std": "none"}[settings.advantage]
+    grpo.resolve_loss(cfg)
+    full_model = copy.deepcopy(model)
+    full_model.zero_grad()
+    enable_packed_forward(full_model)
+    batch = pack(full_groups(cfg, built, done, rewards, old, ref))
+    full_logp, _ = Policy(full_model)(batch)
+    full_loss, _ = grpo.batch_loss(cfg, batch, full_logp)
+    full_loss.backward()
+    torch.testing.assert_close(full_logp, logp[done.mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(full_loss, loss, rtol=0, atol=1e-6)
+    ours = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert len(ours) > 30
+    for name, weight in full_model.named_parameters():
+        if name in ours:
+            torch.testing.assert_close(weight.grad, ours[name], rtol=0, atol=1e-6, msg=name)
+
+
+def full_groups(cfg, built, done, rewards, old, ref) -> list[Group]:
+    """Return the one file's completions as the full code's groups, made from the same folder."""
+    samples = load_samples(str(built / "train"), "count")[:2]
+    prompts = encode_prompts(samples, load_processor(str(built / "model"), "count"))
+    scored, size = [], cfg.num_generations
+    for i, (sample, prompt) in enumerate(zip(samples, prompts)):
+        rows = range(i * size, (i + 1) * size)
+        rollouts = [Rollout(done.ids[row][done.mask[row]], done.sampling_logp[row][done.mask[row]]) for row in rows]
+        scored.append(ScoredGroup(sample, prompt, rollouts, [Rewards(r, r) for r in rewards[i].tolist()], i))
+    groups = grpo.training_groups(cfg, scored, grpo.group_advantages(rewards, cfg.advantage))
+    of_row = iter(range(len(done.ids)))
+
+    def with_logp(completion: Completion) -> Completion:
+        row = next(of_row)
+        mask = done.mask[row]
+        later = old[row][mask] if cfg.num_iterations > 1 else None
+        return Completion(
+            completion.ids,
+            completion.sampling_logp,
+            completion.advantage,
+            completion.weight,
+            0,
+            later,
+            ref[row][mask] if cfg.beta else None,
+        )
+
+    return [Group(group.prompt, [with_logp(each) for each in group.completions], group.index) for group in groups]
