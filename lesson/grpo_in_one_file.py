@@ -37,7 +37,7 @@ from torch import Tensor
 class Settings:
     data: str = "runs/tiny/count-0"  # the folder that apps/demo/tiny.py has written
     output: str = "runs/lesson/plain.jsonl"  # one line of metrics per step
-    seed: int = 0
+    seed: int = 0  # of the order of the rows and of sampling
     steps: int = 30
     prompts: int = 16  # P, per step
     group: int = 8  # G, completions per prompt
@@ -63,8 +63,7 @@ class Task:
     """Rows, and what turns them into tokens."""
 
     folder: pathlib.Path
-    train: list[dict[str, str]]
-    test: list[dict[str, str]]
+    rows: dict[str, list[dict[str, str]]]  # of "train" and "test"
     tokenizer: transformers.PreTrainedTokenizerBase
     images: transformers.BaseImageProcessor
     picture: str
@@ -76,8 +75,8 @@ def load_task(settings: Settings) -> Task:
         raise SystemExit(f"error: no {folder}: first run python -m apps.demo.tiny --task count")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder / "model")
-    train, test = (list(csv.DictReader((folder / part / "main.csv").open())) for part in ("train", "test"))
-    return Task(folder, train, test, tokenizer, images, settings.picture)
+    rows = {part: list(csv.DictReader((folder / part / "main.csv").open())) for part in ("train", "test")}
+    return Task(folder, rows, tokenizer, images, settings.picture)
 
 
 def load_model(data: str) -> transformers.PreTrainedModel:
@@ -87,20 +86,18 @@ def load_model(data: str) -> transformers.PreTrainedModel:
 
 
 def encode(task: Task, part: str, rows: list[dict[str, str]]) -> dict[str, Tensor]:
-    """Return the model's inputs for P prompts. All prompts of this task have the same length S: nothing is padded."""
+    """Return the model's inputs for P prompts. All rows ask the same question, so no prompt is padded."""
     pictures = [Image.open(task.folder / part / row["images_path"]) for row in rows]
     if task.picture == "blank":
         pictures = [Image.new("RGB", picture.size, "grey") for picture in pictures]
     inputs = task.images(images=pictures, return_tensors="pt")  # pixel_values (patches, 1176), image_grid_thw (P, 3)
-    image = "<|image_pad|>" * (int(inputs["image_grid_thw"][0].prod()) // 4)  # four patches become one token
-    texts = []
-    for row in rows:
-        user = [{"type": "image"}, {"type": "text", "text": row["question"]}]
-        system = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
-        chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        text = task.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        texts.append(text.replace("<|image_pad|>", image))
-    ids = torch.tensor(task.tokenizer(texts).input_ids)  # (P, S)
+    system = "Count the objects. Reply: A photo of [NUMBER] [OBJECT_TYPE]"
+    user = [{"type": "image"}, {"type": "text", "text": rows[0]["question"]}]
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    text = task.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    image_tokens = int(inputs["image_grid_thw"][0].prod()) // 4  # four patches become one token
+    text = text.replace("<|image_pad|>", "<|image_pad|>" * image_tokens)
+    ids = torch.tensor([task.tokenizer(text).input_ids] * len(rows))  # (P, S)
     is_image = ids == task.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     return {"input_ids": ids, "mm_token_type_ids": is_image.long(), **inputs}
 
@@ -144,11 +141,10 @@ def token_logp(model, inputs: dict[str, Tensor], done: Completions, part: Tensor
     """Return the log-probabilities (n, L) of the completions with the indices `part` (n,); padding has 0."""
     ids, num_prompts = done.ids[part], len(inputs["input_ids"])
     prompt_of = part // (len(done.ids) // num_prompts)  # each prompt once per completion; packing.py avoids this
-    text = torch.zeros_like(ids)
-    patches = inputs["pixel_values"].unflatten(0, (num_prompts, -1))  # (P, patches of one picture, 1176)
+    patches = inputs["pixel_values"].unflatten(0, (num_prompts, -1))  # (P, patches of a picture, 1176)
     logits = model(
         input_ids=torch.cat([inputs["input_ids"][prompt_of], ids], dim=1),
-        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"][prompt_of], text], dim=1),
+        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"][prompt_of], torch.zeros_like(ids)], dim=1),
         pixel_values=patches[prompt_of].flatten(0, 1),
         image_grid_thw=inputs["image_grid_thw"][prompt_of],
         logits_to_keep=ids.shape[1] + 1,
@@ -165,8 +161,7 @@ def group_advantages(rewards: Tensor, kind: str = "group") -> Tensor:
 
 def token_weights(mask: Tensor, normaliser: str = "sequence") -> Tensor:
     """Return the weight (N, L) of each token in the loss; padding has none."""
-    length = mask.sum(dim=1, keepdim=True)  # (N, 1)
-    divisor = {"sequence": len(mask) * length, "token": mask.sum(), "sum": 1}[normaliser]
+    divisor = {"sequence": len(mask) * mask.sum(dim=1, keepdim=True), "token": mask.sum(), "sum": 1}[normaliser]
     return mask / divisor
 
 
@@ -179,8 +174,7 @@ def grpo_loss(
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     if settings.importance_cap:
         objective = objective * (old_logp - sampling_logp).exp().clamp(max=settings.importance_cap)
-    difference = ref_logp - logp
-    kl = difference.exp() - difference - 1
+    kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
     return settings.beta * kl - objective
 
 
@@ -223,37 +217,34 @@ def exact_match(model, task: Task, rows: list[dict[str, str]], settings: Setting
 
 
 def train(settings: Settings) -> list[dict]:
-    """Train, write a line of metrics per step, and return them all."""
+    """Train, and return the metrics of each step."""
     torch.manual_seed(settings.seed)
     task, model = load_task(settings), load_model(settings.data)  # line 1
     sampler, reference = copy.deepcopy(model), copy.deepcopy(model)  # line 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    order = np.random.default_rng(settings.seed).permutation(len(task.train))
+    order = np.random.default_rng(settings.seed).permutation(len(task.rows["train"]))
     log, started = [], time.time()
     for i in range(settings.steps + 1):  # line 4
         metrics = {"step": i, "seconds": time.time() - started}
         if i % settings.eval_every == 0 or i == settings.steps:
-            metrics["exact_match"] = exact_match(model, task, task.test[: settings.eval_rows], settings)
+            metrics["exact_match"] = exact_match(model, task, task.rows["test"][: settings.eval_rows], settings)
         if i % settings.sync_every == 0:
             sampler.load_state_dict(model.state_dict())
         if i < settings.steps:
             chosen = order.take(range(i * settings.prompts, (i + 1) * settings.prompts), mode="wrap")
-            metrics |= step(model, sampler, reference, optimizer, task, [task.train[j] for j in chosen], settings)
+            rows = [task.rows["train"][j] for j in chosen]
+            metrics |= step(model, sampler, reference, optimizer, task, rows, settings)
         log.append(metrics)
         print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
-    path = pathlib.Path(settings.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in log))
     return log
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for field in fields(Settings):
         choices = get_args(field.type) or None
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, choices=choices)
-    train(Settings(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    main()
+    settings = Settings(**vars(parser.parse_args()))
+    log, output = train(settings), pathlib.Path(settings.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("".join(json.dumps(metrics) + "\n" for metrics in log))

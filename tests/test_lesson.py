@@ -36,7 +36,7 @@ def test_one_file_and_full_code_have_the_same_loss_and_gradient(built, flags):
     settings = one_file.Settings(data=str(built), seed=1, group=3, max_tokens=8, **flags)
     task, model = one_file.load_task(settings), one_file.load_model(settings.data)
     torch.manual_seed(1)
-    inputs = one_file.encode(task, "train", task.train[:2])
+    inputs = one_file.encode(task, "train", task.rows["train"][:2])
     done = one_file.sample(model, task, inputs, settings.group, settings.max_tokens)
     done.mask[::2, 5:] = False  # completions of different lengths
     noise = torch.randn_like(done.sampling_logp)
