@@ -125,10 +125,10 @@ class Completions:
 @torch.no_grad()
 def sample(model, task: Task, inputs: dict[str, Tensor], n: int, max_tokens: int, greedy: bool = False) -> Completions:
     """Sample n completions of each of the P prompts."""
-    # top_k=0: transformers would otherwise draw from the 50 likeliest tokens only, which is not the policy
-    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    how |= {"num_return_sequences": n, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(**inputs, max_new_tokens=max_tokens, **how)
+    # transformers would draw from the 50 likeliest tokens alone, and take a sampled image token for a picture
+    how = {"do_sample": not greedy, "top_k": None if greedy else 0, "num_return_sequences": n}
+    how |= {"suppress_tokens": task.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])}
+    out = model.generate(**inputs, **how, max_new_tokens=max_tokens, output_logits=True, return_dict_in_generate=True)
     ids = out.sequences[:, inputs["input_ids"].shape[1] :]  # (N, L)
     ended = (ids == task.tokenizer.eos_token_id).int()
     mask = ended.cumsum(1) - ended == 0  # no end token before this one

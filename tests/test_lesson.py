@@ -3,6 +3,7 @@
 import copy
 import pathlib
 import shutil
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from apps.demo import tiny
 from common.records import Completion, Group, Rewards, Rollout, ScoredGroup
 from config import Config
 from data import encode_prompts, load_processor, load_samples
+from lesson import check
 from lesson import grpo_in_one_file as one_file
 from packing import pack
 from policy.forward import enable_packed_forward
@@ -99,3 +101,41 @@ def full_groups(cfg, built, done, rewards, old, ref) -> list[Group]:
         )
 
     return [Group(group.prompt, [with_logp(each) for each in group.completions], group.index) for group in groups]
+
+
+@pytest.mark.parametrize("number", check.CHECKS)
+def test_an_exercise_is_right_when_solved_and_not_before(number):
+    assert check.check(number, "solutions") is None
+    assert "write `" in check.check(number)
+
+
+# A mistake that a reader may make, in place of a piece of the solution: each check has to find it.
+MISTAKES = [
+    (1, "<= 1e-6", "== 0"),
+    (1, "<= 1e-6", "< -1"),
+    (1, "len(rewards) - 1", "len(rewards)"),
+    (2, "minimum", "maximum"),
+    (2, "- objective", "+ objective"),
+    (2, "1 - clip, 1 + clip", "0, 1 + clip"),
+    (2, "ref_logp - logp", "logp - ref_logp"),
+    (3, "range(prompt, prompt + length)", "range(len(found), len(found) + length)"),
+    (3, ".tril()", ""),
+    (3, "start += length", "start += 0"),
+    (4, ".clamp(max=cap)", ""),
+    (4, ".mean()", ".sum() / weights.sum()"),
+    (4, "policy_logp - sampler_logp", "sampler_logp - policy_logp"),
+    (5, "== [str(digit)]", "!= []"),
+    (5, "< 1", "< 0"),
+    (5, "float(re", "float(str(digit) in thought or re"),
+]
+
+
+@pytest.mark.parametrize(("number", "right", "wrong"), MISTAKES)
+def test_the_checks_find_mistakes(number, right, wrong):
+    name, its_check = check.CHECKS[number]
+    source = (LESSON / "solutions" / f"{name}.py").read_text()
+    assert right in source
+    module = types.ModuleType(name)
+    exec(source.replace(right, wrong), module.__dict__)
+    with pytest.raises(AssertionError):
+        its_check(module)
