@@ -18,6 +18,7 @@ from PIL import Image
 
 import grpo
 from common.figures import save_figure
+from common.records import Completion, Group, Sampling
 from data import encode_prompts, load_processor, load_samples
 from lesson import grpo_in_one_file as one
 from lesson.check import attention_of
@@ -44,13 +45,13 @@ def advantages() -> None:
     done = one.sample(model, task, one.encode(task, "test", [row]), 8, settings.max_tokens)
     rewards = torch.tensor([[one.count_reward(text, row["answer"]) for text in done.texts]])
     gains = grpo.group_advantages(rewards)[0].tolist()
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(7.5, 2.4), width_ratios=(1, 1.2, 1.2), layout="tight")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(7.5, 2.2), width_ratios=(1, 1.2, 1.2), layout="tight")
     left.imshow(Image.open(task.folder / "test" / row["images_path"]))
-    left.set_title(row["answer"])
+    left.set_title(f"truth: {row['answer'].split(' ', 3)[3]}")
     left.axis("off")
     middle.barh(range(8), rewards[0], color=GREY)
     middle.axvline(rewards.mean(), color="black", linewidth=0.8, linestyle="--")
-    middle.set_yticks(range(8), done.texts)
+    middle.set_yticks(range(8), [text.split(" ", 3)[3] for text in done.texts])
     middle.set_title(f"rewards, mean {rewards.mean():.3f}, σ {rewards.std():.3f}")
     right.barh(range(8), gains, color=[GREEN if gain > 0 else RED for gain in gains])
     for i, gain in enumerate(gains):
@@ -103,8 +104,8 @@ def packing() -> None:
     prompts = encode_prompts(load_samples(f"{folder}/test", "count")[:1], processor)
     settings, task, model = start()
     done = one.sample(model, task, one.encode(task, "test", task.rows["test"][:1]), 4, settings.max_tokens)
-    completions = [grpo.Completion(ids[mask], torch.zeros(int(mask.sum()))) for ids, mask in zip(done.ids, done.mask)]
-    batch = pack([grpo.Group(prompts[0], completions)])
+    completions = [Completion(ids[mask], torch.zeros(int(mask.sum()))) for ids, mask in zip(done.ids, done.mask)]
+    batch = pack([Group(prompts[0], completions)])
     length, prompt = batch.input_ids.shape[1], len(prompts[0].ids)
     allowed, owner = attention_of(batch).int(), torch.zeros(length).int()
     owner[batch.image_tokens] = 1
@@ -165,22 +166,22 @@ def hacking() -> None:
     samples = load_samples(f"{folder}/test/data.jsonl", "vqa")
     samples = [sample for sample in samples if sample.prompt.endswith("even?")]
     model = one.transformers.AutoModelForImageTextToText.from_pretrained(f"{folder}/model")
-    rollouts = HFEngine(model.eval(), processor.tokenizer).generate(
-        encode_prompts(samples, processor), [0] * len(samples), grpo_sampling()
-    )
-    counts, examples = {"right": [0] * 10, "hack": [0] * 10, "wrong": [0] * 10}, []
+    sampler, prompts = HFEngine(model.eval(), processor.tokenizer), encode_prompts(samples, processor)
+    rollouts = sampler.generate(prompts, [0] * len(samples), Sampling(1, 64, temperature=0.0))
+    counts, examples = {"right": [0] * 10, "right by accident": [0] * 10, "wrong": [0] * 10}, {}
     for sample, (rollout,) in zip(samples, rollouts):
         digit, said = sample.fields["digit"], re.search(r"like a (\d)", rollout.text)
         earned = vqa_reward(rollout.text, sample.answer) == 1
-        kind = "wrong" if not earned else "right" if said and int(said[1]) == digit else "hack"
+        kind = "wrong" if not earned else "right" if said and int(said[1]) == digit else "right by accident"
         counts[kind][digit] += 1
-        if kind == "hack" and (not examples or examples[-1][0].fields["digit"] != digit):
-            examples.append((sample, rollout.text))
-    figure, panels = plt.subplots(1, 4, figsize=(7.5, 2.5), width_ratios=(1, 1, 1, 2), layout="tight")
-    for (sample, text), panel in zip(examples, panels):
-        panel.imshow(Image.open(sample.images[0]), cmap="gray_r" if False else "gray")
-        panel.set_title(text.replace("</think>\n", "</think>\n").replace("<answer>", "\n<answer>"), fontsize=6)
-        panel.set_xlabel(f"a {sample.fields['digit']}: reward {vqa_reward(text, sample.answer):g}")
+        if kind == "right by accident":
+            examples.setdefault(digit, (sample, rollout.text))
+    figure, panels = plt.subplots(1, 4, figsize=(7.5, 2.3), width_ratios=(1, 1, 1, 2.2), layout="tight")
+    for digit, panel in zip((1, 0, 9), panels):
+        sample, text = examples[digit]
+        panel.imshow(Image.open(sample.images[0]), cmap="gray")
+        panel.set_title(text.replace("</think>", "\n</think>").replace("<think>", "<think>\n"), fontsize=6)
+        panel.set_xlabel(f"a {digit}: reward {vqa_reward(text, sample.answer):g}")
         panel.set(xticks=[], yticks=[])
     below = [0] * 10
     for (kind, bars), colour in zip(counts.items(), (GREEN, "#f2b84b", RED)):
@@ -188,21 +189,15 @@ def hacking() -> None:
         below = [a + b for a, b in zip(below, bars)]
     print({kind: sum(bars) for kind, bars in counts.items()}, counts)
     panels[3].set(title='"Is this digit even?", by digit', xticks=range(10))
-    panels[3].legend(ncols=3, fontsize=6)
+    panels[3].legend(fontsize=6, loc="upper center", ncols=3, columnspacing=0.8, handlelength=1)
+    panels[3].set_ylim(0, 62)
     save_figure(figure, FOLDER / "figures/hacking.png")
-
-
-def grpo_sampling() -> object:
-    """Return greedy decoding of one completion."""
-    from common.records import Sampling
-
-    return Sampling(1, 64, temperature=0.0)
 
 
 def curves() -> None:
     """The held-out score of each run of lesson/README.md, over that of the unchanged run."""
     runs = {line["run"]: line for line in map(json.loads, (FOLDER / "curves.jsonl").read_text().splitlines())}
-    for name, run in runs.items():
+    for name in runs:
         figure, axes = plt.subplots(figsize=(2.2, 1.3), layout="tight")
         for each, colour in (("plain", GREY), (name, BLUE)):
             axes.plot(runs[each]["step"], runs[each]["exact_match"], color=colour, marker=".")

@@ -1,19 +1,26 @@
 """The lesson: its one file is the full code's algorithm, its exercises can be solved, its notebook runs."""
 
+import ast
 import copy
+import dataclasses
+import json
 import pathlib
+import re
 import shutil
+import sys
 import types
+import typing
 
 import pytest
 import torch
 
 import grpo
+import rewards
 from apps.demo import tiny
 from common.records import Completion, Group, Rewards, Rollout, ScoredGroup
 from config import Config
 from data import encode_prompts, load_processor, load_samples
-from lesson import check
+from lesson import check, make_notebook
 from lesson import grpo_in_one_file as one_file
 from packing import pack
 from policy.forward import enable_packed_forward
@@ -44,12 +51,12 @@ def test_one_file_and_full_code_have_the_same_loss_and_gradient(built, flags):
     noise = torch.randn_like(done.sampling_logp)
     done.sampling_logp += 0.5 * noise
     old, ref = done.sampling_logp + 0.3 * noise.flip(0), done.sampling_logp - 0.2 * noise.flip(1)
-    rewards = torch.rand(2, settings.group)
+    scores = torch.rand(2, settings.group)
 
     logp = one_file.token_logp(model, inputs, done, torch.arange(2 * settings.group))
     if settings.iterations == 1:
         old = logp.detach()
-    advantages = one_file.group_advantages(rewards, settings.advantage).view(-1, 1)
+    advantages = one_file.group_advantages(scores, settings.advantage).view(-1, 1)
     per_token = one_file.grpo_loss(logp, old, done.sampling_logp, ref, advantages, settings)
     loss = (one_file.token_weights(done.mask) * per_token).sum()
     loss.backward()
@@ -61,7 +68,7 @@ def test_one_file_and_full_code_have_the_same_loss_and_gradient(built, flags):
     full_model = copy.deepcopy(model)
     full_model.zero_grad()
     enable_packed_forward(full_model)
-    batch = pack(full_groups(cfg, built, done, rewards, old, ref))
+    batch = pack(full_groups(cfg, built, done, scores, old, ref))
     full_logp, _ = Policy(full_model)(batch)
     full_loss, _ = grpo.batch_loss(cfg, batch, full_logp)
     full_loss.backward()
@@ -74,7 +81,7 @@ def test_one_file_and_full_code_have_the_same_loss_and_gradient(built, flags):
             torch.testing.assert_close(weight.grad, ours[name], rtol=0, atol=1e-6, msg=name)
 
 
-def full_groups(cfg, built, done, rewards, old, ref) -> list[Group]:
+def full_groups(cfg, built, done, scores, old, ref) -> list[Group]:
     """Return the one file's completions as the full code's groups, made from the same folder."""
     samples = load_samples(str(built / "train"), "count")[:2]
     prompts = encode_prompts(samples, load_processor(str(built / "model"), "count"))
@@ -82,8 +89,8 @@ def full_groups(cfg, built, done, rewards, old, ref) -> list[Group]:
     for i, (sample, prompt) in enumerate(zip(samples, prompts)):
         rows = range(i * size, (i + 1) * size)
         rollouts = [Rollout(done.ids[row][done.mask[row]], done.sampling_logp[row][done.mask[row]]) for row in rows]
-        scored.append(ScoredGroup(sample, prompt, rollouts, [Rewards(r, r) for r in rewards[i].tolist()], i))
-    groups = grpo.training_groups(cfg, scored, grpo.group_advantages(rewards, cfg.advantage))
+        scored.append(ScoredGroup(sample, prompt, rollouts, [Rewards(r, r) for r in scores[i].tolist()], i))
+    groups = grpo.training_groups(cfg, scored, grpo.group_advantages(scores, cfg.advantage))
     of_row = iter(range(len(done.ids)))
 
     def with_logp(completion: Completion) -> Completion:
@@ -139,3 +146,74 @@ def test_the_checks_find_mistakes(number, right, wrong):
     exec(source.replace(right, wrong), module.__dict__)
     with pytest.raises(AssertionError):
         its_check(module)
+
+
+def test_the_notebook_runs_and_is_the_one_file(built):
+    short = f"Settings(data={str(built)!r}, steps=1, prompts=2, group=2, max_tokens=4, eval_rows=2)"
+    made = make_notebook.make(short)["cells"]
+    pictures = [out["data"]["image/png"] for cell in made for out in cell.get("outputs", []) if "data" in out]
+    assert len(pictures) == 3 and all(pictures)
+    printed = "".join(out["text"] for cell in made for out in cell.get("outputs", []) if "text" in out)
+    assert "step 0 seconds" in printed and "step 1 seconds" in printed
+    saved = json.loads((LESSON / "grpo.ipynb").read_text())["cells"]
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in saved] == make_notebook.cells()
+    assert sum("image/png" in out.get("data", {}) for cell in saved for out in cell.get("outputs", [])) == 3
+
+
+def test_every_part_of_the_one_file_is_in_the_notebook():
+    text = "\n".join(source for _, source in make_notebook.cells())
+    assert all(source in text for source in make_notebook.pieces().values())
+
+
+def test_the_one_file_imports_four_packages_and_fits_a_few_screens():
+    source = (LESSON / "grpo_in_one_file.py").read_text()
+    assert len(source.splitlines()) <= 250
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {alias.name for node in nodes for alias in node.names if isinstance(node, ast.Import)}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    assert packages == {"torch", "transformers", "PIL", "numpy"}
+
+
+def test_the_rewards_of_the_one_file_are_those_of_the_full_code():
+    for said in range(9):
+        for text in (f"A photo of {said} squares", f"{said}", "none", f"A photo of {said} circles and 2 squares"):
+            for gold in range(1, 7):
+                answer = f"A photo of {gold} squares"
+                assert one_file.count_reward(text, answer) == rewards.count_reward(text, answer)
+
+
+def test_a_missing_folder_ends_in_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: no .*: first run python -m apps.demo.tiny --task count"):
+        one_file.load_task(one_file.Settings(data=str(tmp_path / "none")))
+
+
+@pytest.mark.slow
+def test_the_one_file_learns_to_count(tmp_path):
+    """Two minutes on two idle cores, the warm start included."""
+    tiny.main(tiny.Config(output=str(tmp_path / "count"), seed=1))
+    settings = one_file.Settings(data=str(tmp_path / "count"), seed=1, steps=20, eval_every=20)
+    first, *_, last = one_file.train(settings)
+    assert first["exact_match"] < 0.6 and last["exact_match"] > 0.95
+
+
+def test_pages_name_their_exercise_and_link_to_files_that_exist():
+    pages = sorted(LESSON.glob("[1-5]_*.md"))
+    assert len(pages) == 5
+    for number, page in enumerate(pages, start=1):
+        text, name = page.read_text(), check.CHECKS[number][0]
+        assert f"# {number}. " in text and f"python -m lesson.check {number}\n" in text
+        assert f"(exercises/{name}.py)" in text and f"(solutions/{name}.py)" in text and "](figures/" in text
+        assert len(text.split()) < 900, "a page takes ten minutes"
+    for page in [*pages, LESSON / "README.md"]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (LESSON / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def test_every_command_of_the_table_has_flags_of_the_one_file():
+    commands = re.findall(r"^\| `(.*?)` ?\|", (LESSON / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 7
+    names = {field.name: typing.get_args(field.type) for field in dataclasses.fields(one_file.Settings)}
+    for command in commands:
+        for name, value in re.findall(r"--(\w+) (\S+)", command):
+            assert name in names and (not names[name] or value in names[name]), command
