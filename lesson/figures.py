@@ -1,7 +1,7 @@
 """Draw the figures of the lesson from real tensors: `python -m lesson.figures`, or with the names of some of them.
 
-It needs runs/tiny/count-0 and runs/tiny/digits-0, which `python -m apps.demo.tiny` writes, and draws curves from
-lesson/curves.jsonl. Each function draws one figure, lesson/figures/NAME.png.
+It needs runs/tiny/count-0 and runs/tiny/digits-0, which `python -m apps.demo.tiny` writes. Each function draws one
+figure, lesson/figures/NAME.png; `curves` draws those of lesson/curves.jsonl, which `collect` writes from your own runs.
 """
 
 import copy
@@ -194,10 +194,20 @@ def hacking() -> None:
     save_figure(figure, FOLDER / "figures/hacking.png")
 
 
+def collect() -> None:
+    """Write lesson/curves.jsonl from the runs of the one file that are in runs/lesson."""
+    lines = []
+    for path in sorted(pathlib.Path("runs/lesson").glob("*.jsonl")):
+        scored = [line for line in map(json.loads, path.read_text().splitlines()) if "exact_match" in line]
+        values = {name: [line[name] for line in scored] for name in ("step", "exact_match")}
+        lines.append(json.dumps({"run": path.stem} | values) + "\n")
+    (FOLDER / "curves.jsonl").write_text("".join(lines))
+
+
 def curves() -> None:
     """The held-out score of each run of lesson/README.md, over that of the unchanged run."""
     runs = {line["run"]: line for line in map(json.loads, (FOLDER / "curves.jsonl").read_text().splitlines())}
-    for name in runs:
+    for name in runs.keys() - {"plain", "seed1"}:
         figure, axes = plt.subplots(figsize=(2.2, 1.3), layout="tight")
         for each, colour in (("plain", GREY), (name, BLUE)):
             axes.plot(runs[each]["step"], runs[each]["exact_match"], color=colour, marker=".")
@@ -210,4 +220,4 @@ FIGURES = {function.__name__: function for function in (advantages, clip, packin
 if __name__ == "__main__":
     (FOLDER / "figures").mkdir(exist_ok=True)
     for figure_name in sys.argv[1:] or FIGURES:
-        FIGURES[figure_name]()
+        (FIGURES | {"collect": collect})[figure_name]()

@@ -21,13 +21,25 @@ TITLE = """# GRPO for a vision-language model
 A tiny Qwen2.5-VL counts shapes. Above three, most of its labels were one too low, and GRPO makes it unlearn that. The
 code is [grpo_in_one_file.py](grpo_in_one_file.py), piece by piece; `python -m lesson.make_notebook` has made this
 notebook from it. Once, before the first cell: `python -m apps.demo.tiny --task count`."""
-IMPORTS = """%s
+IMPORTS = """import copy
+import csv
+import os
+import pathlib
+import re
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
 
 if pathlib.Path.cwd().name == "lesson":  # as Jupyter starts it
     os.chdir("..")"""
-DRAWINGS = """import matplotlib.pyplot as plt
-
-settings = %s
+DRAWINGS = """settings = %s
 torch.manual_seed(settings.seed)
 task, model = load_task(settings), load_model(settings.data)
 rows = task.rows["test"][:4]
@@ -36,16 +48,19 @@ for row, panel in zip(rows, panels):
     panel.imshow(Image.open(task.folder / "test" / row["images_path"]))
     panel.set_title(row["answer"], fontsize=8)
     panel.axis("off")"""
-GROUP = """inputs = encode(task, "test", rows)
+GROUP = """from collections import Counter
+
+inputs = encode(task, "test", rows)
 done = sample(model, task, inputs, 8, settings.max_tokens)
-for row, texts in zip(rows, np.array(done.texts).reshape(4, 8)):
-    print(row["answer"], "|", *sorted(texts), sep="\\n    ")"""
+for i, row in enumerate(rows):
+    print(f"{row['answer']}: {dict(Counter(done.texts[8 * i : 8 * i + 8]))}")"""
 ADVANTAGES = """answers = [row["answer"] for row in rows for _ in range(8)]
 rewards = torch.tensor([*map(count_reward, done.texts, answers)]).view(4, 8)
 advantages = group_advantages(rewards)
 figure, panels = plt.subplots(1, 2, figsize=(8, 2))
-for panel, values, name in zip(panels, (rewards, advantages), ("rewards", "advantages")):
-    drawn = panel.imshow(values, cmap="RdYlGn")
+shown = (("rewards", rewards, (0.7, 1)), ("advantages", advantages, (-2, 2)))
+for panel, (name, values, bounds) in zip(panels, shown):
+    drawn = panel.imshow(values, cmap="RdYlGn", clim=bounds)
     panel.set(title=name, xlabel="completion", ylabel="drawing", xticks=[], yticks=[])
     figure.colorbar(drawn)"""
 GRADIENT = """logp = token_logp(model, inputs, done, torch.arange(32))
@@ -62,16 +77,14 @@ for panel, name in zip(panels, ("exact_match", "reward", "entropy")):
 
 
 def pieces() -> dict[str, str]:
-    """Return the source of the one file's imports, and of each of its functions and classes by name."""
+    """Return the source of each function and class of the one file, by name."""
     source = (FOLDER / "grpo_in_one_file.py").read_text()
-    lines, found, imports = source.splitlines(), {}, ["import os"]
+    lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports.append(ast.unparse(node))
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
-    return found | {"imports": "\n".join(line for line in imports if "argparse" not in line)}
+    return found
 
 
 def cells(settings: str = SETTINGS) -> list[tuple[str, str]]:
@@ -83,7 +96,7 @@ def cells(settings: str = SETTINGS) -> list[tuple[str, str]]:
 
     return [
         ("markdown", TITLE),
-        ("code", IMPORTS % code["imports"]),
+        ("code", IMPORTS),
         ("code", of("Settings")),
         ("markdown", "## Data\n\nA prompt is a system message, a picture and a question; a completion earns a reward."),
         ("code", of("Task", "load_task", "load_model", "encode", "count_reward")),

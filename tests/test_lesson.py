@@ -27,6 +27,7 @@ from policy.forward import enable_packed_forward
 from policy.model import Policy
 
 LESSON = pathlib.Path(__file__).parent.parent / "lesson"
+README = (LESSON / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +211,13 @@ def test_pages_name_their_exercise_and_link_to_files_that_exist():
             assert (LESSON / target).exists(), f"{page.name} links to {target}, which does not exist"
 
 
-def test_every_command_of_the_table_has_flags_of_the_one_file():
-    commands = re.findall(r"^\| `(.*?)` ?\|", (LESSON / "README.md").read_text(), re.MULTILINE)
-    assert len(commands) >= 7
-    names = {field.name: typing.get_args(field.type) for field in dataclasses.fields(one_file.Settings)}
-    for command in commands:
-        for name, value in re.findall(r"--(\w+) (\S+)", command):
-            assert name in names and (not names[name] or value in names[name]), command
+def test_the_table_names_flags_of_the_one_file_and_shows_the_scores_of_its_curves():
+    rows = re.findall(r"^\| `(--.*?)` \| !\[.*?\]\(figures/curve_(\w+)\.png\) \| (.*) \|$", README, re.MULTILINE)
+    assert len(rows) >= 7
+    choices = {field.name: typing.get_args(field.type) for field in dataclasses.fields(one_file.Settings)}
+    lines = map(json.loads, (LESSON / "curves.jsonl").read_text().splitlines())
+    curves = {line["run"]: [f"{score:.3f}" for score in line["exact_match"]] for line in lines}
+    for flags, run, seen in rows:
+        for name, value in re.findall(r"--(\w+) (\S+)", flags):
+            assert name in choices and (not choices[name] or value in choices[name]), flags
+        assert set(re.findall(r"\d\.\d{3}", seen)) <= {*curves[run], *curves["plain"]}, run
