@@ -9,8 +9,7 @@ numbers of Algorithm 1 of DeepSeekMath (arXiv:2402.03300). What the full code ad
     any row, prompt and model; bad rows are refused      inputs/rows.py, data.py, policy/families.py
     a prompt is computed once for its G completions      packing.py, policy/forward.py
     vLLM samples, with new weights in 0.2 s              rollout.py, policy/sharding.py
-    rewards that are hard to cheat; other tasks          rewards.py, grading/
-    other losses, advantages and importance weights      grpo.py
+    rewards that are hard to cheat; other losses         rewards.py, grading/, grpo.py
     several GPUs, adapters, checkpoints, metrics         training/, policy/
 
 Shapes: P prompts of S tokens, G completions of each, N = P · G completions of at most L tokens, V vocabulary.
@@ -134,7 +133,7 @@ def sample(model, task: Task, inputs: dict[str, Tensor], n: int, max_tokens: int
     mask = ended.cumsum(1) - ended == 0  # no end token before this one
     logp = torch.stack(out.logits, dim=1).log_softmax(-1).gather(-1, ids[..., None])[..., 0]  # (N, L)
     texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return Completions(ids, mask, logp.masked_fill(~mask, 0.0), texts)
+    return Completions(ids, mask, logp.masked_fill(~mask, 0), texts)
 
 
 def token_logp(model, inputs: dict[str, Tensor], done: Completions, part: Tensor) -> Tensor:
@@ -149,12 +148,13 @@ def token_logp(model, inputs: dict[str, Tensor], done: Completions, part: Tensor
         image_grid_thw=inputs["image_grid_thw"][prompt_of],
         logits_to_keep=ids.shape[1] + 1,
     ).logits[:, :-1]  # a token is predicted at the position before it
-    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0].masked_fill(~done.mask[part], 0.0)
+    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0].masked_fill(~done.mask[part], 0)
 
 
 def group_advantages(rewards: Tensor, kind: str = "group") -> Tensor:
     """Return the advantages (P, G) of rewards (P, G): how much better than its group, in standard deviations."""
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    varied = rewards.amax(dim=1, keepdim=True) - rewards.amin(dim=1, keepdim=True) > 1e-6  # else exactly 0
+    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * varied
     scaled = centred / (rewards.std(dim=1, keepdim=True) + 1e-6)
     return {"group": scaled, "no_std": centred, "no_mean": rewards}[kind]
 
@@ -192,7 +192,7 @@ def step(model, sampler, reference, optimizer, task: Task, rows: list[dict[str, 
         for part in parts:
             logp = token_logp(model, inputs, done, part)
             if iteration == 0:
-                old[part] = logp.detach()  # line 6: π_old is the policy before the first update
+                old[part] = logp.detach()  # π_old is the policy before the first update
                 with torch.no_grad():
                     ref[part] = token_logp(reference, inputs, done, part) if settings.beta else old[part]
             per_token = grpo_loss(logp, old[part], done.sampling_logp[part], ref[part], advantages[part], settings)
@@ -202,7 +202,7 @@ def step(model, sampler, reference, optimizer, task: Task, rows: list[dict[str, 
         optimizer.zero_grad()
     return {
         "reward": rewards.mean().item(),
-        "varied": (rewards.std(dim=1) > 0).float().mean().item(),  # groups that teach
+        "varied": (rewards.amax(dim=1) > rewards.amin(dim=1)).float().mean().item(),  # groups that teach
         "length": done.mask.sum(dim=1).float().mean().item(),
         "grad_norm": grad_norm.item(),
         "entropy": -(done.sampling_logp.sum() / done.mask.sum()).item(),  # of a token, estimated
@@ -218,21 +218,22 @@ def exact_match(model, task: Task, rows: list[dict[str, str]], settings: Setting
 
 def train(settings: Settings) -> list[dict]:
     """Train, and return the metrics of each step."""
+    if settings.group < 2:
+        raise SystemExit("error: --group must be at least 2: an advantage compares the completions of a group")
     torch.manual_seed(settings.seed)
     task, model = load_task(settings), load_model(settings.data)  # line 1
     sampler, reference = copy.deepcopy(model), copy.deepcopy(model)  # line 3
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-    order = np.random.default_rng(settings.seed).permutation(len(task.rows["train"]))
+    order = np.random.default_rng(settings.seed).permutation(task.rows["train"])
     log, started = [], time.time()
     for i in range(settings.steps + 1):  # line 4
         metrics = {"step": i, "seconds": time.time() - started}
         if i % settings.eval_every == 0 or i == settings.steps:
             metrics["exact_match"] = exact_match(model, task, task.rows["test"][: settings.eval_rows], settings)
         if i % settings.sync_every == 0:
-            sampler.load_state_dict(model.state_dict())
+            sampler.load_state_dict(model.state_dict())  # line 6
         if i < settings.steps:
-            chosen = order.take(range(i * settings.prompts, (i + 1) * settings.prompts), mode="wrap")
-            rows = [task.rows["train"][j] for j in chosen]
+            rows = order.take(range(i * settings.prompts, (i + 1) * settings.prompts), mode="wrap")
             metrics |= step(model, sampler, reference, optimizer, task, rows, settings)
         log.append(metrics)
         print(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
@@ -241,9 +242,8 @@ def train(settings: Settings) -> list[dict]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for field in fields(Settings):
-        choices = get_args(field.type) or None
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, choices=choices)
+    for f in fields(Settings):
+        parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, choices=get_args(f.type) or None)
     settings = Settings(**vars(parser.parse_args()))
     log, output = train(settings), pathlib.Path(settings.output)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from apps.demo import tiny
 from common.records import Completion, Group, Rewards, Rollout, ScoredGroup
 from config import Config
 from data import encode_prompts, load_processor, load_samples
-from lesson import check, make_notebook
+from lesson import check, figures, make_notebook
 from lesson import grpo_in_one_file as one_file
 from packing import pack
 from policy.forward import enable_packed_forward
@@ -184,9 +184,20 @@ def test_the_rewards_of_the_one_file_are_those_of_the_full_code():
                 assert one_file.count_reward(text, answer) == rewards.count_reward(text, answer)
 
 
-def test_a_missing_folder_ends_in_one_line(tmp_path):
+@pytest.mark.parametrize("kind", ["group", "no_std"])
+def test_the_advantages_of_the_one_file_are_those_of_the_full_code(kind):
+    """Three times 0.85 have a mean that is not 0.85: their advantages were 0.06."""
+    scores = torch.tensor([[0.85, 0.85, 0.85], [1.0, 0.85, 0.7], [0.2, 0.3, 0.3]])
+    want = grpo.group_advantages(scores, {"group": "group", "no_std": "none"}[kind])
+    torch.testing.assert_close(one_file.group_advantages(scores, kind), want)
+    assert not one_file.group_advantages(scores, kind)[0].any()
+
+
+def test_a_mistake_ends_in_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"error: no .*: first run python -m apps.demo.tiny --task count"):
         one_file.load_task(one_file.Settings(data=str(tmp_path / "none")))
+    with pytest.raises(SystemExit, match=r"error: --group must be at least 2"):
+        one_file.train(one_file.Settings(group=1))
 
 
 @pytest.mark.slow
@@ -221,3 +232,12 @@ def test_the_table_names_flags_of_the_one_file_and_shows_the_scores_of_its_curve
         for name, value in re.findall(r"--(\w+) (\S+)", flags):
             assert name in choices and (not choices[name] or value in choices[name]), flags
         assert set(re.findall(r"\d\.\d{3}", seen)) <= {*curves[run], *curves["plain"]}, run
+
+
+def test_each_figure_has_a_function_and_a_place_on_a_page():
+    drawn = {path.stem for path in (LESSON / "figures").glob("*.png")}
+    curves = {f"curve_{json.loads(line)['run']}" for line in (LESSON / "curves.jsonl").read_text().splitlines()}
+    assert {name for name in drawn if not name.startswith("curve_")} == figures.FIGURES.keys() - {"curves"}
+    assert {name for name in drawn if name.startswith("curve_")} == curves - {"curve_plain", "curve_seed1"}
+    pages = "".join(page.read_text() for page in LESSON.glob("*.md"))
+    assert all(f"](figures/{name}.png)" in pages for name in drawn)
