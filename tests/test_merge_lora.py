@@ -160,7 +160,7 @@ def test_added_tokens_reach_the_merged_model_with_a_base_that_has_them(tiny_mode
     )
     tokenizer.save_pretrained(tmp_path / "a")
     for other in (base, tiny_model):
-        with pytest.raises(UserError, match=r"its tokenizer has '<.*>' as token .*, unlike .*rows, or remove"):
+        with pytest.raises(UserError, match=r"its tokenizer has '<.*>' as token .*, unlike .*tokens, or remove"):
             merge_lora(str(other), str(tmp_path / "a"), str(tmp_path / "merged"))
     tokenizer.save_pretrained(base)
     merge_lora(str(base), str(tmp_path / "a"), str(tmp_path / "merged"))

@@ -22,6 +22,7 @@ import merge_lora
 import sft
 from apps.demo import real, smoke, tiny
 from apps.service import app
+from lesson import grpo_in_one_file
 from tests.helpers.scripts import ROOT, tracked_files
 from tests.helpers.versions import normalise
 from training import checkpoint, report
@@ -66,7 +67,8 @@ TOP_LEVEL = [path for path in TRACKED if path.parent == ROOT and path.suffix == 
 SOURCES = sorted([*TOP_LEVEL, *(path for room in ROOMS for path in (ROOT / room).glob("*.py") if path in TRACKED)])
 # docs/log.md is left out because it mentions files and flags that no longer exist
 FRONT_DOCUMENTS = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")]
-DOCUMENTS = sorted([*FRONT_DOCUMENTS, *(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")])
+PAGES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "lesson").glob("*.md")]
+DOCUMENTS = sorted([*FRONT_DOCUMENTS, *(path for path in PAGES if path.name != "log.md")])
 
 
 def imports(path: pathlib.Path) -> set[str]:
@@ -238,7 +240,8 @@ def test_the_readmes_map_is_the_tree():
 
 def known_flags() -> set[str]:
     """Return the flags of the project's scripts and benchmarks, and those of other programs that the documents run."""
-    known = {field.name for config in CONFIGS.values() for field in dataclasses.fields(config)}
+    configs = [*CONFIGS.values(), grpo_in_one_file.Settings]
+    known = {"solution"} | {field.name for config in configs for field in dataclasses.fields(config)}
     for path in (ROOT / "apps/bench").glob("*.py"):
         fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]
         known |= {field.target.id for field in fields if isinstance(field.target, ast.Name)}

@@ -647,7 +647,7 @@ def test_tokens_that_the_base_lacks_are_not_lost(tiny_model, sft, prompt, tmp_pa
     size = len(transformers.AutoTokenizer.from_pretrained(folder))
     with pytest.raises(
         UserError,
-        match=rf"its tokenizer has {re.escape(repr(first))} as token .* at least {size} rows, or remove those",
+        match=rf"its tokenizer has {re.escape(repr(first))} as token .* at least {size} tokens, or remove those",
     ):
         continue_adapter(load_model(tiny_model, torch.float32), str(folder))
     base = shutil.copytree(tiny_model, tmp_path / "base")
