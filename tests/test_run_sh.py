@@ -1,7 +1,6 @@
 """run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -129,16 +127,21 @@ def test_an_installation_in_a_log_file_shows_that_it_is_alive(sh, tmp_path):
     assert done.stdout.endswith(".venv is ready\n")
 
 
-def test_a_warm_start_in_a_log_file_shows_that_it_is_alive(tmp_path, monkeypatch, capsys):
-    """Each step takes 20 s here, so that every second one prints a line."""
-    tokenizer, clock = tiny.byte_tokenizer(), itertools.count(step=20)
-    model = tiny.build_model(tokenizer, seed=0)
-    tiny.save(model, tokenizer, tmp_path / "model")
+def test_a_warm_start_trains_the_model_and_shows_that_it_is_alive(tmp_path, monkeypatch, capsys):
+    """It prints a line every half a second here, and starts for longer than that."""
+    tokenizer, model = tiny.byte_tokenizer(), tmp_path / "model" / "model.safetensors"
+    tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, tmp_path / "model")
     tiny.write_shapes(tmp_path / "train", 48, [0, 0])
-    monkeypatch.setattr(tiny, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    tiny.warm_start(model, tiny.Config(steps=2), tmp_path)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start")]
-    assert len(lines) == 1 and re.fullmatch(r"warm start: step 2 of 2, loss \d\.\d{3}", lines[0])
+    before = model.read_bytes()
+    monkeypatch.setattr(tiny, "LINE_EVERY", 0.5)
+    tiny.warm_start(tiny.Config(steps=2), tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start: ")]
+    assert lines[0] == "warm start: starting" and model.read_bytes() != before
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "noisy.jsonl").open()]
+    assert len(answers) == 48 and all(answer.startswith("A photo of ") for answer in answers)
+    (tmp_path / "train" / "main.csv").write_text("images_path,question,answer\n")
+    with pytest.raises(UserError, match="no usable row"):
+        tiny.warm_start(tiny.Config(steps=2), tmp_path)
 
 
 def test_an_sft_adapter_is_trained_on_and_scored_as_the_baseline(sh, tmp_path):

@@ -36,6 +36,7 @@ from data import load_samples
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VERSION = 2  # increase this when the model or the data changes, so that existing folders are built again
+LINE_EVERY = 30  # seconds between lines that say that the warm start is alive
 STAMP = "tiny.json"  # the file in a folder that says with which settings it was built
 
 
@@ -255,7 +256,7 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while process.poll() is None:
             try:
-                process.wait(30)
+                process.wait(LINE_EVERY)
             except subprocess.TimeoutExpired:
                 console.log(f"warm start: {last_line(log)}")
         if process.returncode:
