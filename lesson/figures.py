@@ -2,6 +2,7 @@
 
 It needs runs/tiny/count-0 and runs/tiny/digits-0, which `python -m apps.demo.tiny` writes. Each function draws one
 figure, lesson/figures/NAME.png; `curves` draws those of lesson/curves.jsonl, which `collect` writes from your own runs.
+`strip digits packed` draw the pictures of README.md in docs/, the first two from the run of `./run.sh digits`.
 """
 
 import copy
@@ -18,16 +19,19 @@ from PIL import Image
 
 import grpo
 from common.figures import save_figure
-from common.records import Completion, Group, Sampling
-from data import encode_prompts, load_processor, load_samples
+from common.records import Completion, Group, Sample, Sampling
+from data import Processor, encode_prompts, load_processor, load_samples
 from lesson import grpo_in_one_file as one
 from lesson.check import attention_of
-from packing import pack
+from packing import PackedBatch, pack
 from rewards import vqa_reward
 from sampling.hf_engine import HFEngine
 
 FOLDER = pathlib.Path(__file__).parent
 BLUE, RED, GREY, GREEN = "#2a6fbb", "#c0392b", "#9aa0a6", "#2e8b57"
+DOCS = FOLDER.parent / "docs"
+FRONT_SIZE = (4.9, 4.2)  # the README shows its pictures at half their size
+FRONT_STYLE = plt.rc_context({"font.size": 13, "axes.titlesize": 14, "lines.linewidth": 2.5})
 plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -97,28 +101,39 @@ def clip() -> None:
     save_figure(figure, FOLDER / "figures/clip.png")
 
 
-def packing() -> None:
-    """Attention and positions of a real group of four completions."""
+def packed_group() -> PackedBatch:
+    """Return a real group of four completions, packed."""
     folder = one.Settings().data
     processor = load_processor(f"{folder}/model", "count")
     prompts = encode_prompts(load_samples(f"{folder}/test", "count")[:1], processor)
     settings, task, model = start()
     done = one.sample(model, task, one.encode(task, "test", task.rows["test"][:1]), 4, settings.max_tokens)
     completions = [Completion(ids[mask], torch.zeros(int(mask.sum()))) for ids, mask in zip(done.ids, done.mask)]
-    batch = pack([Group(prompts[0], completions)])
-    length, prompt = batch.input_ids.shape[1], len(prompts[0].ids)
-    allowed, owner = attention_of(batch).int(), torch.zeros(length).int()
+    return pack([Group(prompts[0], completions)])
+
+
+def draw_attention(axes: plt.Axes, batch: PackedBatch) -> None:
+    """Draw who attends to whom in the packed group `batch`."""
+    length, prompt = batch.input_ids.shape[1], batch.input_ids.shape[1] - sum(batch.lengths)
+    owner = torch.zeros(length).int()
     owner[batch.image_tokens] = 1
-    owner[prompt:] = batch.row_of_token.int() % 2 + 2
-    shown = torch.where(allowed > 0, owner[None] + 1, 0)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2), width_ratios=(1, 1.3), layout="tight")
+    owner[prompt:] = batch.completion_of_token.int() % 2 + 2
+    shown = torch.where(attention_of(batch), owner[None] + 1, 0)
     colours = ListedColormap(["white", "#c9d6e8", "#f2b84b", GREEN, "#8fc9a5"])
-    left.imshow(shown, cmap=colours, interpolation="nearest")
+    axes.imshow(shown, cmap=colours, interpolation="nearest")
     plain = sum(prompt + each for each in batch.lengths)
-    left.set(title=f"who attends to whom: {length} tokens,\nnot {plain}", xlabel="key", ylabel="query")
-    left.text(prompt * 0.68, prompt * 0.3, "prompt", ha="center")
-    left.annotate("picture", (int(batch.image_tokens[0]), length * 0.9), (prompt * 0.75, length * 0.8))
-    left.text(length * 1.02, prompt, "completions", ha="right", va="bottom")
+    axes.set(title=f"who attends to whom: {length} tokens,\nnot {plain}", xlabel="key", ylabel="query")
+    axes.text(prompt * 0.25, length * 0.7, "prompt", ha="center")
+    axes.annotate("picture", (int(batch.image_tokens[0]), length * 0.9), (prompt * 0.75, length * 0.8))
+    axes.text(length * 1.02, prompt, "completions", ha="right", va="bottom")
+
+
+def packing() -> None:
+    """Attention and positions of a real group of four completions."""
+    batch = packed_group()
+    prompt = batch.input_ids.shape[1] - sum(batch.lengths)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2), width_ratios=(1, 1.3), layout="tight")
+    draw_attention(left, batch)
     for name, row, style in zip(("time", "height", "width"), batch.position_ids[:, 0], ("-", "--", ":")):
         right.plot(row, style, label=name, color="black", linewidth=1)
     for first, size in zip([prompt, *(prompt + torch.tensor(batch.lengths).cumsum(0)).tolist()], batch.lengths):
@@ -159,23 +174,28 @@ def importance() -> None:
     save_figure(figure, FOLDER / "figures/importance.png")
 
 
+def greedy(model: str, samples: list[Sample], processor: Processor) -> list[str]:
+    """Return the greedy completion of the model in the folder `model` for each sample."""
+    policy = one.transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
+    prompts = encode_prompts(samples, processor)
+    rollouts = HFEngine(policy, processor.tokenizer).generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0))
+    return [rollout.text for (rollout,) in rollouts]
+
+
 def hacking() -> None:
     """Pictures whose digit is misread, and answers that earn the full reward all the same."""
     folder = "runs/tiny/digits-0"
     processor = load_processor(f"{folder}/model", "vqa")
     samples = load_samples(f"{folder}/test/data.jsonl", "vqa")
     samples = [sample for sample in samples if sample.prompt.endswith("even?")]
-    model = one.transformers.AutoModelForImageTextToText.from_pretrained(f"{folder}/model")
-    sampler, prompts = HFEngine(model.eval(), processor.tokenizer), encode_prompts(samples, processor)
-    rollouts = sampler.generate(prompts, [0] * len(samples), Sampling(1, 64, temperature=0.0))
     counts, examples = {"right": [0] * 10, "right by accident": [0] * 10, "wrong": [0] * 10}, {}
-    for sample, (rollout,) in zip(samples, rollouts):
-        digit, said = sample.fields["digit"], re.search(r"like a (\d)", rollout.text)
-        earned = vqa_reward(rollout.text, sample.answer) == 1
+    for sample, text in zip(samples, greedy(f"{folder}/model", samples, processor)):
+        digit, said = sample.fields["digit"], re.search(r"like a (\d)", text)
+        earned = vqa_reward(text, sample.answer) == 1
         kind = "wrong" if not earned else "right" if said and int(said[1]) == digit else "right by accident"
         counts[kind][digit] += 1
         if kind == "right by accident":
-            examples.setdefault(digit, (sample, rollout.text))
+            examples.setdefault(digit, (sample, text))
     figure, panels = plt.subplots(1, 4, figsize=(7.5, 2.3), width_ratios=(1, 1, 1, 2.2), layout="tight")
     for digit, panel in zip((1, 0, 9), panels):
         sample, text = examples[digit]
@@ -192,6 +212,49 @@ def hacking() -> None:
     panels[3].legend(fontsize=6, loc="upper center", ncols=3, columnspacing=0.8, handlelength=1)
     panels[3].set_ylim(0, 62)
     save_figure(figure, FOLDER / "figures/hacking.png")
+
+
+@FRONT_STYLE
+def strip() -> None:
+    """Held-out pictures that the model misreads before `./run.sh digits` and reads after it, with its completions."""
+    folder = "runs/tiny/digits-0"
+    processor = load_processor(f"{folder}/model", "vqa")
+    samples = load_samples(f"{folder}/test/data.jsonl", "vqa")[:60]
+    before, after = (greedy(model, samples, processor) for model in (f"{folder}/model", "runs/digits/final"))
+    right = [[vqa_reward(text, sample.answer) == 1 for sample, text in zip(samples, each)] for each in (before, after)]
+    print(f"right before: {sum(right[0])}, after: {sum(right[1])} of {len(samples)}")
+    learned = {samples[i].fields["digit"]: i for i in reversed(range(60)) if right[1][i] and not right[0][i]}
+    figure, panels = plt.subplots(3, 2, figsize=FRONT_SIZE, width_ratios=(1, 2.6))
+    figure.subplots_adjust(left=0.01, right=1, bottom=0.02, top=0.98, hspace=0.12, wspace=0.04)
+    for i, (picture, said) in zip(sorted(learned.values()), panels):
+        picture.imshow(Image.open(samples[i].images[0]), cmap="gray")
+        said.text(0, 0.9, samples[i].prompt.removeprefix("<image>"), va="center", weight="bold")
+        said.text(0, 0.58, before[i], va="center", color=RED)
+        said.text(0, 0.18, after[i], va="center", color=GREEN)
+        for axes in (picture, said):
+            axes.axis("off")
+    save_figure(figure, DOCS / "strip.png")
+
+
+@FRONT_STYLE
+def digits() -> None:
+    """Reward and held-out score of `./run.sh digits`."""
+    lines = [json.loads(line) for line in pathlib.Path("runs/digits/metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=FRONT_SIZE, layout="tight")
+    for name, label, style in (("reward", "reward, sampled", "-"), ("eval/exact_match", "held-out, greedy", "o-")):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axes.plot(*zip(*points), style, label=label, color=GREY if name == "reward" else BLUE)
+    axes.set(title="./run.sh digits", xlabel="step", ylim=(0.4, 1))
+    axes.legend(loc="lower right")
+    save_figure(figure, DOCS / "digits.png")
+
+
+@FRONT_STYLE
+def packed() -> None:
+    """The packed row of four completions alone."""
+    figure, axes = plt.subplots(figsize=FRONT_SIZE, layout="tight")
+    draw_attention(axes, packed_group())
+    save_figure(figure, DOCS / "packed.png")
 
 
 def collect() -> None:
@@ -216,8 +279,9 @@ def curves() -> None:
 
 
 FIGURES = {function.__name__: function for function in (advantages, clip, packing, importance, hacking, curves)}
+FRONT = {function.__name__: function for function in (strip, digits, packed)}
 
 if __name__ == "__main__":
     (FOLDER / "figures").mkdir(exist_ok=True)
     for figure_name in sys.argv[1:] or FIGURES:
-        (FIGURES | {"collect": collect})[figure_name]()
+        (FIGURES | FRONT | {"collect": collect})[figure_name]()

@@ -1,0 +1,84 @@
+"""Print how to train a model on the GPUs that you have, without a GPU: `./run.sh fits --model 7b --gpus 2 --memory 80`.
+
+Each method is planned as a run plans it when it starts; docs/log.md compares such plans with measurements.
+"""
+
+import shlex
+from dataclasses import asdict, dataclass, fields, replace
+
+import config
+from apps.bench.speed import model_shape
+from apps.demo.tiny import byte_tokenizer
+from common import cli
+from common.errors import UserError, require
+from policy.memory import GIB, METHODS, GPUs, plan
+from policy.model import empty_policy, read_config
+
+MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")}
+GIB_PER_GB = 0.99  # an H100 of 80 GB has 79.2 GiB, an H200 of 141 GB 139.8
+
+
+@dataclass(kw_only=True)
+class Config(config.Config):
+    """Print how a model can be trained on these GPUs, with the commands. Flags of grpo.py may be given, too."""
+
+    model: str = "3b"
+    """3b, 7b or 32b (a Qwen2.5-VL of this size), a folder, or a hub name, of which only config.json is read."""
+    gpus: int = 1
+    """Number of GPUs, all of one machine. For several machines, see docs/cluster.md."""
+    memory: float = 80.0
+    """Memory of each GPU in GB, as in its name."""
+    task: str = "vqa"
+    """Task in the commands."""
+    data: str = "train.jsonl"
+    """Data set in the commands."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_machine = 1 <= self.gpus <= 8 and 1 <= self.memory <= 1000
+        require(one_machine, "gpus must be from 1 to 8, all of one machine, and memory from 1 to 1000, the GB of each")
+        require(self.gpus % self.tensor_parallel == 0, "tensor_parallel must divide gpus")
+
+
+def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
+    """Return each method, its flags, with the least `tensor_parallel` that fits, and its plan; the best first."""
+    shape = model_shape(cfg.model, byte_tokenizer()) if cfg.model in MODELS else read_config(cfg.model)
+    gpus, found = GPUs(cfg.memory * GIB_PER_GB * GIB, cfg.gpus), []
+    shared = [n for n in (2, 4, 8) if n > cfg.tensor_parallel and cfg.gpus % n == 0 and cfg.oversample == 1]
+    for method, flags in METHODS.items():
+        for n in (cfg.tensor_parallel, *shared):
+            changed = replace(cfg, **flags, tensor_parallel=n)
+            estimate = plan(empty_policy(shape, changed), changed, gpus).estimate()
+            if not estimate["problem"]:
+                break
+        found.append((method, changed, estimate))
+    return sorted(found, key=lambda each: (bool(each[2]["problem"]), not each[2]["vLLM"]))
+
+
+def command(cfg: Config) -> str:
+    """Return the command that trains with the flags `cfg`."""
+    flags = {"task": cfg.task, "model": MODELS.get(cfg.model, cfg.model), "data": cfg.data}
+    values, defaults = asdict(cfg), asdict(Config(prompts_per_update=cfg.prompts_per_step))
+    names = [field.name for field in fields(config.Config) if values[field.name] != defaults[field.name]]
+    flags |= {name: [*v] if isinstance(v := values[name], tuple) else v for name in names if name not in flags}
+    launcher = f"torchrun --standalone --nproc_per_node {cfg.gpus}" if cfg.gpus > 1 else "python"
+    return f".venv/bin/{launcher} grpo.py {shlex.join(cli.as_arguments(flags))}"
+
+
+def main(cfg: Config) -> None:
+    """Print the plans."""
+    if cfg.has_adapter or cfg.offload_optimizer:
+        raise UserError("leave out --lora_rank, --adapter and --offload_optimizer, which fits tries itself")
+    for method, flags, row in plans(cfg):
+        if row["problem"]:
+            print(f"{method}: does not fit: {row['problem']}\n")
+            continue
+        sizes = ", ".join(f"{name} {size}" for name, size in row.items() if isinstance(size, float) and size)
+        host = f"; {2 * row['gradients'] * cfg.gpus:.0f} in host memory" if flags.offload_optimizer else ""
+        sampler = "" if row["vLLM"] else ", no vLLM: the trainer itself samples, which is several times slower"
+        print(f"{method}: fits, with micro-batches of {row['micro-batch tokens']} tokens{sampler}\n")
+        print(f"    {command(flags)}\n\n  GiB of each GPU's {cfg.memory * GIB_PER_GB:.1f}: {sizes}{host}\n")
+
+
+if __name__ == "__main__":
+    cli.run(main, cli.parse(Config))
