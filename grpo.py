@@ -233,7 +233,7 @@ def train_step(run: Run) -> dict[str, float]:
         minibatches = updater.with_logprobs(run.reference, minibatches, "ref_logp")
     if cfg.teacher:
         minibatches = updater.with_logprobs(run.teacher, minibatches, "teacher_logp")
-    if (cfg.updates_per_step > 1 and cfg.old_logp == "policy") or updater.has_dropout:
+    if (cfg.updates_per_step > 1 and (cfg.old_logp == "policy" or cfg.teacher)) or updater.has_dropout:
         minibatches = updater.with_logprobs(run.policy, minibatches, "trainer_logp")  # π_old
     for _ in range(cfg.num_iterations):  # line 10
         for minibatch in minibatches:

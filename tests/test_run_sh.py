@@ -13,6 +13,7 @@ import pytest
 
 import grpo
 from apps.demo import tiny
+from common.errors import UserError
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT

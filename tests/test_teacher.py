@@ -126,6 +126,12 @@ def test_a_run_with_a_teacher_resumes_and_learns_from_it(tiny_model, other_model
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
 
 
+def test_in_a_step_of_several_updates_the_policy_is_that_before_the_first(tiny_model, other_model, shapes, tmp_path):
+    flags = dict(teacher=other_model, old_logp="sampler", num_iterations=2, max_steps=1)
+    grpo.main(config(tiny_model, shapes, tmp_path, **flags))
+    assert "time/old_logp" in read_jsonl(tmp_path / "metrics.jsonl")[0]
+
+
 def test_two_processes_make_the_same_run(tiny_model, other_model, shapes, tmp_path):
     chosen = dict(teacher=other_model, max_steps=2, num_iterations=2, micro_batch_tokens=300, loss_type="gspo")
     for processes in (0, 2):
