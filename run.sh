@@ -11,6 +11,7 @@
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
 #                                     small GPU
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
+#   ./run.sh fits --model 7b --gpus 2 --memory 80    the ways to train that fit into such GPUs, without a GPU
 #   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
 #   ./run.sh test                     run the linter and the test suite; with --elsewhere, only the tests that read exports
 #                                     with an older and with the newest transformers, in environments of their own;
@@ -200,7 +201,7 @@ case $recipe in vqa | geo3k | math | count) check_machines ;; *) NNODES=1 ;; esa
 case "$recipe ${1:-}" in
   -h\ * | --help\ * | help\ * | *\ -h | *\ --help)
     case $recipe in
-      vqa | geo3k | serve | test) ;;  # their programs have a --help of their own
+      vqa | geo3k | fits | serve | test) ;;  # their programs have a --help of their own
       *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;;
     esac ;;
 esac
@@ -240,6 +241,9 @@ case $recipe in
     [[ $* == *--benchmark* ]] || [ ! -f "$run/eval.flags" ] || mapfile -t eval_flags < "$run/eval.flags"
     evaluate_run "$run" "${eval_flags[@]}" ${TEST_DATA:+--data "$TEST_DATA"} "$@" ${OUTPUT:+--output "$OUTPUT"}
     .venv/bin/python -m evaluation.lmms_eval "$run" "$@" ;;
+  fits)
+    set_up
+    .venv/bin/python -m apps.fits "$@" ;;
   serve)
     set_up
     show .venv/bin/python -m apps.service "$@" ;;
@@ -264,5 +268,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, real, vqa, geo3k, math, count, eval, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, real, vqa, geo3k, math, count, eval, fits, serve, test, setup" ;;
 esac

@@ -253,7 +253,9 @@ def digits() -> None:
 def packed() -> None:
     """The packed row of four completions alone."""
     figure, axes = plt.subplots(figsize=FRONT_SIZE, layout="tight")
-    draw_attention(axes, packed_group())
+    batch = packed_group()
+    draw_attention(axes, batch)
+    axes.set_title(f"{len(batch.lengths)} completions in one packed row")
     save_figure(figure, DOCS / "packed.png")
 
 

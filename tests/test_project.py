@@ -20,6 +20,7 @@ import evaluate
 import grpo
 import merge_lora
 import sft
+from apps import fits
 from apps.demo import real, smoke, tiny
 from apps.service import app
 from lesson import grpo_in_one_file
@@ -28,7 +29,18 @@ from tests.helpers.versions import normalise
 from training import checkpoint, report
 
 FRONT = ["grpo", "sft", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
-ROOMS = ["common", "inputs", "grading", "policy", "sampling", "evaluation", "training", "apps/service", "apps/demo"]
+ROOMS = [
+    "common",
+    "inputs",
+    "grading",
+    "policy",
+    "sampling",
+    "evaluation",
+    "training",
+    "apps",
+    "apps/service",
+    "apps/demo",
+]
 # The lowest floor comes first. A module imports only from lower floors and from its own room.
 FLOORS = [
     ["common"],
@@ -57,6 +69,7 @@ CONFIGS = {
     "data.py": data.Config,
     "data.py show": data.ShowFlags,
     "training.report": report.Config,
+    "apps.fits": fits.Config,
     "apps.demo.tiny": tiny.Config,
     "apps.demo.smoke": smoke.Config,
     "apps.demo.real": real.Config,
@@ -286,7 +299,7 @@ def test_flags_that_are_named_exist(path):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_files_and_commands_that_are_named_exist(path):
     text = path.read_text()
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+    for target in re.findall(r"(?:\]\(|src=\")(?!https?:|#)([^)#\"]+)", text):
         assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
     for name in re.findall(r"`([\w/]+\.(?:py|sh|md|txt))`", text):
         assert (ROOT / name).is_file() or list(ROOT.glob(f"*/{name}")), (

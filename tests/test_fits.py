@@ -1,0 +1,88 @@
+"""`./run.sh fits`: the ways to train that fit into GPUs that are not here. Plans are arithmetic; no model is loaded."""
+
+import re
+import shlex
+
+import pytest
+
+import config
+from apps import fits
+from common import cli
+from common.errors import UserError
+from policy.memory import METHODS
+from tests.helpers.scripts import ROOT
+
+
+def options(**flags) -> dict[str, tuple[fits.Config, dict]]:
+    """Return the flags and the plan of each method, the best first."""
+    return {method: (cfg, estimate) for method, cfg, estimate in fits.plans(fits.Config(**flags))}
+
+
+def test_what_fits_comes_with_its_command_and_its_memory(tiny_model, capsys):
+    fits.main(fits.Config(model=tiny_model, gpus=2, memory=8, beta=0.01, reward=("a.py:f", "b.py:g=2")))
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\w.*?): fits, with micro-batches of 10240 tokens$", printed, re.MULTILINE) == list(METHODS)
+    assert printed.count("  GiB of each GPU's 7.9: ") == 4 and printed.count("; 0 in host memory\n") == 1
+    commands = re.findall(r"^    (.*)$", printed, re.MULTILINE)
+    for line, changed in zip(commands, METHODS.values(), strict=True):
+        launcher, flags = shlex.split(line)[:4], shlex.split(line)[5:]
+        assert launcher == [".venv/bin/torchrun", "--standalone", "--nproc_per_node", "2"]
+        parsed = cli.parse(config.Config, flags)  # the command trains with the flags that were planned
+        assert parsed == config.Config(
+            model=tiny_model, task="vqa", data="train.jsonl", beta=0.01, reward=("a.py:f", "b.py:g=2"), **changed
+        )
+
+
+def test_what_does_not_fit_says_why_and_comes_last(capsys):
+    fits.main(fits.Config(model="3b", memory=16))
+    printed = capsys.readouterr().out
+    titles = re.findall(r"^(\w.*?): (fits|does not fit)", printed, re.MULTILINE)
+    assert titles == [
+        ("LoRA, 4-bit", "fits"),  # before LoRA, which has no room for vLLM
+        ("LoRA", "fits"),
+        ("full", "does not fit"),
+        ("full, moments in host memory", "does not fit"),
+    ]
+    assert "the trainer itself samples" in printed and "this GPU is too small by" in printed
+    assert ".venv/bin/python grpo.py --task=vqa --model=Qwen/Qwen2.5-VL-3B-Instruct" in printed
+
+
+def test_gpus_share_a_sampler_only_where_it_must_be():
+    cfg, estimate = options(model="7b", gpus=2, memory=24)["LoRA"]
+    assert cfg.tensor_parallel == 2 and not estimate["problem"] and "--tensor_parallel=2" in fits.command(cfg)
+    assert options(model="7b", gpus=2, memory=80)["LoRA"][0].tensor_parallel == 1
+
+
+@pytest.mark.parametrize("flags", [{"gpus": 0}, {"gpus": 9}, {"memory": 0}, {"gpus": 2, "tensor_parallel": 4}])
+def test_nonsense_is_refused(flags):
+    with pytest.raises(ValueError, match="must"):
+        fits.Config(**flags)
+
+
+@pytest.mark.parametrize("flags", [{"lora_rank": 8}, {"offload_optimizer": True}, {"model": "no/such"}])
+def test_a_mistake_is_one_line(flags):
+    with pytest.raises(UserError, match=r"leave out|no model at"):
+        fits.main(fits.Config(**flags))
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of the table of what fits."""
+    text = (ROOT / "docs/cluster.md").read_text().partition("## What fits")[2].partition("\n## ")[0]
+    return [line.replace("**", "").strip("| ").split(" | ") for line in re.findall(r"^\| \d+B .*", text, re.MULTILINE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["3B", "7B", "32B"])
+def test_the_table_has_the_fewest_gpus(model):
+    mine = [row for row in rows() if row[0] == model]
+    assert [row[1] for row in mine] == list(METHODS)
+    for i, memory in enumerate((16, 24, 48, 80, 141)):
+        found = {gpus: options(model=model.lower(), gpus=gpus, memory=memory) for gpus in (1, 2, 4, 8)}
+        for _, method, *cells in mine:
+            fewest = next((gpus for gpus in found if not found[gpus][method][1]["problem"]), None)
+            want = "–"
+            if fewest:
+                cfg, estimate = found[fewest][method]
+                want = str(fewest) + (f", shared by {cfg.tensor_parallel}" if cfg.tensor_parallel > 1 else "")
+                want += "" if estimate["vLLM"] else ", no vLLM"
+            assert cells[i] == want, (method, memory)
