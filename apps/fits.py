@@ -46,9 +46,10 @@ def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
     gpus, found = GPUs(cfg.memory * GIB_PER_GB * GIB, cfg.gpus), []
     shared = [n for n in (2, 4, 8) if n > cfg.tensor_parallel and cfg.gpus % n == 0 and cfg.oversample == 1]
     for method, flags in METHODS.items():
+        policy = empty_policy(shape, replace(cfg, **flags))
         for n in (cfg.tensor_parallel, *shared):
             changed = replace(cfg, **flags, tensor_parallel=n)
-            estimate = plan(empty_policy(shape, changed), changed, gpus).estimate()
+            estimate = plan(policy, changed, gpus).estimate()
             if not estimate["problem"]:
                 break
         found.append((method, changed, estimate))

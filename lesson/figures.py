@@ -253,9 +253,7 @@ def digits() -> None:
 def packed() -> None:
     """The packed row of four completions alone."""
     figure, axes = plt.subplots(figsize=FRONT_SIZE, layout="tight")
-    batch = packed_group()
-    draw_attention(axes, batch)
-    axes.set_title(f"{len(batch.lengths)} completions in one packed row")
+    draw_attention(axes, packed_group())
     save_figure(figure, DOCS / "packed.png")
 
 

@@ -115,6 +115,11 @@ def test_run_sh_explains_itself(arguments):
     assert done.returncode == 0 and "./run.sh math text|image|mixed" in done.stdout and "set -euo" not in done.stdout
 
 
+def test_fits_passes_its_flags_on(sh):
+    done = sh("fits", "--model", "7b", "--gpus", "2")
+    assert done.returncode == 0 and "python -m apps.fits --model 7b --gpus 2" in done.stdout, done.stderr
+
+
 def test_an_installation_in_a_log_file_shows_that_it_is_alive(sh, tmp_path):
     """A line every 30 s, shortened to 0.1 s here. Nothing that run.sh has started keeps its output open afterwards."""
     begin = time.monotonic()
