@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the slow import of torch
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     """Peak learning rate of AdamW. Unset: that of the run to resume, or 2e-5 for all weights, 2e-4 for an adapter."""
     # What the rest asks of a GRPO run:
     default_rates = (2e-5, 2e-4)
-    loss_type = "sft"
+    loss_type: str = field(default="sft", init=False)
+    """Not a flag. It is saved with checkpoints, so that no other run goes on with them."""
     old_logp = "policy"
     engine = ""  # no sampler
     temperature = 1.0

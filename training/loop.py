@@ -160,7 +160,7 @@ class Loop:
 
     def save(self, run: Run, wait: bool = False) -> None:
         """Save a checkpoint in the background; with `wait`, wait until it is on disk."""
-        config = asdict(run.cfg) | {"loss_type": run.cfg.loss_type} | run.collector.stream.fingerprint
+        config = asdict(run.cfg) | run.collector.stream.fingerprint
         optimizers = run.updater.optimizers
         tensors = state_tensors(run.policy, run.reference, optimizers)
         state = state_of(run) | {"config": config, "parts": parts_of(run.policy, optimizers)}

@@ -172,7 +172,7 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
 
     Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
     """
-    state = read_state(resume.checkpoint, asdict(cfg) | {"loss_type": cfg.loss_type} | stream.fingerprint)
+    state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
     if in_flight := state["collector"].get("in_flight"):
         check_lengths(in_flight, cfg.max_completion_length)
         check_in_flight(cfg, state["config"])
