@@ -100,7 +100,7 @@ class PromptStream:
             total = count + len(scored)
             self.rewarded[str(row)] = (total, mean + sum(reward - mean for reward in scored) / total)
 
-    def rows(self, drawn: Sequence[DrawnPrompt]) -> list[Sample]:
+    def rows(self, drawn: Iterable[DrawnPrompt]) -> list[Sample]:
         """Return the rows of the prompts in `drawn`."""
         return [self.samples[each.row] for each in drawn]
 
