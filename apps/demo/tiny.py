@@ -135,9 +135,7 @@ def build_model(
     return model
 
 
-def save(
-    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: pathlib.Path
-) -> None:
+def save(model: transformers.PreTrainedModel, tokenizer: Any, folder: pathlib.Path) -> None:
     """Save weights, configs, tokenizer, chat template and image processor in Hugging Face layout."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
