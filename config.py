@@ -9,7 +9,8 @@
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
     GRPOFlags        task, model, batch, sampling and loss
-    Config           the flags of grpo.py: all of the above
+    SFTFlags         task, model, batch and length of sft.py
+    Config           the flags of grpo.py: all of the above but these
 
 The docstring of each flag is its `--help` text.
 """
@@ -415,6 +416,28 @@ class GRPOFlags:
 
 
 @dataclass(kw_only=True)
+class SFTFlags:
+    """Task, model, batch and length of sft.py."""
+
+    task: str = "vqa"
+    """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    """Model to train: a Hugging Face name or a folder."""
+    seed: int = 0
+    """Seed for the order of the rows and for dropout."""
+    max_completion_length: int = 1024
+    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
+    prompts_per_step: int = 32
+    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
+    epochs: int = 1
+    """Number of passes over the prompts."""
+    max_steps: int = 0
+    """Number of steps; 0: as many as `epochs` takes."""
+    drop_last: bool = False
+    """Leave out the last, incomplete batch of an epoch."""
+
+
+@dataclass(kw_only=True)
 class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFlags):  # --help begins with the last
     """Train a vision-language model with GRPO."""
 
@@ -430,7 +453,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
             self.num_generations >= least,
             f"num_generations must be at least {least}: advantages are relative to a group",
         )
-        require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher")
+        require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher: give --teacher MODEL")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")

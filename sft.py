@@ -12,7 +12,7 @@ instead of sampled, with an advantage of 1. `grpo.batch_loss` computes it with t
 """
 
 from common import cli
-from config import DataFlags, PolicyFlags, RunFlags, check_values
+from config import DataFlags, PolicyFlags, RunFlags, SFTFlags, check_values
 
 if __name__ == "__main__":  # before the slow import of torch
     cli.launch("sft")
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 import grpo
-from common import distributed, signals
+from common import console, distributed, signals
 from common.errors import UserError, require
 from common.records import Completion, Group, Prompt, RequestLimits, Sample
 from data import Processor, encode_prompts, encode_response, load_processor, load_split, max_images
 from packing import PackedBatch
 from policy.batches import completion_logprobs
 from policy.model import Policy, cache_image_features
+from rewards import get_task
 from training.collect import Collector
 from training.loop import Run
 from training.prompt_stream import PromptStream
@@ -39,28 +40,14 @@ NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and samplin
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, PolicyFlags, DataFlags):
+class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with the last
     """Fine-tune a model on given answers."""
 
-    task: str = "vqa"
-    """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
-    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
-    """Model to train: a Hugging Face name or a folder."""
+    output: str = "runs/sft"
+    """Folder of the run."""
     learning_rate: float | None = None
     """Peak learning rate of AdamW. Unset: that of the run to resume, or 2e-5 for all weights, 2e-4 for an adapter."""
-    seed: int = 0
-    """Seed for the order of the rows and for dropout."""
-    max_completion_length: int = 1024
-    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
-    prompts_per_step: int = 32
-    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
-    epochs: int = 1
-    """Number of passes over the prompts."""
-    max_steps: int = 0
-    """Number of steps; 0: as many as `epochs` takes."""
-    drop_last: bool = False
-    """Leave out the last, incomplete batch of an epoch."""
-    # What the rest asks of a GRPO run.
+    # What the rest asks of a GRPO run:
     default_rates = (2e-5, 2e-4)
     loss_type = "sft"
     old_logp = "policy"
@@ -165,7 +152,7 @@ def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> l
         try:
             length = len(encode_response(row, row.responses[0], processor))
             is_short = length <= cfg.max_completion_length
-            require(is_short, f"its answer has {length} tokens, more than --max_completion_length")
+            require(is_short, f"its answer has {length} tokens; --max_completion_length is {cfg.max_completion_length}")
         except ValueError as error:
             problems.append(f"{row.source}: {error}")
             continue
@@ -174,9 +161,11 @@ def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> l
         if first is not row:
             first.responses += row.responses
     if problems and not cfg.skip_bad_rows:
-        raise UserError(
-            f"{problems[0]} ({len(problems)} such rows); shorten them or pass --skip_bad_rows to leave them out"
-        )
+        others = f" and {len(problems) - 1} more such rows" if len(problems) > 1 else ""
+        raise UserError(f"{problems[0]}{others}: mend or shorten them, or pass --skip_bad_rows to leave them out")
+    responses = [response for sample in samples.values() for response in sample.responses]
+    if not (cfg.template or any(map(get_task(cfg.task).format, responses))):
+        console.log(f"no answer has the format that --task {cfg.task} rewards: see docs/sft.md")
     return list(samples.values())
 
 

@@ -101,7 +101,7 @@ def load_function(name: str) -> Callable:
 
 
 def parameters(name: str) -> tuple[list[str], list[str], bool]:
-    """Return the names of a function's parameters, of those without a default, and whether it accepts any others."""
+    """Return all parameter names of a function, those without a default, and whether it has `**kwargs`."""
     found = inspect.signature(load_function(name)).parameters
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [name for name, p in found.items() if p.default is p.empty and p.kind not in variable]

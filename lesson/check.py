@@ -62,7 +62,7 @@ def attention_of(batch: PackedBatch) -> torch.Tensor:
     """Return whether the packed token of a row attends to that of a column, as (T, T), read from the segments."""
     parts, length = batch.segments, batch.input_ids.shape[1]
     allowed = torch.zeros(length, length, dtype=torch.bool)
-    queries, keys = torch.arange(length).split(parts.q_lens), parts.keys.index.split(parts.k_lens)
+    queries, keys = torch.arange(length).split(parts.q_lens), parts.keys.source.split(parts.k_lens)
     for own, seen in zip(queries, keys):
         for i, query in enumerate(own):  # the last query sees the last key
             allowed[query, seen[: len(seen) - len(own) + i + 1]] = True

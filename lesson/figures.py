@@ -109,7 +109,7 @@ def packing() -> None:
     length, prompt = batch.input_ids.shape[1], len(prompts[0].ids)
     allowed, owner = attention_of(batch).int(), torch.zeros(length).int()
     owner[batch.image_tokens] = 1
-    owner[prompt:] = batch.row_of_token.int() % 2 + 2
+    owner[prompt:] = batch.completion_of_token.int() % 2 + 2
     shown = torch.where(allowed > 0, owner[None] + 1, 0)
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2), width_ratios=(1, 1.3), layout="tight")
     colours = ListedColormap(["white", "#c9d6e8", "#f2b84b", GREEN, "#8fc9a5"])

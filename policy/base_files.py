@@ -194,7 +194,7 @@ class Layout:
             self.stored[path][LM_HEAD] = self.stored[path][embedding]
 
     def as_stored(self, path: str, name: str, weight: Tensor) -> Tensor:
-        """Return the stored tensor `name` for this `weight` of its parameter."""
+        """Return `weight`, of the model's parameter, in the form in which the file stores it as `name`."""
         parameter = self.parameters[path][name]
         if parameter not in self.converted:
             return weight

@@ -116,7 +116,7 @@ def vision_cost_per_token(policy: Policy) -> float:
 
 
 def _pairs(queries: int, keys: int, window: float) -> float:
-    """Return how many keys the queries of a segment attend to in total; the last query is that of the last key."""
+    """Return how many keys the queries of a segment attend to in total; both end at the same token."""
 
     def seen(length: float) -> float:  # by as many queries as keys
         return length * length / 2

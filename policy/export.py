@@ -123,7 +123,7 @@ def _edit_config(path: Path, dtype: torch.dtype | None, unties: bool) -> None:
 def _write_weights(
     layout: Layout, path: str, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None
 ) -> tuple[str, dict[str, int]]:
-    """Write the base's file at `path` with the parameters `weights` to `folder`. Return its name and tensors' sizes."""
+    """Write a copy of the base's file `path` to `folder`, with `weights` in it. Return its name and tensors' sizes."""
     tensors = load_state_dict(path)
     for name, parameter in layout.parameters[path].items():
         weight = layout.as_stored(path, name, weights[parameter])

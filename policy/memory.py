@@ -93,7 +93,7 @@ def gpus_here(device: torch.device) -> GPUs:
 
 
 def used_by_others(device: torch.device) -> float:
-    """Return how many bytes of the GPU other programs use: all that this process's allocator and CUDA do not."""
+    """Return how many bytes of the GPU others use: what is used, less what this process's allocator and CUDA hold."""
     if device.type != "cuda":
         return 0.0
     free, size = torch.cuda.mem_get_info(device)

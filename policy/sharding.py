@@ -37,7 +37,7 @@ def load_reference(
 ) -> Policy:
     """Return the reference of the KL term. It is fixed, unless there is a function in `AFTER_UPDATE`.
 
-    With an adapter, the reference is `policy` itself, and `lora.reference_weights` turns the trained adapter off.
+    With an adapter, it is `policy` itself: `lora.reference_weights` turns a new adapter off, and a continued one back.
     Otherwise, the reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower
     of `policy`, unless that tower is trained. If it changes, it is in float32 and sharded like `policy`.
     """

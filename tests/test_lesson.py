@@ -102,7 +102,7 @@ def full_groups(cfg, built, done, scores, old, ref) -> list[Group]:
             completion.ids,
             completion.sampling_logp,
             completion.advantage,
-            completion.weight,
+            completion.token_weight,
             0,
             later,
             ref[row][mask] if cfg.beta else None,
@@ -132,9 +132,9 @@ MISTAKES = [
     (4, ".clamp(max=cap)", ""),
     (4, ".mean()", ".sum() / weights.sum()"),
     (4, "policy_logp - sampler_logp", "sampler_logp - policy_logp"),
-    (5, "== [str(digit)]", "!= []"),
+    (5, "== {str(digit)}", "!= set()"),
     (5, "< 1", "< 0"),
-    (5, "float(re", "float(str(digit) in thought or re"),
+    (5, "float(set", "float(str(digit) in thought or set"),
 ]
 
 

@@ -116,7 +116,10 @@ def test_two_processes_make_the_same_run(tiny_model, rows, tmp_path):
 
 
 def test_rows_that_cannot_be_trained_on_are_named(tiny_model, rows, tmp_path):
-    with pytest.raises(UserError, match=r"rows.jsonl row 2: its answer has \d+ tokens, .*1 such row.*--skip_bad_rows"):
+    with pytest.raises(
+        UserError,
+        match=r"rows.jsonl row 2: its answer has \d+ tokens; --max_completion_length is 12: .*--skip_bad_rows",
+    ):
         sft.main(sft_config(tiny_model, rows, tmp_path / "a", max_completion_length=12))
     with rows.open("a") as file:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a<|im_end|>b"}]

@@ -11,9 +11,12 @@ def load_teacher_processor(cfg: Config, processor: Processor) -> Processor:
     Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples.
     """
     pixels = cfg.teacher_pixels or cfg.max_pixels
-    teacher = load_processor(
-        cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
+    try:
+        teacher = load_processor(
+            cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, cfg.max_side, cfg.chat_template_kwargs
+        )
+    except UserError as error:
+        raise UserError(f"--teacher {cfg.teacher}: {error}") from None
     ours, theirs = (each.tokenizer.get_vocab() for each in (processor, teacher))
     if ours != theirs:
         token = min((ours.items() ^ theirs.items()), key=lambda pair: pair[1])[0]

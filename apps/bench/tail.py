@@ -208,7 +208,7 @@ def changes(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def draw(results: list[dict], path: str, title: str) -> None:
-    """Draw how many sequences run at which time, in the last two steps of the first and the last result."""
+    """Plot the number of running sequences over time, in the last two steps of the first and the last result."""
     figure, axes = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, sharey=True, layout="constrained")
     for axis, result in zip(axes, (results[0], results[-1])):
         start = 0.0

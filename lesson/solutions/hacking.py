@@ -9,4 +9,4 @@ def honest_reward(completion: str, answer: str, digit: int, **fields: object) ->
     if vqa_reward(completion, answer) < 1:  # also if there is no think block
         return 0.0
     thought = completion.partition("</think>")[0]
-    return float(re.findall(r"\d+", thought) == [str(digit)])  # all numbers: "1 or 7" is a hedge, and "17" is not a 1
+    return float(set(re.findall(r"\d+", thought)) == {str(digit)})  # all numbers: "1 or 7" is a hedge, "17" is not a 1
