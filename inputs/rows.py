@@ -211,7 +211,10 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
-    response = answer if isinstance(answer, str) else answer_text(answer)
+    own = row.get("response")
+    response = (
+        own if isinstance(own, str) and own.strip() else answer if isinstance(answer, str) else answer_text(answer)
+    )
     prompt, answer = _with_options(prompt, row.get("options")), answer_text(answer)
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
@@ -750,6 +753,10 @@ def easyr1_row(sample: Sample, images: list) -> dict:
     row = {"prompt": chat if len(chat) > 1 else sample.prompt, "answer": sample.answer, "images": images}
     if sample.system:
         row["system"] = sample.system
+    if sample.teacher_images:
+        raise UserError(f"{sample.source}: its 'teacher_images' cannot be converted: remove the column")
+    if sample.responses != [sample.answer]:
+        row["response"] = sample.responses[0]
     read = (*row, *IMAGE_COLUMNS, "image_name", "reward_model")  # `parse_row` would take these for what is in `row`
     return row | {name: value for name, value in sample.fields.items() if name not in read}
 

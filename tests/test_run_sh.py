@@ -149,8 +149,6 @@ def test_a_warm_start_trains_the_model_and_shows_that_it_is_alive(tmp_path, monk
     tiny.warm_start(tiny.Config(steps=2), tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start: ")]
     assert lines[0] == "warm start: starting" and model.read_bytes() != before
-    answers = [json.loads(line)["answer"] for line in (tmp_path / "noisy.jsonl").open()]
-    assert len(answers) == 48 and all(answer.startswith("A photo of ") for answer in answers)
     (tmp_path / "train" / "main.csv").write_text("images_path,question,answer\n")
     with pytest.raises(UserError, match="no usable row"):
         tiny.warm_start(tiny.Config(steps=2), tmp_path)

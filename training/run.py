@@ -118,9 +118,9 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
 
 
 def check_start_survives(cfg: Config) -> None:
-    """Raise UserError if `--model` or `--adapter` lies in a folder of the output that this run would replace."""
+    """Raise UserError if a model that this run reads lies in a folder of the output that it would replace."""
     output = pathlib.Path(cfg.output).resolve()
-    for name in ("model", "adapter"):
+    for name in ("model", "adapter", "teacher"):
         start = getattr(cfg, name)
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
@@ -140,6 +140,14 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     has_reward = any(scorer.weights.values())
     if not (has_reward or cfg.teacher):
         raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
+    for flag, is_on in (
+        ("dynamic_sampling_rounds", cfg.dynamic_sampling_rounds),
+        ("overlong_buffer", cfg.overlong_buffer),
+    ):
+        if is_on and not has_reward:
+            raise UserError(f"--{flag} needs a reward: every reward has the weight 0")
+    if not has_reward and cfg.advantage == "gdpo":
+        raise UserError("--advantage gdpo needs a reward: every reward has the weight 0")
     if has_reward and cfg.num_generations < 2:
         raise UserError(
             "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"
@@ -148,7 +156,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    teacher = load_teacher_processor(cfg, processor) if cfg.teacher else None
+    teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
@@ -165,7 +173,7 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
 
     Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
     """
-    state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
+    state = read_state(resume.checkpoint, asdict(cfg) | {"loss_type": cfg.loss_type} | stream.fingerprint)
     if in_flight := state["collector"].get("in_flight"):
         check_lengths(in_flight, cfg.max_completion_length)
         check_in_flight(cfg, state["config"])
@@ -205,6 +213,8 @@ def load_models(
         state = (planned.resting + planned.gradients) / GIB
         console.log(f"sharding: {planned.sharding} (weights, gradients, optimizer: {state:.1f} GiB on each GPU)")
     limit_allocator(cfg.gpu_memory, device)
+    if not cfg.engine:
+        planned.check(needs_copy=False)
     engine = start_sampler(cfg, planned, policy, processor, limits) if cfg.engine else None
     policy = apply_fsdp(policy, device, dtype, planned.sharding)
     reference = load_reference(cfg.model, cfg, device, policy, planned.sharding) if cfg.beta else None

@@ -263,6 +263,8 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
             raise RunStopped(f"the warm start ended with status {process.returncode}: {last_line(log)}", 1)
     (folder / "sft" / "final" / "model.safetensors").replace(folder / "model" / "model.safetensors")
     shutil.rmtree(folder / "sft")
+    for name in ("noisy.jsonl", "warm_start.txt"):
+        (folder / name).unlink()
 
 
 def main(cfg: Config) -> None:
