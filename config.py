@@ -22,7 +22,7 @@ import os
 import pathlib
 import shlex
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -51,7 +51,7 @@ def with_recipe(arguments: list[str]) -> list[str]:
     return flags + arguments
 
 
-def check_values(flags: object) -> None:
+def check_values(flags: Any) -> None:
     """Raise ValueError if a number in the dataclass `flags` is not finite or is absurdly large, or if a text is empty.
 
     An empty text often comes from a shell variable that is not set.

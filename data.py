@@ -194,7 +194,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
         try:
             image = fit_image(source, processor.preparation.fit)
         except (OSError, ValueError) as error:
-            problem = f"image {source}: {error}; it passed the check at the start: restore or replace it"
+            problem = f"image {str(source)[:200]}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
@@ -301,7 +301,7 @@ def load_samples(
 
 
 def load_split(
-    flags: DataFlags, data: str, task: str, processor: Processor, keep_duplicates: bool = False
+    flags: DataFlags, data: str, task: str | None, processor: Processor, keep_duplicates: bool = False
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
     allow_megapixels(flags.max_megapixels)
@@ -337,7 +337,7 @@ def validate_rows(
     good, bad, duplicates = [], [], []
     first: dict[str, Sample] = {}
     for row, (problem, key, tokens) in zip(rows, distributed.gather_shards(checked)):
-        if problem is not None:
+        if isinstance(row, Problem) or problem is not None:
             bad.append(f"{row.source}: {problem}")
             continue
         row.tokens = tokens
@@ -506,7 +506,8 @@ def show(cfg: ShowFlags) -> str:
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])
         raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
-    if problem := _check_row(None, processor, cfg.max_prompt_length, {}, row)[0]:
+    problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
+    if isinstance(row, Problem) or problem:
         raise UserError(f"{row.source}: {problem}")
     prompt = encode_prompt(row, processor)
     lines = [f"{row.source}, answer {row.answer!r}, template {cfg.template or f'of --task {cfg.task}'}"]
@@ -519,7 +520,7 @@ def show(cfg: ShowFlags) -> str:
 
 
 def main(cfg: Config | ShowFlags) -> None:
-    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
+    print(show(cfg) if isinstance(cfg, ShowFlags) else f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":

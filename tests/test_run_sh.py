@@ -95,7 +95,8 @@ def sh(tmp_path):
         "#!/bin/sh\n"
         'if [ "$1" = -L ]; then exit $((1 - HAS_GPU)); fi; echo "$(basename "$0") $* ${RANK:+as rank $RANK}"\n'
         '[ "$1" != install ] || /bin/sleep "${PIP_SECONDS:-0}" || exit 3\n'
-        'if [ "$2" = venv ]; then mkdir -p .venv/bin; for it in pip python torchrun; do cp "$0" .venv/bin/$it; done; fi'
+        '[ "$2" = venv ] || exit 0; mkdir -p .venv/bin\n'
+        'for it in pip python torchrun ruff mypy; do cp "$0" .venv/bin/$it; done'
     )
     stub.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -107,6 +108,16 @@ def sh(tmp_path):
         )
 
     return run
+
+
+def test_the_linter_and_the_type_checker_come_before_the_tests(sh):
+    said = sh("test", "--slow").stdout
+    assert re.findall(r"^(?:ruff|mypy|python).*", said, re.MULTILINE)[-4:] == [
+        "ruff check . ",
+        "ruff format --check . ",
+        "mypy  ",
+        "python -m pytest -n auto --dist loadfile --no-loadscope-reorder --slow ",
+    ]
 
 
 @pytest.mark.parametrize("arguments", ["--help", "-h", "help", "math --help", "eval -h", "demo --help"])

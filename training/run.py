@@ -74,7 +74,8 @@ def start(
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
-    clock, interrupted = Clock(), []  # shared by the owners
+    clock = Clock()
+    interrupted: list[int] = []  # shared by the owners, as the clock is
     has_in_flight = bool(state and state["collector"].get("in_flight"))
     make = make or functools.partial(make_collector, has_in_flight=has_in_flight)
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
