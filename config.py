@@ -22,7 +22,7 @@ import os
 import pathlib
 import shlex
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -51,7 +51,7 @@ def with_recipe(arguments: list[str]) -> list[str]:
     return flags + arguments
 
 
-def check_values(flags: object) -> None:
+def check_values(flags: Any) -> None:
     """Raise ValueError if a number in the dataclass `flags` is not finite or is absurdly large, or if a text is empty.
 
     An empty text often comes from a shell variable that is not set.
@@ -453,6 +453,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
             self.num_generations >= least,
             f"num_generations must be at least {least}: advantages are relative to a group",
         )
+        require(self.teacher_weight > 0, "teacher_weight must be above 0")
+        require(self.teacher or self.teacher_weight == 1, "teacher_weight needs a teacher: give --teacher MODEL")
         require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher: give --teacher MODEL")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
@@ -504,7 +506,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
     @property
     def teaches_itself(self) -> bool:
         """Whether the teacher is the base of a new adapter, which then needs no second copy."""
-        return bool(self.lora_rank) and self.teacher == self.model
+        same = self.teacher == self.model or os.path.realpath(self.teacher or "") == os.path.realpath(self.model)
+        return bool(self.lora_rank) and same
 
     @property
     def updates_per_step(self) -> int:

@@ -194,7 +194,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
         try:
             image = fit_image(source, processor.preparation.fit)
         except (OSError, ValueError) as error:
-            problem = f"image {source}: {error}; it passed the check at the start: restore or replace it"
+            problem = f"image {str(source)[:200]}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
@@ -215,25 +215,25 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
 
 
 def encode_response(sample: Sample, response: str, processor: Processor) -> Tensor:
-    """Return the (L,) token ids of an answer to `sample`, up to the control token that ends the assistant's turn.
+    """Return the (L,) token ids of an answer to `sample`, as it stands, with the end that the chat template gives it.
 
-    Raises ValueError if the answer contains a control token, or if the chat template does not write it after what it
-    writes of the prompt.
+    What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
+    empty, contains a control token or does not begin with that opening, or if the template ends it with no token.
     """
-    turns = _turns(sample, processor)
-    prompt, chat = (
-        write_chat(each, processor.tokenizer, processor.chat_variables, is_answered)
-        for each, is_answered in ((turns, False), ([*turns, Turn("assistant", [response])], True))
-    )
-    text = chat[len(prompt) :]
-    end = text.rfind(response.strip()) + len(response.strip())
-    after = [(text.index(token, end), token) for token in processor.control_tokens if token in text[end:]]
-    if not (chat.startswith(prompt) and response.strip() in text and after):
-        raise ValueError("the chat template does not write its answer behind the prompt, with a token that ends it")
+    turns, mark = _turns(sample, processor), "the answer"
+    write = functools.partial(write_chat, tokenizer=processor.tokenizer, variables=processor.chat_variables)
+    after = write([*turns, Turn("assistant", [mark])], is_answered=True).rpartition(mark)[2]
+    ends = [(after.index(token), token) for token in processor.control_tokens if token in after]
+    if not response.strip() or not ends:
+        raise ValueError("its answer is empty" if ends else "the chat template ends an answer with no control token")
     if any(token in response for token in processor.control_tokens):
         raise ValueError("its answer contains a control token: remove it")
-    place, token = min(after)
-    return torch.tensor(processor.tokenizer(text[:place] + token, add_special_tokens=False).input_ids)
+    if opening := _opening(write(turns), processor.control_tokens).strip():
+        if not response.lstrip().startswith(opening):
+            raise ValueError(f"its answer does not begin with {opening!r}, which the chat template opens")
+        response = response.lstrip().removeprefix(opening).lstrip()
+    place, token = min(ends)
+    return torch.tensor(processor.tokenizer(response + after[:place] + token, add_special_tokens=False).input_ids)
 
 
 def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
@@ -301,7 +301,7 @@ def load_samples(
 
 
 def load_split(
-    flags: DataFlags, data: str, task: str, processor: Processor, keep_duplicates: bool = False
+    flags: DataFlags, data: str, task: str | None, processor: Processor, keep_duplicates: bool = False
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
     allow_megapixels(flags.max_megapixels)
@@ -337,7 +337,7 @@ def validate_rows(
     good, bad, duplicates = [], [], []
     first: dict[str, Sample] = {}
     for row, (problem, key, tokens) in zip(rows, distributed.gather_shards(checked)):
-        if problem is not None:
+        if isinstance(row, Problem) or problem is not None:
             bad.append(f"{row.source}: {problem}")
             continue
         row.tokens = tokens
@@ -345,10 +345,10 @@ def validate_rows(
         if first.setdefault(key, row) is not row:
             duplicates.append(f"{row.source} repeats {first[key].source}")
     if bad and not skip_bad_rows:
-        problems = _summarise(bad, f"of {len(rows)} rows cannot be used")
+        problems = summarise(bad, f"of {len(rows)} rows cannot be used")
         raise UserError(f"{problems}; fix them or pass --skip_bad_rows to leave them out")
     if bad:
-        console.log(f"skipped: {_summarise(bad, f'of {len(rows)} rows')}")
+        console.log(f"skipped: {summarise(bad, f'of {len(rows)} rows')}")
     drop_duplicates = skip_bad_rows and not keep_duplicates
     kept = list(first.values()) if drop_duplicates else good
     usable = {sample.source_index for sample in kept}
@@ -358,7 +358,7 @@ def validate_rows(
         action = "left out" if drop_duplicates else "kept"
         if not (skip_bad_rows or keep_duplicates):
             action = "kept; --skip_bad_rows leaves them out"
-        console.log(f"note: {_summarise(duplicates, f'duplicate rows ({action})')}")
+        console.log(f"note: {summarise(duplicates, f'duplicate rows ({action})')}")
     return kept
 
 
@@ -367,7 +367,8 @@ def max_images(samples: list[Sample]) -> int:
     return max(1, *(len(sample.images) for sample in samples))
 
 
-def _summarise(problems: list[str], what: str) -> str:
+def summarise(problems: list[str], what: str) -> str:
+    """Return their number, `what` they are, and the first five."""
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     return f"{len(problems)} {what}: " + "; ".join(problems[:5]) + more
 
@@ -505,7 +506,8 @@ def show(cfg: ShowFlags) -> str:
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])
         raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
-    if problem := _check_row(None, processor, cfg.max_prompt_length, {}, row)[0]:
+    problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
+    if isinstance(row, Problem) or problem:
         raise UserError(f"{row.source}: {problem}")
     prompt = encode_prompt(row, processor)
     lines = [f"{row.source}, answer {row.answer!r}, template {cfg.template or f'of --task {cfg.task}'}"]
@@ -518,7 +520,7 @@ def show(cfg: ShowFlags) -> str:
 
 
 def main(cfg: Config | ShowFlags) -> None:
-    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
+    print(show(cfg) if isinstance(cfg, ShowFlags) else f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":

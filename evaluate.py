@@ -76,7 +76,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     predictions: str | None = None
     """Saved predictions to score without a model: rows with `response` or `responses`, plus the columns of the
     benchmark or, for a task, `prompt` and `answer`."""
-    benchmark: Literal[tuple(BENCHMARKS)] | None = None
+    benchmark: Literal[tuple(BENCHMARKS)] | None = None  # type: ignore[valid-type]
     """Named benchmark to score on instead of a task; its rows come from the hub unless `data` is given."""
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
@@ -324,7 +324,7 @@ class Judge:
             reason = distributed.first_error(self.scorer.unscored_reason or None)
             return {"task": task} | summarise(predictions, task, reason), predictions
         predictions = judge_benchmark(name, samples, outputs, self.server)
-        return summarise_benchmark(name, predictions, self.server and self.server.model), predictions
+        return summarise_benchmark(name, predictions, self.server.model if self.server else None), predictions
 
 
 def main(cfg: Config) -> None:

@@ -24,7 +24,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ from common import flash_attention
 from common.records import Completion, Group, Prompt
 from common.row_copies import RowCopies, copy_rows
 
-Record = TypeVar("Record")
 CHUNK = 64  # tokens that kernels of linear attention work on together
 
 
@@ -58,7 +57,8 @@ class Segments:
     def sequences(self) -> tuple["Sequences", "Sequences"]:
         """The prompts and the completions, for layers that go through each of them from its start to its end."""
         prompts = len(self.q_lens) - len(self.prompt_of)
-        return tuple(Sequences(lengths, self.cu_q.device) for lengths in (self.q_lens[:prompts], self.q_lens[prompts:]))
+        device = self.cu_q.device
+        return Sequences(self.q_lens[:prompts], device), Sequences(self.q_lens[prompts:], device)
 
 
 class Sequences:
@@ -109,7 +109,7 @@ class PackedBatch:
         return _move_tensors(self, functools.partial(to_device, device=torch.device(device)))
 
 
-def _move_tensors(record: Record, move: Callable[[Tensor], Tensor]) -> Record:
+def _move_tensors(record: Any, move: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of a data class with `move` applied to its tensors, and to those of data classes in it."""
     moved = {name: move(value) for name, value in vars(record).items() if isinstance(value, Tensor)}
     inner = {name: _move_tensors(value, move) for name, value in vars(record).items() if is_dataclass(value)}
@@ -152,7 +152,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     position_ids = torch.cat(position_parts, dim=1)  # (R, T)
     num_tokens = position_ids.shape[1]
     return PackedBatch(
-        input_ids=torch.cat([part.ids for part in (*prompts, *completions)])[None],
+        input_ids=torch.cat([*(prompt.ids for prompt in prompts), *(each.ids for each in completions)])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(
             RowCopies.plan(torch.cat(keys), num_tokens),

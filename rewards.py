@@ -201,7 +201,7 @@ class Task:
     reward: Reward  # the reward; 1 is the full reward
     system: str | None = None  # the system prompt of rows that have none
     template: str = THINK_ANSWER  # Jinja template of the user's turn; {{ content }} is the question
-    format: Reward = format_reward  # 1 if a completion has the requested format, else 0; reported in evaluation
+    format: Callable[..., float] = format_reward  # 1 if a completion has the requested format, else 0; for evaluation
     exact_match: Callable[[str, str, float], bool] = has_full_reward
     """Whether (completion, answer, reward) counts as correct in evaluation."""
     answer_group: Callable[[str], str] = str

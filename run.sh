@@ -13,9 +13,10 @@
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
 #   ./run.sh fits --model 7b --gpus 2 --memory 80    the ways to train that fit into such GPUs, without a GPU
 #   ./run.sh serve [flags]            the counting service (upload, train, watch, download), over HTTP or on a web page
-#   ./run.sh test                     run the linter and the test suite; with --elsewhere, only the tests that read exports
-#                                     with an older and with the newest transformers, in environments of their own;
-#                                     with --vllm, only those of the sampler, in vLLM's build for CPUs
+#   ./run.sh test                     run the linter, the type checker and the test suite; with --elsewhere, only the
+#                                     tests that read exports with an older and with the newest transformers, in
+#                                     environments of their own; with --vllm, only those of the sampler, in vLLM's build
+#                                     for CPUs
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
@@ -264,6 +265,7 @@ case $recipe in
     mapfile -t sources < <(git ls-files '*.py' 2>/dev/null)  # not a plugin of the user's
     .venv/bin/ruff check "${sources[@]:-.}"
     .venv/bin/ruff format --check "${sources[@]:-.}"
+    .venv/bin/mypy
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
   setup)
     set_up

@@ -17,7 +17,9 @@ from config import DataFlags, PolicyFlags, RunFlags, SFTFlags, check_values
 if __name__ == "__main__":  # before the slow import of torch
     cli.launch("sft")
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ import grpo
 from common import console, distributed, signals
 from common.errors import UserError, require
 from common.records import Completion, Group, Prompt, RequestLimits, Sample
-from data import Processor, encode_prompts, encode_response, load_processor, load_split, max_images
+from data import Processor, encode_prompts, encode_response, load_processor, load_split, max_images, summarise
 from packing import PackedBatch
 from policy.batches import completion_logprobs
 from policy.model import Policy, cache_image_features
@@ -36,6 +38,7 @@ from training.loop import Run
 from training.prompt_stream import PromptStream
 from training.run import start
 
+ROWS_AT_ONCE = 256  # held-out rows whose images are in memory together
 NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
 
 
@@ -49,7 +52,8 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     """Peak learning rate of AdamW. Unset: that of the run to resume, or 2e-5 for all weights, 2e-4 for an adapter."""
     # What the rest asks of a GRPO run:
     default_rates = (2e-5, 2e-4)
-    loss_type = "sft"
+    loss_type: str = field(default="sft", init=False)
+    """Not a flag. It is saved with checkpoints, so that no other run goes on with them."""
     old_logp = "policy"
     engine = ""  # no sampler
     temperature = 1.0
@@ -101,7 +105,7 @@ class Answers(Collector):
         self.position = last + 1
         self.prefetch(step)
         groups = [as_group(*each, self.stream.processor) for each in zip(self.stream.rows(drawn), prompts, mine)]
-        lengths = torch.tensor([len(each.ids) for group in groups for each in group.completions])
+        lengths = torch.tensor([len(each.ids) for group in groups for each in group.completions]).long()
         weight = 1 / distributed.all_sum(lengths.sum()).item()
         return [
             replace(group, completions=[replace(each, token_weight=weight) for each in group.completions])
@@ -132,24 +136,25 @@ def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestL
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
-    samples = with_all_answers(cfg, load_split(cfg, cfg.data, None, processor), processor)
-    held_out = []
-    if cfg.eval_data:
-        held_out = with_all_answers(cfg, load_split(cfg, cfg.eval_data, None, processor, True), processor)
+    samples = load_answers(cfg, cfg.data, processor)
+    held_out = load_answers(cfg, cfg.eval_data, processor) if cfg.eval_data else []
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
+    answers = json.dumps([sample.responses for sample in samples])
+    stream.fingerprint["rows_digest"] += hashlib.sha256(answers.encode()).hexdigest()[:16]
     longest = cfg.max_prompt_length + cfg.max_completion_length
     return stream, held_out, None, RequestLimits(longest, max_images([*samples, *held_out]))
 
 
-def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> list[Sample]:
-    """Return a row for each prompt, with the answers of all rows that have it.
+def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:
+    """Return a row of `data` for each prompt, with the answers of all rows that have the same text and images.
 
-    Raises UserError if an answer is too long, or if the chat template cannot write it.
+    Raises UserError if an answer is too long, or if the chat template cannot end it.
     """
     samples: dict[tuple, Sample] = {}
-    problems = []
+    rows, problems = load_split(cfg, data, None, processor, keep_duplicates=True), []
     for row in rows:
         try:
+            require(not row.teacher_images, "it has 'teacher_images', and there is no teacher: remove the column")
             length = len(encode_response(row, row.responses[0], processor))
             is_short = length <= cfg.max_completion_length
             require(is_short, f"its answer has {length} tokens; --max_completion_length is {cfg.max_completion_length}")
@@ -160,9 +165,11 @@ def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> l
         first = samples.setdefault((row.source_index, *row.texts, row.system, *images), row)
         if first is not row:
             first.responses += row.responses
-    if problems and not cfg.skip_bad_rows:
-        others = f" and {len(problems) - 1} more such rows" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{others}: mend or shorten them, or pass --skip_bad_rows to leave them out")
+    if problems and (not cfg.skip_bad_rows or len(problems) == len(rows)):
+        why = summarise(problems, f"of {len(rows)} answers cannot be used")
+        raise UserError(f"{why}; mend or shorten them, or pass --skip_bad_rows to leave them out")
+    if problems:
+        console.log(f"skipped: {summarise(problems, f'of {len(rows)} answers')}")
     responses = [response for sample in samples.values() for response in sample.responses]
     if not (cfg.template or any(map(get_task(cfg.task).format, responses))):
         console.log(f"no answer has the format that --task {cfg.task} rewards: see docs/sft.md")
@@ -171,12 +178,15 @@ def with_all_answers(cfg: Config, rows: list[Sample], processor: Processor) -> l
 
 def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Return the mean loss of a token over all answers of held-out rows, without dropout."""
-    processor, local = run.collector.stream.processor, distributed.shard(samples)
-    prompts = encode_prompts(local, processor)
-    cache_image_features(run.policy, prompts, run.collector.features)
-    groups = [as_group(*each, processor) for each in zip(local, prompts, range(len(local)))]
-    logps = completion_logprobs(run.policy, groups, 1.0, run.updater.micro_batch_tokens)
-    sums = torch.tensor([sum(map(len, logps)), sum(logp.sum().item() for logp in logps)], dtype=torch.float64)
+    processor, sums = run.collector.stream.processor, torch.zeros(2, dtype=torch.float64)
+    for first in range(0, len(samples), ROWS_AT_ONCE):
+        local = distributed.shard(samples[first : first + ROWS_AT_ONCE])
+        with distributed.shared_errors():
+            prompts = encode_prompts(local, processor)
+        cache_image_features(run.policy, prompts, run.collector.features)
+        groups = [as_group(*each, processor) for each in zip(local, prompts, range(len(local)))]
+        logps = completion_logprobs(run.policy, groups, 1.0, run.updater.micro_batch_tokens)
+        sums += torch.tensor([sum(map(len, logps)), sum(logp.sum().item() for logp in logps)], dtype=torch.float64)
     tokens, logp = distributed.all_sum(sums).tolist()
     return {"eval/loss": -logp / tokens}
 

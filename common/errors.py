@@ -21,7 +21,7 @@ class Interrupted(Exception):
     """A signal asked the run to stop, and the current step has not made its first update yet."""
 
 
-def require(ok: bool, message: str) -> None:
+def require(ok: object, message: str) -> None:
     """Raise ValueError with `message` unless `ok`. Config classes call this function to reject invalid settings."""
     if not ok:
         raise ValueError(message)

@@ -15,7 +15,7 @@ os.environ["MPLBACKEND"] = "Agg"  # figures go to files: neither a display nor a
 THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 
 
-def save_figure(figure, path: pathlib.Path) -> None:
+def save_figure(figure: Any, path: pathlib.Path) -> None:
     """Save `figure` as a PNG file under a temporary name, then rename it, so that `path` is never incomplete."""
     import matplotlib.pyplot as plt
 

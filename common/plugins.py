@@ -96,11 +96,11 @@ def with_flags(config: type, plugin: ModuleType) -> type:
         field.kw_only = True
 
     @dataclasses.dataclass
-    class Config(config, flags):
+    class Config(config, flags):  # type: ignore[valid-type, misc]
         __doc__ = config.__doc__
 
         def __post_init__(self) -> None:
-            config.__post_init__(self)
+            super().__post_init__()
             getattr(flags, "__post_init__", lambda _: None)(self)
 
     return Config

@@ -14,7 +14,7 @@ import pathlib
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from PIL import Image
 
@@ -49,7 +49,7 @@ class Cell:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when it is needed; a str would be a text
+ImageSource: TypeAlias = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when needed; a str would be a text
 
 
 class Turn(NamedTuple):
@@ -57,6 +57,11 @@ class Turn(NamedTuple):
 
     role: str  # "system", "user" or "assistant"
     content: list[str | ImageSource | None]  # texts and images, in order; None: an image that is still to be found
+
+    @property
+    def text(self) -> str:
+        """The text of the turn, with one `<image>` tag per image."""
+        return "".join(piece if isinstance(piece, str) else TAG for piece in self.content)
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Sample:
     @property
     def texts(self) -> list[str]:
         """The text of each turn, with one `<image>` tag per image."""
-        return ["".join(piece if isinstance(piece, str) else TAG for piece in turn.content) for turn in self.turns]
+        return [turn.text for turn in self.turns]
 
     @property
     def prompt(self) -> str:
@@ -119,7 +124,7 @@ class Prompt:
     `policy.model.cache_image_features`."""
     image_token: int = -1  # the token id of image tokens in `ids`
     image_digest: bytes = b""  # a hash of the resized images; identical images have the same hash
-    for_teacher: Prompt | None = None  # the same prompt as the teacher sees it, if that differs
+    for_teacher: Prompt | None = None  # the prompt as the teacher sees it, if there is one
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""

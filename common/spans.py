@@ -51,12 +51,14 @@ def as_tensors(groups: Sequence[Sequence[Rewards]]) -> GroupRewards:
     """Return the rewards of `groups` as tensors (groups, longest group), with NaN where a group is shorter."""
     longest = max(map(len, groups))
 
-    def tensor(value: Callable[[Rewards], float]) -> Tensor:
-        return torch.tensor([[*map(value, group), *[math.nan] * (longest - len(group))] for group in groups])
+    def tensor(values: list[list[float]]) -> Tensor:
+        return torch.tensor([[*each, *[math.nan] * (longest - len(each))] for each in values])
 
     names = next(rewards.parts for group in groups for rewards in group)
-    parts = {name: tensor(lambda rewards, name=name: rewards.parts[name]) for name in names}
-    return GroupRewards(tensor(lambda rewards: rewards.total), tensor(lambda rewards: rewards.raw), parts)
+    parts = {name: tensor([[rewards.parts[name] for rewards in group] for group in groups]) for name in names}
+    total = tensor([[rewards.total for rewards in group] for group in groups])
+    raw = tensor([[rewards.raw for rewards in group] for group in groups])
+    return GroupRewards(total, raw, parts)
 
 
 def without_penalty(rewards: GroupRewards) -> GroupRewards:

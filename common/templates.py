@@ -83,5 +83,5 @@ def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, An
 
 def _content(turn: Turn, as_parts: bool) -> str | list[dict]:
     if not as_parts and all(isinstance(piece, str) for piece in turn.content):
-        return "".join(turn.content)
+        return turn.text
     return [{"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"} for piece in turn.content]

@@ -68,7 +68,8 @@ def write_differences(
     A row counts as right when at least half of its completions are right. `samples` holds the rows whose images are
     known, by source. Returns the number of rows of each kind.
     """
-    lost, won = [], []
+    lost: list[tuple[dict, dict]] = []
+    won: list[tuple[dict, dict]] = []
     for before, after in paired:
         was_right, is_right = (np.mean(row["exact"]) >= 0.5 for row in (before, after))
         if was_right != is_right:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from common.errors import UserError
 from evaluation.benchmarks import BENCHMARKS, COGNITION, PERCEPTION, subset_value
 from rewards import MAX_UNSCORED, TASKS
 
+Key = TypeVar("Key", bound=Hashable)
 RESAMPLES = 2000
 MAX_ANSWERS = 20  # largest number of gold answers whose rows also get scores of their own
 RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the benchmark uses a server
@@ -109,9 +110,9 @@ def mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def group_by(rows: list[dict], keys: Iterable[Hashable]) -> dict[Hashable, list[dict]]:
+def group_by(rows: list[dict], keys: Iterable[Key]) -> dict[Key, list[dict]]:
     """Return the rows of each key, in order. `keys` holds the key of each row."""
-    groups: dict[Hashable, list[dict]] = {}
+    groups: dict[Key, list[dict]] = {}
     for row, key in zip(rows, keys):
         groups.setdefault(key, []).append(row)
     return groups
@@ -175,7 +176,7 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
         )
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"
-    scores = {"benchmark": name, "scoring": scoring}
+    scores: dict[str, Any] = {"benchmark": name, "scoring": scoring}
     scores |= _shared_scores("score", score_of(name, rows), [row["exact"] for row in rows], rows)
     scores["no_answer"] = mean([answer is None for row in rows for answer in row["answers"]])
     for measure in ("open_recall", "open_f1"):

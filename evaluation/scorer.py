@@ -159,11 +159,12 @@ class Scorer:
             for (name, chunk), results in zip(jobs, pool.map(lambda job: self._values(*job), jobs)):
                 values[name] += results
                 bar.update(len(chunk))
-        errors, scored, results = [], [], zip(*values.values())
+        errors, completions = [], zip(*values.values())
+        scored: list[list[Rewards]] = []
         for sample, group in zip(samples, rollouts):
             scored.append([])
             for rollout in group:
-                found = dict(zip(values, next(results)))
+                found = dict(zip(values, next(completions)))
                 for name, value in found.items():
                     if value.error:
                         flag = "--task" if name == self.task else "--reward"

@@ -31,7 +31,7 @@ def split_think_answer(completion: str) -> tuple[str, str] | None:
         return None
     form = r"\s*<think>(\s*\S.*?)</think>\s*<answer>(\s*\S.*?)</answer>\s*"
     match = re.fullmatch(form, completion, re.DOTALL)
-    return match and (match[1], match[2])
+    return (match[1], match[2]) if match else None
 
 
 def answer_blocks(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 _GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "θ": "theta", "λ": "lambda", "ρ": "rho", "σ": "sigma"}
 _GREEK |= {"φ": "phi", "ω": "omega", "π": "pi"}
@@ -17,7 +18,7 @@ _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log
 _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
 _NESTED = r"\(((?:[^()]|\([^()]*\))*)\)"  # the parentheses of an argument
-_REWRITES = [  # (pattern, replacement), applied in this order
+_REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, replacement), applied in this order
     (r"\\f?box(?:ed)?(?![A-Za-z])\s*(?=[^\s{])", ""),
     (r"```\w*\n?|`|^#+\s|__", " "),
     (r"^\s*(?:答案|故选|选)\s*[是为选]?\s*:?", ""),
@@ -115,7 +116,7 @@ def joined_numbers(text: str) -> tuple[str, list[float | str]]:
         return "time" if half or re.fullmatch(r"\d\d?:[0-5]\d", f"{first}:{second}") else "ratio", parts
     if sign == "/":
         return "fraction", parts
-    return "range" if sign != "-" or parts[0] < parts[1] else "difference", parts
+    return "range" if sign != "-" or float(first) < float(second) else "difference", parts
 
 
 # --- named values and inequalities ------------------------------------------------------------------------------------

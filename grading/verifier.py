@@ -18,7 +18,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import console
 from common.console import hide_credentials
@@ -30,6 +30,7 @@ from grading.answers import outside_thinking
 if TYPE_CHECKING:
     import openai
 
+Parsed = TypeVar("Parsed")
 NO_KEY = "none"  # passed if there is no key, because the client requires one
 RETRIES = 3  # of a failed request; the pause before each is longer than the previous one
 CONCURRENCY = 64  # requests per process at the same time
@@ -198,7 +199,7 @@ class Verifier:
         context, request = f"Question:\n{question}", "What is its final answer?"
         return self._request(_messages(EXTRACTION, context, "Response", response, request), parse_extraction)
 
-    def _request(self, messages: list[dict], parse: Callable) -> bool | str | None:
+    def _request(self, messages: list[dict], parse: Callable[[str], Parsed | None]) -> Parsed | None:
         """Return the parsed reply to `messages`, or None. Threads that ask the same question share one request."""
         key = json.dumps(messages)
         with self.lock:
@@ -224,7 +225,7 @@ class Verifier:
         key = self.client.api_key
         return (text.replace(key, "***") if key != NO_KEY else text)[:200]
 
-    async def _ask(self, messages: list[dict], parse: Callable) -> bool | str | None:
+    async def _ask(self, messages: list[dict], parse: Callable[[str], Parsed | None]) -> Parsed | None:
         """Return the parsed reply from the cache or the server, or None if the server is down.
 
         Raises an error if the request fails, for example ValueError if the reply cannot be parsed.

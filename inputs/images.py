@@ -20,9 +20,9 @@ from PIL import Image, UnidentifiedImageError
 
 from common.records import Cell, ImageSource
 
-DECODER_ERRORS = (OSError, SyntaxError, ValueError, TypeError, EOFError, RuntimeError, struct.error)
-DECODER_ERRORS += (AssertionError, LookupError, ArithmeticError, Image.DecompressionBombError)
-UNREADABLE = (*DECODER_ERRORS, zipfile.BadZipFile, zlib.error)
+UNREADABLE: tuple[type[Exception], ...] = (OSError, SyntaxError, ValueError, TypeError, EOFError, RuntimeError)
+UNREADABLE += (struct.error, AssertionError, LookupError, ArithmeticError, Image.DecompressionBombError)
+UNREADABLE += (zipfile.BadZipFile, zlib.error)
 ORIENTATION = 0x0112  # EXIF tag; the values 5 to 8 swap width and height
 TURNS = {  # orientation -> how to turn the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -208,16 +208,17 @@ def fitted_size(
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"the image is {width}x{height}: one side is more than 200 times the other")
+    sides: tuple[float, float] = (height, width)
     if max_side:
         shrink = min(1.0, max_side / max(height, width))
-        height, width = height * shrink, width * shrink
-    h, w = (max(factor, round(side / factor) * factor) for side in (height, width))
+        sides = (height * shrink, width * shrink)
+    h, w = (max(factor, round(side / factor) * factor) for side in sides)
     if h * w > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+        shrink = math.sqrt(math.prod(sides) / max_pixels)
+        h, w = (max(factor, math.floor(side / shrink / factor) * factor) for side in sides)
     elif h * w < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        h, w = (math.ceil(side * grow / factor) * factor for side in (height, width))
+        grow = math.sqrt(min_pixels / math.prod(sides))
+        h, w = (math.ceil(side * grow / factor) * factor for side in sides)
     # It is not always possible to meet all limits, for example when a thin image's short side is already `factor`. In
     # that case the upper limits take precedence.
     if max_side:

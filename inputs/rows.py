@@ -211,12 +211,15 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     system = turns_system or system
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("no prompt text: the question is empty, or it is not text")
-    response = answer if isinstance(answer, str) else answer_text(answer)
+    own = row.get("response")
+    response = (
+        own if isinstance(own, str) and own.strip() else answer if isinstance(answer, str) else answer_text(answer)
+    )
     prompt, answer = _with_options(prompt, row.get("options")), answer_text(answer)
     if not isinstance(system, str | None):
         raise RowError("the system prompt is not text")
     system = system if system and system.strip() else None
-    if re.search("[\ud800-\udfff]", "".join([*(turn.content[0] for turn in earlier), prompt, answer, system or ""])):
+    if re.search("[\ud800-\udfff]", "".join([*(turn.text for turn in earlier), prompt, answer, system or ""])):
         raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
@@ -285,7 +288,9 @@ def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn
     if name == "query" and row.get("history"):
         raise RowError("'history' holds earlier turns: write them and the question as a chat in 'messages'")
     answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
-    prompt, reply, system, earlier, images = row.pop(name), None, None, [], []
+    prompt, reply, system = row.pop(name), None, None
+    earlier: list[Turn] = []
+    images: list = []
     prompt = _chat_in(prompt)
     if name in CHAT_COLUMNS:
         prompt, reply = _split_reply(prompt)
@@ -431,7 +436,7 @@ def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:
             raise RowError(f"the {role}'s turn contains an image")
         read.append(Turn(role, [text]))
         images += turn_images
-    return read[first:-1], read[-1].content[0], read[0].content[0] if first else None, images
+    return read[first:-1], read[-1].text, read[0].text if first else None, images
 
 
 def _text(content: object) -> tuple[str, list]:
@@ -485,12 +490,12 @@ def place_images(sample: Sample, images: list[ImageSource]) -> Sample:
     if tag := re.search(rf"<({'|'.join(OTHER_MEDIA)})>", "\n".join(sample.texts)):
         raise RowError(f"{tag[0]} in the prompt, but only text and images are supported: remove the tag or the row")
     if images and not any(TAG in text for text in sample.texts):
-        sample.turns[0].content[0] = TAG * len(images) + sample.turns[0].content[0]
+        sample.turns[0].content[0] = TAG * len(images) + sample.turns[0].text
     if (tags := "\n".join(sample.texts).count(TAG)) != len(images):
         raise RowError(f"{tags} {TAG} tags in the prompt but {len(images)} images")
     remaining = iter(images)
     for turn in sample.turns:
-        pieces = re.split(f"({TAG})", turn.content[0])
+        pieces = re.split(f"({TAG})", turn.text)
         turn.content[:] = [next(remaining) if piece == TAG else piece for piece in pieces if piece]
     return sample
 
@@ -725,15 +730,16 @@ def _counting_rows(path: AnyPath, columns: Columns) -> Iterator[tuple[str, dict 
                 if num_blank > MAX_BLANK_ROWS:
                     raise UserError(f"{path} has more than {MAX_BLANK_ROWS:,} blank rows: remove them")
                 continue
-            row = dict(zip(header, cells))
+            row: dict[str, Any] = dict(zip(header, cells))
+            source = f"{path} row {number}"
             if len(cells) != len(header):
-                row = RowError("more or fewer cells than columns in the header")
+                yield source, RowError("more or fewer cells than columns in the header")
             elif not row[image].strip():
-                row = RowError(f"{image} is empty")
+                yield source, RowError(f"{image} is empty")
             else:
                 row[columns.images or "images"] = [row.pop(image).strip()]
                 row[columns.prompt or "prompt"] = row.pop(prompt)
-            yield f"{path} row {number}", row
+                yield source, row
     except csv.Error as error:  # with a stray quote, the next rows would become part of this cell
         raise UserError(f"{path}: bad row after line {reader.line_num} ({error}): is there a stray quote?") from None
 
@@ -747,6 +753,10 @@ def easyr1_row(sample: Sample, images: list) -> dict:
     row = {"prompt": chat if len(chat) > 1 else sample.prompt, "answer": sample.answer, "images": images}
     if sample.system:
         row["system"] = sample.system
+    if sample.teacher_images:
+        raise UserError(f"{sample.source}: its 'teacher_images' cannot be converted: remove the column")
+    if sample.responses != [sample.answer]:
+        row["response"] = sample.responses[0]
     read = (*row, *IMAGE_COLUMNS, "image_name", "reward_model")  # `parse_row` would take these for what is in `row`
     return row | {name: value for name, value in sample.fields.items() if name not in read}
 

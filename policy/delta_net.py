@@ -106,14 +106,14 @@ def _look_back(net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, segme
     prompts, completions = segments.sequences
     sizes = [sum(prompts.lengths), sum(completions.lengths)]
     of_prompts, of_completions = zip(*(x.split(sizes) for x in (mixed, decay, beta)))
-    from_prompts, states = _with_states(net, *of_prompts, prompts, None)
+    from_prompts, states = _with_states(net, prompts, None, *of_prompts)
     conv_state, rule_state = (state[segments.prompt_of] for state in states)
-    from_completions, _ = _with_states(net, *of_completions, completions, (conv_state, rule_state))
+    from_completions, _ = _with_states(net, completions, (conv_state, rule_state), *of_completions)
     return torch.cat([from_prompts, from_completions])
 
 
 def _with_states(
-    net: nn.Module, mixed: Tensor, decay: Tensor, beta: Tensor, sequences: Sequences, states: States | None
+    net: nn.Module, sequences: Sequences, states: States | None, mixed: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, States]:
     """Run convolution and delta rule over `sequences`, whose tokens lie one sequence after the other.
 
@@ -235,13 +235,13 @@ def gated_delta_rule(
         state = q.new_zeros(len(sequences.lengths), v.shape[1], q.shape[-1], v.shape[-1])
     state, outputs = state.to(dtype), []
     for chunk in zip(*chunks):
-        out, state = _rule_in_chunk(*chunk, state)
+        out, state = _rule_in_chunk(state, *chunk)
         outputs.append(out)
     return _unpad(torch.cat(outputs, dim=2).transpose(1, 2), sequences).to(v.dtype), state
 
 
 def _rule_in_chunk(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the tokens of one chunk together (arXiv:2406.06484, section 3, with decay).
 

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -32,7 +32,7 @@ from packing import to_device
 from policy.base_files import reading
 
 ImageProcessor = Any  # one of the image processors of transformers that work with PIL; they share no useful base class
-Config = transformers.PreTrainedConfig
+Config: TypeAlias = transformers.PreTrainedConfig
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def new_adapter(
 
     layers = language_model(model).layers
     stacks = [layers, vision_blocks(model)] if vision else [layers]
-    settings = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
+    settings: dict[str, Any] = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
     settings["target_modules"] = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
     if experts:
         parameters = {name.partition(".")[2] for name in routed_experts(model)}
@@ -223,7 +223,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     return config, tensors
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -327,8 +327,8 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         weight = dequantised(parameter) if hasattr(parameter, "quant_state") else distributed.full_tensor(parameter)
         layer = layers.get(name) or layers.get(name.removesuffix(".weight"))
         if layer is not None:
-            factors = (distributed.full_tensor(factor[POLICY].weight) for factor in (layer.lora_A, layer.lora_B))
-            adapted = _adapted(weight, *factors, layer.scaling[POLICY])
+            a, b = (distributed.full_tensor(factor[POLICY].weight) for factor in (layer.lora_A, layer.lora_B))
+            adapted = _adapted(weight, a, b, layer.scaling[POLICY])
             weight = round_at_random(adapted, weight.dtype, generator)
         yield name, weight
 

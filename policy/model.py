@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -55,7 +56,7 @@ class Policy(nn.Module):
         """Return the log-probabilities (C,) and entropies (C,) of the completion tokens; see `token_logprobs`."""
         return token_logprobs(self.model, batch, temperature, entropy_gradient)
 
-    def next_token_logits(self, **inputs: object) -> tuple[Tensor, transformers.Cache]:
+    def next_token_logits(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         """Call `forward.next_token_logits` as a second forward method, before which FSDP gathers weights, too."""
         return next_token_logits(self.model, **inputs)
 
@@ -230,7 +231,7 @@ def untie(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfi
     return config
 
 
-def auto_class(config: transformers.PreTrainedConfig) -> type:
+def auto_class(config: transformers.PreTrainedConfig) -> type[Any]:
     """Return the transformers Auto class that builds models from `config`."""
     multimodal = type(config) in transformers.AutoModelForImageTextToText._model_mapping
     return transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
@@ -368,7 +369,8 @@ def cache_image_features(
     at_once = at_once or (PIXEL_VALUES_AT_ONCE if parameters[0].is_cuda else 1)
     uncached = list({p.image_digest: p for p in prompts if p.vision and p.image_digest not in feature_cache}.values())
     while uncached:
-        batch, values = [], 0
+        batch: list[Prompt] = []
+        values = 0
         while uncached and (not batch or values + uncached[-1].vision["pixel_values"].numel() <= at_once):
             batch.append(uncached.pop())
             values += batch[-1].vision["pixel_values"].numel()

@@ -45,6 +45,8 @@ class HostAdamW(ShardAdamW):
     Each update copies the moments to the GPU and back, one parameter at a time.
     """
 
+    param_groups: list[dict[str, Any]]
+
     def step(self, closure: None = None) -> None:
         groups = self.param_groups
         try:

@@ -245,7 +245,8 @@ class DecodeScheduler(AsyncScheduler):
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
             new_block_ids_to_zero=new_block_ids or None,
         )
-        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        self.finished_req_ids: set[str] = set()
+        self.reset_preempted_req_ids: set[str] = set()
         batch.pending.append(iteration)
         batch.count_iteration()
         return iteration

@@ -9,7 +9,7 @@ otherwise 1).
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -26,7 +26,7 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
 
-Tokenizer = transformers.PreTrainedTokenizerBase
+Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 
 
 class HFEngine:
@@ -155,7 +155,8 @@ class HFEngine:
         each sequence and whether it has a stop token, as (B,), all in host memory, and whether it was paused.
         """
         logits, cache, mask, position = self._prefill(prefixes)
-        ids, logps, paused = [], [], False
+        ids: list[Tensor] = []
+        logps, paused = [], False
         stop = self.stop.to(logits.device)
         stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
@@ -185,7 +186,7 @@ class HFEngine:
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return next_token_logits(self.model, **inputs)
 
-    def _prefill(self, prefixes: list[tuple[Prompt, Tensor, int]]):
+    def _prefill(self, prefixes: list[tuple[Prompt, Tensor, int]]) -> tuple[Tensor, transformers.Cache, Tensor, Tensor]:
         """Run the model once on every prefix, then repeat its cache for the completions that start with it.
 
         A prefix is a prompt, the tokens (L,) that follow it, and the number of completions. Returns logits (B, V), the

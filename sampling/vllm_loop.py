@@ -32,7 +32,8 @@ def run_until(
     """
     from vllm.sampling_params import RequestOutputKind
 
-    engine, waiting, outputs = llm.llm_engine, enumerate(requests), {}
+    engine, waiting = llm.llm_engine, enumerate(requests)
+    outputs: dict[int, Output] = {}
     for iteration in itertools.count():
         if iteration % PAUSE_EVERY == 0 and should_stop(outputs.keys()):
             break

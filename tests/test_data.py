@@ -349,6 +349,14 @@ def test_what_the_chat_template_opens_belongs_to_the_completion(tiny_model, ques
     assert encode_prompt(make_sample(question, "2", [], "row 1"), processor).opening == opening
 
 
+def test_an_image_that_cannot_be_encoded_is_named_in_a_line(tiny_model):
+    """An image in a table is its bytes, of which a message shows the first."""
+    sample = make_sample("<image>?", "2", [b"no image" * 1000], "row 1")
+    with pytest.raises(UserError, match=r"row 1: image b'no image.*not a readable image") as raised:
+        encode_prompt(sample, load_processor(tiny_model, "count"))
+    assert len(str(raised.value)) < 500
+
+
 BAD_TEMPLATES = [
     ("{{ content", "unexpected end"),
     ("{{ other }}", "is undefined"),

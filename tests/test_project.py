@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
@@ -440,6 +441,18 @@ def test_the_installed_packages_are_the_required_ones():
         assert importlib.metadata.version(name) in allowed, f"{name}{allowed}: run ./run.sh setup"
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_linter_before_a_commit_is_the_one_of_the_tests():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert hook["repo"].endswith("/ruff-pre-commit")
+    assert hook["rev"].replace("v", "==") == str(requirements("requirements.txt")["ruff"])
+    assert [each["id"] for each in hook["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_the_types_of_every_source_are_checked():
+    files = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert sorted(files) == sorted([*(path.name for path in TOP_LEVEL), *ROOMS])
 
 
 @pytest.mark.slow

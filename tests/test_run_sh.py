@@ -95,7 +95,8 @@ def sh(tmp_path):
         "#!/bin/sh\n"
         'if [ "$1" = -L ]; then exit $((1 - HAS_GPU)); fi; echo "$(basename "$0") $* ${RANK:+as rank $RANK}"\n'
         '[ "$1" != install ] || /bin/sleep "${PIP_SECONDS:-0}" || exit 3\n'
-        'if [ "$2" = venv ]; then mkdir -p .venv/bin; for it in pip python torchrun; do cp "$0" .venv/bin/$it; done; fi'
+        '[ "$2" = venv ] || exit 0; mkdir -p .venv/bin\n'
+        'for it in pip python torchrun ruff mypy; do cp "$0" .venv/bin/$it; done'
     )
     stub.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -107,6 +108,16 @@ def sh(tmp_path):
         )
 
     return run
+
+
+def test_the_linter_and_the_type_checker_come_before_the_tests(sh):
+    said = sh("test", "--slow").stdout
+    assert re.findall(r"^(?:ruff|mypy|python).*", said, re.MULTILINE)[-4:] == [
+        "ruff check . ",
+        "ruff format --check . ",
+        "mypy  ",
+        "python -m pytest -n auto --dist loadfile --no-loadscope-reorder --slow ",
+    ]
 
 
 @pytest.mark.parametrize("arguments", ["--help", "-h", "help", "math --help", "eval -h", "demo --help"])
@@ -143,8 +154,6 @@ def test_a_warm_start_trains_the_model_and_shows_that_it_is_alive(tmp_path, monk
     tiny.warm_start(tiny.Config(steps=2), tmp_path)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warm start: ")]
     assert lines[0] == "warm start: starting" and model.read_bytes() != before
-    answers = [json.loads(line)["answer"] for line in (tmp_path / "noisy.jsonl").open()]
-    assert len(answers) == 48 and all(answer.startswith("A photo of ") for answer in answers)
     (tmp_path / "train" / "main.csv").write_text("images_path,question,answer\n")
     with pytest.raises(UserError, match="no usable row"):
         tiny.warm_start(tiny.Config(steps=2), tmp_path)

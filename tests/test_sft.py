@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+import data
 import grpo
 import sft
 from common.distributed import local_tensor
@@ -13,7 +14,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 from data import encode_prompt, encode_response, load_processor, load_samples
 from policy.batches import micro_batches
-from tests.helpers.runs import config, weights
+from tests.helpers.runs import config
 from tests.helpers.scripts import run_script
 
 FLAGS = {"prompts_per_step": 4, "max_completion_length": 40, "learning_rate": 1e-3, "report_every": 0}
@@ -80,6 +81,38 @@ def test_an_answer_is_trained_on_as_it_stands_with_its_end(tiny_model, rows):
     assert texts[:2] == ["three<|im_end|>", "<think>I see.</think> 4<|im_end|>"]
 
 
+def test_short_answers_and_answers_after_an_opened_block_are_what_they_are(tiny_model, rows):
+    """An answer may be a piece of the token that ends it. What the template opens is not trained on again."""
+    processor, (first, *_) = load_processor(tiny_model, "count"), load_samples(str(rows), None)
+    assert processor.tokenizer.decode(encode_response(first, "end", processor)) == "end<|im_end|>"
+    processor.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    got = processor.tokenizer.decode(encode_response(first, "<think>I see.</think> 4", processor))
+    assert got == "I see.</think> 4<|im_end|>"
+    with pytest.raises(ValueError, match="does not begin with '<think>'"):
+        encode_response(first, "4", processor)
+    with pytest.raises(ValueError, match="its answer is empty"):
+        encode_response(first, " ", processor)
+
+
+def test_a_column_response_is_trained_on_and_survives_a_conversion(tiny_model, tmp_path):
+    row = {"prompt": "?", "answer": "4", "response": "<think>one, two</think> 4"}
+    (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
+    data.convert(data.Config("convert", str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")))
+    for name in ("d", "e"):
+        (sample,) = load_samples(str(tmp_path / f"{name}.jsonl"), None)
+        assert (sample.answer, sample.responses) == ("4", ["<think>one, two</think> 4"])
+
+
+def test_a_run_is_resumed_with_its_own_answers_and_command_alone(tiny_model, rows, shapes, tmp_path):
+    sft.main(sft_config(tiny_model, rows, tmp_path / "run", max_steps=1))
+    rows.write_text(rows.read_text().replace("I see.", "I saw."))
+    with pytest.raises(UserError, match=r"belongs to another run .*rows_digest"):
+        sft.main(sft_config(tiny_model, rows, tmp_path / "run", max_steps=2, resume="newest"))
+    flags = dict(max_steps=2, resume="newest", num_generations=2)
+    with pytest.raises(UserError, match=r"belongs to another run .*loss_type was sft, is grpo"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, shapes, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     flags = dict(save_every=2, eval_data=shapes, eval_every=2, lora_rank=4)
@@ -101,11 +134,15 @@ def test_grpo_begins_with_the_adapter(tiny_model, shapes, tmp_path):
     done = run_script(*command, f"--output={tmp_path}/sft", "--max_steps=2", processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
     grpo.main(config(tiny_model, shapes, tmp_path / "run", adapter=f"{tmp_path}/sft/final", max_steps=1))
-    assert weights(tmp_path / "run" / "final")
+    before, after = (
+        (tmp_path / folder / "final" / "adapter_model.safetensors").read_bytes() for folder in ("sft", "run")
+    )
+    assert len(before) == len(after) and before != after
 
 
 def test_two_processes_make_the_same_run(tiny_model, rows, tmp_path):
-    flags = [f"--{name}={value}" for name, value in (FLAGS | {"max_steps": 3}).items()]
+    """A step of one prompt leaves one of the processes without any."""
+    flags = [f"--{name}={value}" for name, value in (FLAGS | {"max_steps": 3, "prompts_per_step": 1}).items()]
     for processes in (0, 2):
         command = ["sft.py", "--task=count", f"--model={tiny_model}", f"--data={rows}", *flags]
         done = run_script(*command, f"--output={tmp_path}/{processes}", processes=processes)
@@ -118,9 +155,11 @@ def test_two_processes_make_the_same_run(tiny_model, rows, tmp_path):
 def test_rows_that_cannot_be_trained_on_are_named(tiny_model, rows, tmp_path):
     with pytest.raises(
         UserError,
-        match=r"rows.jsonl row 2: its answer has \d+ tokens; --max_completion_length is 12: .*--skip_bad_rows",
+        match=r"rows.jsonl row 2: its answer has \d+ tokens; --max_completion_length is 12; .*--skip_bad_rows",
     ):
         sft.main(sft_config(tiny_model, rows, tmp_path / "a", max_completion_length=12))
+    with pytest.raises(UserError, match="6 of 6 answers cannot be used"):
+        sft.main(sft_config(tiny_model, rows, tmp_path / "a", max_completion_length=1, skip_bad_rows=True))
     with rows.open("a") as file:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a<|im_end|>b"}]
         file.write(json.dumps({"messages": turns}) + "\n")

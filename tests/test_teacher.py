@@ -115,7 +115,7 @@ def test_a_new_adapter_is_taught_by_its_own_base_without_a_second_copy(tiny_mode
 
 
 def test_a_run_with_a_teacher_resumes_and_learns_from_it(tiny_model, other_model, shapes, tmp_path):
-    """Groups of one, whose reward has the weight 0, and a KL term and dropout beside the teacher."""
+    """Groups of one, whose reward has the weight 0, and a KL term beside the teacher."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     flags = dict(teacher=other_model, reward=("count=0",), num_generations=1, beta=0.001, save_every=4)
     flags |= dict(prompts_per_step=12, max_completion_length=24)
@@ -156,8 +156,23 @@ def test_teachers_that_cannot_teach_are_refused(tiny_model, shapes, tmp_path):
         grpo.main(config(tiny_model, shapes, tmp_path / "b", reward=("count=0",)))
     with pytest.raises(UserError, match="--num_generations 1: rewards are compared within a group"):
         grpo.main(config(tiny_model, shapes, tmp_path / "c", teacher=tiny_model, num_generations=1))
-    with pytest.raises(ValueError, match="teacher_pixels needs a teacher"):
-        config(tiny_model, shapes, tmp_path / "d", teacher_pixels=100)
+    alone = dict(teacher=tiny_model, reward=("count=0",))
+    for flag in ({"dynamic_sampling_rounds": 3}, {"overlong_buffer": 5}, {"advantage": "gdpo"}):
+        with pytest.raises(UserError, match=f"--{next(iter(flag))}.* needs a reward"):
+            grpo.main(config(tiny_model, shapes, tmp_path / "c", **alone, **flag))
+    with pytest.raises(UserError, match=r"--teacher .*nowhere"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "c", teacher=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="would be replaced by this run"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "c", teacher=str(tmp_path / "c" / "final")))
+    for flag in ({"teacher_pixels": 100}, {"teacher_weight": 0.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(flag))} needs a teacher"):
+            config(tiny_model, shapes, tmp_path / "d", **flag)
+    thin = tmp_path / "thin.png"
+    Image.new("RGB", (3000, 4)).save(thin)
+    row = {"prompt": "<image>?", "answer": "1", "images": [f"{shapes}/images/00000.png"], "teacher_images": [str(thin)]}
+    (tmp_path / "thin.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"thin.jsonl row 1: .*200 times"):
+        grpo.main(config(tiny_model, str(tmp_path / "thin.jsonl"), tmp_path / "e", teacher=tiny_model))
     row = {"prompt": "<image>?", "answer": "1", "images": [f"{shapes}/images/00000.png"]}
     (tmp_path / "d.jsonl").write_text(json.dumps(row | {"teacher_images": row["images"]}) + "\n")
     with pytest.raises(UserError, match="row 1 has 'teacher_images', and there is no --teacher"):

@@ -172,7 +172,7 @@ class Collector:
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
         with distributed.shared_errors(StepFailed):
             spans = [in_tokens(group, self.stream.processor) for group in groups]
-        local = [(g.index, *each, g.rewards) for g, *each in zip(groups, rows, lengths, spans)]
+        local = [(g.index, row, sizes, own, g.rewards) for g, row, sizes, own in zip(groups, rows, lengths, spans)]
         everyone = [group for part in distributed.all_gather(local) for group in part]
         everyone.sort(key=lambda group: group[0])  # by index within the round
         rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G

@@ -183,7 +183,7 @@ def closing_lines(cfg: Config) -> str:
     """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
     run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
     lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
-    lines += [f"page      {run}/index.html, with curves.png and completions.html"] if cfg.report_every else []
+    lines += [f"page      {run}/index.html, with its pictures"] if cfg.report_every else []
     lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data else " --data FILE"))
     lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")
     if cfg.has_adapter:

@@ -21,7 +21,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4
 class Clock:
     """Seconds spent in each phase of a step: `with clock("train"): ...`. A phase ends when its GPU work is done."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,8 @@ class PromptStream:
         texts = "".join(json.dumps([*sample.texts, sample.answer]) for sample in samples)
         sources = [sample.source_index for sample in samples]
         sizes = [sources.count(source) for source in range(max(sources) + 1)]  # of the data sets
-        self.fingerprint = {"rows": sizes, "rows_digest": hashlib.sha256(texts.encode()).hexdigest()[:16]}
+        digest = hashlib.sha256(texts.encode()).hexdigest()[:16]
+        self.fingerprint: dict[str, Any] = {"rows": sizes, "rows_digest": digest}
         self.prefetched: dict[tuple[int, int], Future[Prompt]] = {}  # by position and row
         self.lengths: dict[str, float] = {}
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
@@ -100,7 +102,7 @@ class PromptStream:
             total = count + len(scored)
             self.rewarded[str(row)] = (total, mean + sum(reward - mean for reward in scored) / total)
 
-    def rows(self, drawn: Sequence[DrawnPrompt]) -> list[Sample]:
+    def rows(self, drawn: Iterable[DrawnPrompt]) -> list[Sample]:
         """Return the rows of the prompts in `drawn`."""
         return [self.samples[each.row] for each in drawn]
 

@@ -72,6 +72,9 @@ def draw_curves(folder: pathlib.Path) -> None:
         ("completions/mean_length", "mean completion length", "tokens"),
         ("sampling/logp_difference_mean", "|log p(trainer) − log p(sampler)|", "nats per token"),
     ]
+    if not any("reward" in row for row in rows):  # of sft.py
+        panels = [("loss", "loss of a step", "nats per token"), ("eval/loss", "held-out loss", "nats per token")]
+        panels += [("grad_norm", "gradient norm", ""), ("lr", "learning rate", "")]
     if any(row.get("kl") for row in rows):
         panels[3] = ("kl", "KL to the starting model (k3)", "nats per token")
     figure, axes = plt.subplots(2, 2, figsize=(11, 7))

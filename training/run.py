@@ -74,7 +74,8 @@ def start(
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
-    clock, interrupted = Clock(), []  # shared by the owners
+    clock = Clock()
+    interrupted: list[int] = []  # shared by the owners, as the clock is
     has_in_flight = bool(state and state["collector"].get("in_flight"))
     make = make or functools.partial(make_collector, has_in_flight=has_in_flight)
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
@@ -117,9 +118,9 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
 
 
 def check_start_survives(cfg: Config) -> None:
-    """Raise UserError if `--model` or `--adapter` lies in a folder of the output that this run would replace."""
+    """Raise UserError if a model that this run reads lies in a folder of the output that it would replace."""
     output = pathlib.Path(cfg.output).resolve()
-    for name in ("model", "adapter"):
+    for name in ("model", "adapter", "teacher"):
         start = getattr(cfg, name)
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
@@ -139,6 +140,14 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     has_reward = any(scorer.weights.values())
     if not (has_reward or cfg.teacher):
         raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
+    for flag, is_on in (
+        ("dynamic_sampling_rounds", cfg.dynamic_sampling_rounds),
+        ("overlong_buffer", cfg.overlong_buffer),
+    ):
+        if is_on and not has_reward:
+            raise UserError(f"--{flag} needs a reward: every reward has the weight 0")
+    if not has_reward and cfg.advantage == "gdpo":
+        raise UserError("--advantage gdpo needs a reward: every reward has the weight 0")
     if has_reward and cfg.num_generations < 2:
         raise UserError(
             "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"
@@ -147,7 +156,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    teacher = load_teacher_processor(cfg, processor) if cfg.teacher else None
+    teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
@@ -204,6 +213,8 @@ def load_models(
         state = (planned.resting + planned.gradients) / GIB
         console.log(f"sharding: {planned.sharding} (weights, gradients, optimizer: {state:.1f} GiB on each GPU)")
     limit_allocator(cfg.gpu_memory, device)
+    if not cfg.engine:
+        planned.check(needs_copy=False)
     engine = start_sampler(cfg, planned, policy, processor, limits) if cfg.engine else None
     policy = apply_fsdp(policy, device, dtype, planned.sharding)
     reference = load_reference(cfg.model, cfg, device, policy, planned.sharding) if cfg.beta else None

@@ -1,19 +1,21 @@
 """How a teacher (`--teacher`) sees the prompts, and whether it can teach this model."""
 
 from common.errors import UserError
+from common.records import Sample
 from config import Config
-from data import Processor, load_processor
+from data import Processor, load_processor, validate_rows
 
 
-def load_teacher_processor(cfg: Config, processor: Processor) -> Processor:
+def load_teacher_processor(cfg: Config, processor: Processor, samples: list[Sample]) -> Processor:
     """Return what encodes prompts for the teacher: `processor` itself if it sees them as the policy does.
 
-    Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples.
+    Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples,
+    or if it cannot take the prompt of one of the `samples`.
     """
-    pixels = cfg.teacher_pixels or cfg.max_pixels
+    pixels, side = cfg.teacher_pixels or cfg.max_pixels, 0 if cfg.teacher_pixels else cfg.max_side
     try:
         teacher = load_processor(
-            cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, cfg.max_side, cfg.chat_template_kwargs
+            cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, side, cfg.chat_template_kwargs
         )
     except UserError as error:
         raise UserError(f"--teacher {cfg.teacher}: {error}") from None
@@ -24,7 +26,13 @@ def load_teacher_processor(cfg: Config, processor: Processor) -> Processor:
             f"--teacher {cfg.teacher!r} has another vocabulary than --model {cfg.model!r} (they differ in {token!r}, "
             "for example): choose a teacher that shares it"
         )
-    return processor if pixels == cfg.max_pixels and _looks_of(teacher) == _looks_of(processor) else teacher
+    own, its = (each.skeleton.get_input_embeddings().weight.shape[0] for each in (processor, teacher))
+    if its < own:
+        raise UserError(f"--teacher {cfg.teacher!r} has an embedding of {its} tokens, --model one of {own}")
+    sees_the_same = (pixels, side) == (cfg.max_pixels, cfg.max_side) and _looks_of(teacher) == _looks_of(processor)
+    if not sees_the_same or any(sample.teacher_images for sample in samples):
+        validate_rows([sample.for_teacher for sample in samples], cfg.data, None, teacher, keep_duplicates=True)
+    return processor if sees_the_same else teacher
 
 
 def _looks_of(processor: Processor) -> tuple:

@@ -95,7 +95,7 @@ class Updater:
         """
         groups = [group for minibatch in minibatches for group in minibatch]
         if name == "teacher_logp":
-            groups = [replace(group, prompt=group.prompt.for_teacher or group.prompt) for group in groups]
+            groups = [replace(group, prompt=group.prompt.for_teacher) for group in groups]
         with self.clock(PHASES[name]), ExitStack() as stack:
             if name != "trainer_logp":
                 stack.enter_context(reference_weights(policy.model))

@@ -103,8 +103,8 @@ def make_tokenizer(
         pairs = ((token[:k], token[k:]) for k in range(1, len(token))) if kind == NORMAL else ()
         merges += [(-scores[i], vocabulary[a], vocabulary[b]) for a, b in pairs if a in vocabulary and b in vocabulary]
     merges.sort()
-    pairs = [(tokens[a], tokens[b]) for _, a, b in merges]
-    bpe = models.BPE(vocab=vocabulary, merges=pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    joined = [(tokens[a], tokens[b]) for _, a, b in merges]
+    bpe = models.BPE(vocab=vocabulary, merges=joined, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -68,7 +68,7 @@ def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
     """Write text.parquet, whose gold answers are lists stored as text, and image/, a saved data set with images."""
     import datasets
 
-    rows = []
+    rows: list[dict] = []
     for a, b in rng.integers(2, 20, (ROWS, 2)).tolist():
         rows.append(
             {

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def build_model(
         eos_token_id=token("<|im_end|>"),
         tie_word_embeddings=True,
     )
-    vision = dict(
+    vision: dict[str, Any] = dict(
         depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=128, initializer_range=0.08
     )
     rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -135,7 +135,7 @@ def build_model(
     return model
 
 
-def save(model, tokenizer, folder: pathlib.Path) -> None:
+def save(model: transformers.PreTrainedModel, tokenizer: Any, folder: pathlib.Path) -> None:
     """Save weights, configs, tokenizer, chat template and image processor in Hugging Face layout."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -263,6 +263,8 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
             raise RunStopped(f"the warm start ended with status {process.returncode}: {last_line(log)}", 1)
     (folder / "sft" / "final" / "model.safetensors").replace(folder / "model" / "model.safetensors")
     shutil.rmtree(folder / "sft")
+    for name in ("noisy.jsonl", "warm_start.txt"):
+        (folder / name).unlink()
 
 
 def main(cfg: Config) -> None:

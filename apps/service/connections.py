@@ -25,7 +25,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.timer = None
+        self.timer: asyncio.TimerHandle | None = None
         self._restart_timer()
         if len(self.connections) > max_connections():
             waiting = [other for other in self.connections if other is not self and other._unfinished()]

@@ -272,7 +272,7 @@ class Store:
             404, f"no job {job_id!r}" + lost * f": its folder is there, but {DATABASE} does not know it"
         )
 
-    def _update(self, job: Job, **changes: object) -> Job:
+    def _update(self, job: Job, **changes: Any) -> Job:
         names = ", ".join(f"{name} = ?" for name in changes)
         self._query(f"UPDATE jobs SET {names} WHERE job_id = ?", *changes.values(), job.job_id)
         return dataclasses.replace(job, **changes)

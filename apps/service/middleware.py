@@ -33,7 +33,7 @@ HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff", "Refe
 class OncePerSecond(logging.Filter):
     """Logs the same warning or error at most once a second, so that an attack cannot flood the log."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.passed: dict[object, float] = {}
 

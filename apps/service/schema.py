@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 MAX_FIELDS = 100
 
 
-class RequestBody(BaseModel, extra="forbid"):
+class RequestBody(BaseModel, extra="forbid"):  # type: ignore[call-arg]
     """The body of a request. Pydantic would take a second to list each of a hundred thousand unknown fields."""
 
     @model_validator(mode="before")

@@ -8,10 +8,9 @@ import io
 import itertools
 import pathlib
 import resource
-import zipfile
 
 from common.errors import UserError
-from common.records import TAG, Sample
+from common.records import TAG, ImageSource, Sample
 from config import DataFlags
 from inputs.images import allow_megapixels, check_image, decode_image, fitted_size, read_source
 from inputs.rows import Problem, open_zip, read_rows
@@ -101,7 +100,7 @@ def _row_problem(row: Sample | Problem, image_problems: dict[str, str | None]) -
     return problem and f"{row.source}: {problem}"
 
 
-def _image_problem(image: zipfile.Path) -> str | None:
+def _image_problem(image: ImageSource) -> str | None:
     """Return why an image cannot be used, or None."""
     try:
         height, width = check_image(read_source(image))

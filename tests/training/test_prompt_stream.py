@@ -44,12 +44,12 @@ def test_what_is_not_encoded_when_it_is_needed_is_encoded_in_all_threads(stream,
     drawn, begun, go_on = stream.draw([5, 6, 7], 0), threading.Event(), threading.Event()
     want = encode_prompts(stream.rows(drawn), stream.processor)
 
-    def encode(sample, processor):
+    def encode(sample, processor, teacher):
         begun.set()
         assert go_on.wait(10)
         return encode_prompt(sample, processor)
 
-    def encode_now(samples, processor):
+    def encode_now(samples, processor, teacher):
         assert [sample.source for sample in samples] == [prompt.source for prompt in want[1:]]
         go_on.set()
         return encode_prompts(samples, processor)
