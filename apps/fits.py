@@ -5,6 +5,7 @@ Each method is planned as a run plans it when it starts; docs/log.md compares su
 
 import shlex
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import config
 from apps.bench.speed import model_shape
@@ -58,7 +59,7 @@ def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
 
 def command(cfg: Config) -> str:
     """Return the command that trains with the flags `cfg`."""
-    flags = {"task": cfg.task, "model": MODELS.get(cfg.model, cfg.model), "data": cfg.data}
+    flags: dict[str, Any] = {"task": cfg.task, "model": MODELS.get(cfg.model, cfg.model), "data": cfg.data}
     values, defaults = asdict(cfg), asdict(Config(prompts_per_update=cfg.prompts_per_step))
     names = [field.name for field in fields(config.Config) if values[field.name] != defaults[field.name]]
     flags |= {name: [*v] if isinstance(v := values[name], tuple) else v for name in names if name not in flags}
