@@ -48,8 +48,8 @@ def start(
 ) -> Run:
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
-    sft.py has its own functions to read the inputs, make the collector and evaluate (`check_inputs`, `make_collector`,
-    `Loop`).
+    `read`, `make` and `evaluate` (of sft.py) read the inputs, make the collector and score held-out rows, in place of
+    `check_inputs`, `make_collector` and `training.loop.score_completions`.
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
