@@ -519,8 +519,8 @@ def show(cfg: ShowFlags) -> str:
     return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
 
 
-def main(cfg: Config | ShowFlags) -> None:
-    print(show(cfg) if isinstance(cfg, ShowFlags) else f"{cfg.output_jsonl}: {convert(cfg)} rows")
+def main(cfg: Any) -> None:
+    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ from policy.model import Policy
 from policy.optimizer import ShardAdamW
 from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
-from training import checkpoint, run_folder
+from training import checkpoint, loop, run_folder
 from training.checkpoint import Saver, is_same_setting
-from training.loop import Loop
 from training.run_folder import RunFolder, verify_checkpoint
 
 SLOW = pytest.mark.slow
@@ -225,7 +224,7 @@ def test_the_last_are_kept(keep_last, kept, tmp_path, monkeypatch):
 
 def test_the_same_held_out_rows_in_another_spelling_are_not_evaluated_again(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
-    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
+    monkeypatch.setattr(loop, "score_completions", lambda run, samples: {"eval/reward": next(scores)})
     flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"
     grpo.main(config(tiny_model, shapes, output, max_steps=2, eval_data=shapes, **flags))
@@ -244,7 +243,7 @@ def test_urls_with_credentials_are_compared_without_them():
 
 def test_other_held_out_rows_are_evaluated_before_the_next_step(tiny_model, shapes, tmp_path, monkeypatch):
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4, 0.5])
-    monkeypatch.setattr(Loop, "evaluate", lambda loop, run: {"eval/reward": next(scores)})
+    monkeypatch.setattr(loop, "score_completions", lambda run, samples: {"eval/reward": next(scores)})
     shutil.copytree(shapes, tmp_path / "others")
     flags = dict(save_every=1, keep_last=1, eval_every=1)
     output = tmp_path / "run"

@@ -33,11 +33,10 @@ from policy import export
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
-from training import checkpoint, report, run_folder, trackers
+from training import checkpoint, loop, report, run_folder, trackers
 from training.checkpoint import Saver
 from training.collect import Collector
 from training.guards import describe_nonfinite
-from training.loop import Loop
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 from training.run_log import RunLog
 
@@ -263,15 +262,15 @@ def test_an_evaluation_that_fails_or_has_to_wait_is_made_up_for(tiny_model, shap
     """
     flags = dict(max_steps=3, eval_data=shapes, eval_every=1)
     grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
-    evaluate, step = Loop.evaluate, grpo.train_step
+    evaluate, step = loop.score_completions, grpo.train_step
 
-    def failing(loop, run):
+    def failing(run, samples):
         if run.step == 1:
             raise UserError("--reward r.py:f on row 3: ValueError")
-        return evaluate(loop, run)
+        return evaluate(run, samples)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "evaluate", failing)
+        patch.setattr(loop, "score_completions", failing)
         with pytest.raises(
             RunStopped, match=r"evaluation after step 1: --reward r.py.*; checkpoint-1 is complete: continue"
         ):
@@ -634,10 +633,13 @@ def test_a_run_that_is_stopped_and_cannot_be_saved_has_failed(tiny_model, shapes
 
 
 def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):
-    evaluate = Loop.evaluate
-    monkeypatch.setattr(
-        Loop, "evaluate", lambda loop, run: (evaluate(loop, run), loop.interrupted.append(signal.SIGTERM))[0]
-    )
+    evaluate = loop.score_completions
+
+    def evaluate_and_stop(run, samples):
+        run.loop.interrupted.append(signal.SIGTERM)
+        return evaluate(run, samples)
+
+    monkeypatch.setattr(loop, "score_completions", evaluate_and_stop)
     monkeypatch.setattr(Collector, "sample_round", lambda *_: pytest.fail("it sampled"))
     with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete"):
         grpo.main(config(tiny_model, shapes, tmp_path, max_steps=2, eval_data=shapes))

@@ -23,7 +23,7 @@ def test_differences_of_rows_with_and_without_images_are_apart():
     batch.values.token_weights[:] = 1.0
     got = logp_difference(batch, batch.values.sampling_logp + torch.tensor([0.5] * 3 + [-0.25] * 4))
     want = {"difference": 2.25, "image_difference": 1.5, "difference_max": 0.5}
-    assert got == want | {"fresh_tokens": 6, "image_fresh_tokens": 3}
+    assert got == want | {"fresh_tokens": 6, "image_fresh_tokens": 3, "teacher_kl": 0.0}
 
 
 def test_only_the_first_update_of_a_step_is_judged():

@@ -70,7 +70,7 @@ def test_the_page_of_a_run_links_to_what_is_there(tmp_path):
             [
                 "model     'my run/final'",
                 "metrics   'my run'/metrics.jsonl",
-                "page      'my run'/index.html, with curves.png and completions.html",
+                "page      'my run'/index.html, with its pictures",
                 "evaluate  ./run.sh eval 'my run'",
                 "resume    the same command, with --resume --max_steps HIGHER",
                 "serve     vllm serve 'my run/final'",
