@@ -276,7 +276,10 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         own = sum(p.numel() for p in parameters if cfg.train_vision or p not in tower)
     reference = own * (FLOAT32_BYTES if AFTER_UPDATE else size)
     if cfg.teacher and not cfg.teaches_itself:
-        reference += size * num_weights(Policy(empty_model(cfg.teacher)))
+        teacher = Policy(empty_model(cfg.teacher))
+        replicated = size * sum(p.numel() for p in vision_parameters(teacher.model))  # its tower; see `apply_fsdp`
+        whole_bytes += replicated
+        reference += size * num_weights(teacher) - replicated
     moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
     sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
     shards = {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]

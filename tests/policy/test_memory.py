@@ -17,7 +17,7 @@ from policy import sharding as sharding_module
 from policy.batches import micro_batches
 from policy.families import language_model
 from policy.memory import GIB, GPUs, Plan
-from policy.model import empty_policy, load_config, load_policy
+from policy.model import empty_policy, load_config, load_policy, num_weights, vision_parameters
 from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unsharded
 from tests.helpers.models import make_group
 
@@ -553,3 +553,14 @@ def test_gradients_after_an_overflow_are_those_without_it(tiny_model, flags, hoo
     assert any(gradient.any() for gradient in want)
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
+
+
+def test_a_teacher_is_planned_for_with_its_whole_tower_on_each_gpu(policy, tiny_model):
+    """Its other weights are sharded. A new adapter that its own base teaches needs nothing more."""
+    without = plan(policy, number=4, sharding="full")
+    planned = plan(policy, number=4, sharding="full", teacher=tiny_model, dtype="bfloat16")
+    tower = sum(p.numel() for p in vision_parameters(policy.model))
+    assert planned.weights - without.weights == 2 * tower
+    assert planned.reference == 2 * (num_weights(policy) - tower) / 4
+    same = dict(number=4, sharding="full", lora_rank=4, model=tiny_model)
+    assert plan(policy, **same, teacher=tiny_model).resting == plan(policy, **same).resting
