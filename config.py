@@ -167,6 +167,20 @@ class RewardFlags(VerifierFlags):
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
     flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
+    env: str | None = None
+    """Environment that answers the model's turns, such as a tool that returns images: an entry that a plugin adds to
+    `ENVIRONMENTS`; see docs/turns.md. `max_completion_length` then limits what the model samples in all turns, and
+    `max_prompt_length` what it sees."""
+    max_turns: int = 4
+    """Maximum number of the model's turns in an episode with `env`."""
+
+    def check_env(self) -> None:
+        """Raise ValueError for invalid settings."""
+        require(self.max_turns >= 1, "max_turns must be at least 1")
+        require(self.env or self.max_turns == RewardFlags.max_turns, "max_turns needs an environment: give env")
+        for name in ("oversample", "tensor_parallel", "teacher"):
+            is_unset = getattr(self, name, None) in (None, 1)
+            require(is_unset or not self.env, f"{name} does not work with env: leave one of them out")
 
 
 @dataclass(kw_only=True)
@@ -448,6 +462,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self.check_verifier()
         self.check_policy()
         self.check_engine()
+        self.check_env()
         least = 1 if self.teacher else 2
         require(
             self.num_generations >= least,

@@ -34,16 +34,25 @@ from torch import Tensor
 
 import rewards
 from common import cli, console, distributed
+from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
-from common.templates import parse_template, read_template, template_variables, write_chat
+from common.templates import parse_template, read_template, template_variables, variable_names, write_chat
 from config import Columns, DataFlags, RowFlags, with_recipe
 from config import Config as RunConfig
 from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
-from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
+from policy.families import (
+    FAMILIES,
+    Family,
+    ImageLimits,
+    ImagePreparation,
+    ImageProcessor,
+    find_family,
+    load_preprocessors,
+)
 from policy.model import read_config
 
 
@@ -58,7 +67,11 @@ class Processor:
     skeleton: transformers.PreTrainedModel  # the model without weights, used to compute token positions
     system: str | None
     template: jinja2.Template
-    chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets
+    chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
+    environment: Environment | None = None  # that of `--env`
+    tools: str = ""  # describes its tools at the end of the system prompt, if the chat template cannot
+    max_turns: int = 1  # of the model in an episode
+    max_seen: int = 0  # maximum number of tokens that the model sees in an episode, with the prompt
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -75,6 +88,11 @@ class Processor:
     def image_token_id(self) -> int:
         """The token that stands for an image; −1 if the model is text-only."""
         return self.tokenizer.convert_tokens_to_ids(self.family.vision.token) if self.family.vision else -1
+
+    def vision_inputs(self, images: list[Image.Image]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for `images`, which are fitted already."""
+        prepared = self.image_processor(images=images, return_tensors="pt", **self.preparation.options)
+        return self.family.vision.inputs(prepared)
 
     def image_ids(self, tokens: int) -> list[int]:
         """Return the trainer's token ids of an image with this many tokens, which replace the sampler's placeholder."""
@@ -113,6 +131,42 @@ def load_processor(
     with reading(model, "image processor"):
         _check_images(processor, config)
     return processor
+
+
+def use_environment(processor: Processor, name: str | None, max_turns: int, max_seen: int) -> Processor:
+    """Return `processor` with the entry `name` of `ENVIRONMENTS`, whose tools its prompts then describe.
+
+    `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if the family cannot be
+    trained on several turns.
+    """
+    if name is None:
+        return processor
+    if name not in ENVIRONMENTS:
+        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
+    if not processor.family.turns:
+        able = ", ".join(family.title for family in FAMILIES if family.turns)
+        title = processor.family.title
+        raise UserError(f"--env {name}: {title} cannot be trained on several turns yet: use one of {able}")
+    environment, tools, variables = ENVIRONMENTS[name], "", processor.chat_variables
+    if "tools" in variable_names(processor.tokenizer.chat_template):
+        variables = variables | {"tools": environment.tools}
+    else:
+        tools = describe_tools(environment.tools)
+    return replace(
+        processor,
+        environment=environment,
+        chat_variables=variables,
+        tools=tools,
+        max_turns=max_turns,
+        max_seen=max_seen,
+    )
+
+
+def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
+    """Return a description for the system prompt, in the format of Qwen; for chat templates that describe no tools."""
+    schemas = "\n".join(map(json.dumps, tools))
+    call = '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    return f"You have these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write\n{call}" if tools else ""
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
@@ -154,16 +208,19 @@ def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedM
         return transformers.AutoModel.from_config(config)
 
 
-def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
+def prompt_position_ids(
+    model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor], is_image: Tensor | None = None
+) -> Tensor:
     """Return the (R, S) position ids of a prompt's S tokens, as `model` computes them.
 
-    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ...
+    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ... `is_image` (S,): which tokens
+    are those of images; by default, all that look like one.
     """
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
-    is_image = (ids == model.config.image_token_id).int()
+    kinds = (ids == model.config.image_token_id if is_image is None else is_image).int()
     grid = vision.get("image_grid_thw")
-    return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=is_image[None])[0][:, 0]
+    return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=kinds[None])[0][:, 0]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -198,9 +255,8 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
         digest.update(b"%d x %d:" % image.size + image.tobytes())
-    prepared = processor.image_processor(images=images, return_tensors="pt", **processor.preparation.options)
-    vision = processor.family.vision.inputs(prepared)
-    ids = torch.tensor(_expand_images(engine_ids, images, processor))
+    vision = processor.vision_inputs(images)
+    ids = torch.tensor(expand_images(engine_ids, images, processor))
     return Prompt(
         ids,
         engine_ids,
@@ -236,7 +292,31 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
     return torch.tensor(processor.tokenizer(response + after[:place] + token, add_special_tokens=False).input_ids)
 
 
-def _expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
+def encode_reply(
+    sample: Sample, content: list[str | ImageSource | None], last: int, processor: Processor
+) -> tuple[list[int], str]:
+    """Return the sampler's token ids of what a model sees between two turns, and what opens the second (`opening`).
+
+    It is what the chat template writes after the model's turn, whose last token is `last`: its end, unless that is
+    `last`, a turn with `content` of the tool or, if the template knows no tools, of the user, and how the next turn
+    begins. Raises ValueError if a text contains a control token, or if the template refuses the turns.
+    """
+    text, mark = "".join(piece for piece in content if isinstance(piece, str)), "the answer"
+    for token in processor.control_tokens:
+        if token in text:
+            raise ValueError(f"{token} would act as a control token")
+    while mark in text:
+        mark += "."
+    role = "tool" if "tools" in variable_names(processor.tokenizer.chat_template) else "user"
+    turns = [*_turns(sample, processor), Turn("assistant", [mark]), Turn(role, content)]
+    after = write_chat(turns, processor.tokenizer, processor.chat_variables).rpartition(mark)[2]
+    ids = processor.tokenizer(after, add_special_tokens=False).input_ids
+    if ids.count(processor.image_token_id) != sum(not isinstance(piece, str) for piece in content):
+        raise ValueError("the chat template leaves out an image")
+    return ids[1:] if ids[0] == last else ids, _opening(after, processor.control_tokens)
+
+
+def expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
     """Replace the placeholder of each image, in order, with the image's tokens."""
     remaining, ids = iter(images), []
     for token_id in engine_ids:
@@ -264,7 +344,7 @@ def _turns(sample: Sample, processor: Processor) -> list[Turn]:
         text = processor.template.render(content=text)  # the question itself is never used as a template
     pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
-    if system := sample.system or processor.system:
+    if system := "\n\n".join(filter(None, [sample.system or processor.system, processor.tools])):
         turns.insert(0, Turn("system", [system]))
     return turns
 
@@ -506,6 +586,7 @@ def show(cfg: ShowFlags) -> str:
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])
         raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
+    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
     problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
     if isinstance(row, Problem) or problem:
         raise UserError(f"{row.source}: {problem}")

@@ -24,7 +24,7 @@ from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
-from data import Processor, load_processor, load_split, max_images
+from data import Processor, load_processor, load_split, use_environment
 from evaluation.benchmarks import (
     BENCHMARKS,
     check_pairs,
@@ -52,6 +52,7 @@ from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.model import Policy, compute_dtype, empty_model, load_policy
 from rewards import gold_problem
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
+from sampling.episodes import max_images_seen
 from sampling.hf_engine import PolicyEngine
 from training.report import write_index
 
@@ -95,6 +96,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         self.check_data()
         self.check_verifier()
         self.check_engine()
+        self.check_env()
         require((self.model is None) == (self.predictions is not None), "give either model or predictions")
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
@@ -204,13 +206,14 @@ def generate_responses(
     processor = load_processor(
         cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
+    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
         samples = load_split(cfg, cfg.data, gold_task, processor, keep_duplicates=True)[: cfg.limit or None]
     baseline_policy = load_baseline(cfg) if cfg.baseline and not cfg.baseline_is_saved else None
     adapted = load_adapted(cfg, device) if cfg.adapter else None
-    engine = start_sampler(cfg, processor, max_images(samples), adapted, device)
+    engine = start_sampler(cfg, processor, max_images_seen(samples, processor), adapted, device)
     settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
     baseline_outputs = None
     try:
@@ -281,7 +284,16 @@ def load_baseline(cfg: Config) -> Policy:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
-    names += ["task", "model", "adapter", "load_in_4bit", "engine", *plugins.record()["plugin_flags"]]
+    names += [
+        "task",
+        "model",
+        "adapter",
+        "load_in_4bit",
+        "engine",
+        "env",
+        "max_turns",
+        *plugins.record()["plugin_flags"],
+    ]
     key = {name: getattr(cfg, name) for name in names} | plugins.record()
     key["baseline"] = None if cfg.baseline_is_saved else cfg.baseline
     if cfg.template:

@@ -258,7 +258,9 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     needed = {group.index: Group(group.prompt, [], group.index) for group in groups}
     for (group, rollout, own), weight in zip(everyone, weights.tolist()):
         if weight and (needs_all or own.any()):
-            completion = Completion(rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale)
+            completion = Completion(
+                rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale, rollout.trajectory
+            )
             needed[group.index].completions.append(completion)
     return [group for group in needed.values() if group.completions]
 

@@ -78,7 +78,7 @@ class TokenValues:
     sampling_logp: Tensor
     advantages: Tensor
     token_weights: Tensor
-    has_image: Tensor  # whether the prompt has an image, bool
+    has_image: Tensor  # whether the prompt or the trajectory has an image, bool
     stale: Tensor  # whether the policy of an earlier step sampled the token, bool
     trainer_logp: Tensor | None = None
     ref_logp: Tensor | None = None
@@ -139,20 +139,25 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     prompt_lengths, lengths = ([len(each.ids) for each in parts] for parts in (prompts, completions))
     if 0 in lengths:
         raise ValueError(f"prompt {groups[prompt_of[lengths.index(0)]].index} has a completion without tokens")
-    indices = torch.arange(sum(prompt_lengths) + sum(lengths)).split(prompt_lengths + lengths)  # of each segment
+    q_lens = prompt_lengths + [each.tokens for each in completions]
+    indices = torch.arange(sum(q_lens)).split(q_lens)  # of each segment
     position_parts, keys = [prompt.position_ids for prompt in prompts], [*indices[: len(prompts)]]
     next_position = [int(prompt.position_ids.max()) + 1 for prompt in prompts]
     predict_from = []
-    for i, own in zip(prompt_of, indices[len(prompts) :]):
+    for i, own, completion in zip(prompt_of, indices[len(prompts) :], completions):
         keys += [indices[i], own]
-        predict_from += [indices[i][-1:], own[:-1]]
-        position_parts.append((next_position[i] + torch.arange(len(own))).expand(len(position_parts[i]), -1))
-    q_lens = prompt_lengths + lengths
-    k_lens = prompt_lengths + [prompt_lengths[i] + length for i, length in zip(prompt_of, lengths)]
+        before, positions = torch.cat([indices[i][-1:], own[:-1]]), next_position[i] + torch.arange(len(own))
+        if seen := completion.trajectory:
+            before, positions = before[seen.sampled], seen.position_ids
+        predict_from.append(before)
+        position_parts.append(positions.expand(len(position_parts[i]), -1))
+    k_lens = prompt_lengths + [prompt_lengths[i] + each.tokens for i, each in zip(prompt_of, completions)]
+    sequences = [*prompts, *(completion.trajectory or completion for completion in completions)]
+    with_images = [(own, each) for own, each in zip(indices, sequences) if isinstance(each, Prompt)]
     position_ids = torch.cat(position_parts, dim=1)  # (R, T)
     num_tokens = position_ids.shape[1]
     return PackedBatch(
-        input_ids=torch.cat([*(prompt.ids for prompt in prompts), *(each.ids for each in completions)])[None],
+        input_ids=torch.cat([each.ids for each in sequences])[None],
         position_ids=position_ids[:, None] if len(position_ids) > 1 else position_ids,
         segments=Segments(
             RowCopies.plan(torch.cat(keys), num_tokens),
@@ -167,8 +172,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         completion_of_token=torch.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         values=_token_values(groups, lengths),
-        vision=vision_inputs(prompts),
-        image_tokens=torch.cat([tokens[0] + prompt.image_indices for tokens, prompt in zip(indices, prompts)]),
+        vision=vision_inputs([each for _, each in with_images]),
+        image_tokens=torch.cat([own[each.image_indices] for own, each in with_images]),
     )
 
 
@@ -184,7 +189,7 @@ def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
 
 def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     completions = [completion for group in groups for completion in group.completions]
-    has_image = [len(group.prompt.image_indices) > 0 for group in groups for _ in group.completions]
+    has_image = [len(g.prompt.image_indices) + each.image_tokens > 0 for g in groups for each in g.completions]
     repeats = torch.tensor(lengths)
 
     def join(tensors: list[Tensor | None]) -> Tensor | None:
@@ -231,11 +236,11 @@ def split_group(group: Group, budget: int) -> list[Group]:
     chunks: list[list[Completion]] = []
     remaining = 0
     for completion in group.completions:
-        if not chunks or len(completion.ids) > remaining:
+        if not chunks or completion.tokens > remaining:
             chunks.append([])
             remaining = budget - len(group.prompt.ids)
         chunks[-1].append(completion)
-        remaining -= len(completion.ids)
+        remaining -= completion.tokens
     return [replace(group, completions=chunk) for chunk in chunks]
 
 

@@ -19,7 +19,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,9 +36,10 @@ from data import Processor
 from policy.model import Policy, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
 from sampling.continuation import Continuation
+from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
-from sampling.vllm_loop import request_seed, run_until
+from sampling.vllm_loop import request_seed, run_episodes, run_until
 from sampling.vllm_start import start_vllm
 
 
@@ -53,11 +54,12 @@ class Engine(Protocol):
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
+        episodes: Episodes | None = None,
     ) -> list[list[Rollout]]:
         """Sample `sampling.n` completions of each prompt, using that prompt's seed.
 
         For partial rollouts, `continuation` has the completions so far and tells when to stop. Completions that are not
-        finished then are returned as they are.
+        finished then are returned as they are. With an environment, `episodes` answers each turn of the model.
         """
         ...
 
@@ -85,6 +87,7 @@ class EngineEntry:
     needs_gpu: bool = False
     needs_copy: bool = True  # of the weights; on a GPU, memory is planned for it (`--vllm_memory`)
     uses_trainer: bool = False  # it samples from the trainer's own model: only in training, and in one process
+    has_turns: bool = False  # whether it goes on after an environment's answer (`--env`)
 
     def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
         """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
@@ -111,6 +114,8 @@ def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
         raise UserError(f"--engine {flags.engine}: {lacks[0]};{how} use --engine hf")
     if engine and engine.uses_trainer and processes > 1:
         raise UserError(f"--engine {flags.engine} works in one process only: leave it out, or set --nproc_per_node 1")
+    if engine and not engine.has_turns and getattr(flags, "env", None):
+        raise UserError(f"--engine {flags.engine} does not go on after an environment's answer: leave --env out")
     if processes % flags.tensor_parallel:
         raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the number of processes ({processes})")
 
@@ -166,9 +171,13 @@ def _make_policy(flags, model, processor, device, dtype, limits, policy) -> Engi
 
 
 ENGINES = {  # "auto" takes the first that can run
-    "vllm": EngineEntry(_make_vllm, "vLLM", "vllm", "pip install -r requirements-gpu.txt", needs_gpu=True),
-    "hf": EngineEntry(_make_hf, "transformers", "transformers"),
-    "policy": EngineEntry(_make_policy, "transformers", "transformers", needs_copy=False, uses_trainer=True),
+    "vllm": EngineEntry(
+        _make_vllm, "vLLM", "vllm", "pip install -r requirements-gpu.txt", needs_gpu=True, has_turns=True
+    ),
+    "hf": EngineEntry(_make_hf, "transformers", "transformers", has_turns=True),
+    "policy": EngineEntry(
+        _make_policy, "transformers", "transformers", needs_copy=False, uses_trainer=True, has_turns=True
+    ),
 }
 
 
@@ -246,10 +255,14 @@ class VLLMEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
+        episodes: Episodes | None = None,
     ) -> list[list[Rollout]]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         before = scheduler.preemptions
-        rollouts = self._sample(prompts, seeds, sampling, continuation)
+        if episodes:
+            rollouts = self._take_turns(prompts, seeds, sampling, episodes)
+        else:
+            rollouts = self._sample(prompts, seeds, sampling, continuation)
         if scheduler.preemptions and not before:  # once per run
             console.log(
                 f"vLLM's memory was full: in this step it preempted completions {scheduler.preemptions} times and "
@@ -382,6 +395,24 @@ class VLLMEngine:
             text = prompts[i].opening + text if reason else ""
             rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
+
+    def _take_turns(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
+    ) -> list[list[Rollout]]:
+        """Sample episodes, each turn in a request of its own (sampling/vllm_episodes.py)."""
+        plain = [replace(prompt, features=None) for prompt in prompts]  # later images have no features either
+        if not self.pixels_checked and any(map(self._sends_images, plain)):
+            self._generate(plain, seeds, Sampling(1, 1))  # this checks the pixels
+
+        def request(k: int) -> tuple[dict, Any]:
+            (i, j), sampled = divmod(k, sampling.n), len(begun[k].logp)
+            params = self._params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
+            return self._render(begun[k].so_far) if sampled else first[i], params
+
+        first = [self._render(prompt) for prompt in plain]
+        begun = [episodes.begin(i, prompt) for i, prompt in enumerate(plain) for _ in range(sampling.n)]
+        run_episodes(self.llm, begun, request, sampling.max_tokens)
+        return [[e.rollout for e in begun[i : i + sampling.n]] for i in range(0, len(begun), sampling.n)]
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.

@@ -2,9 +2,10 @@
 
 A row of a data set is a `Sample`; once encoded, it is a `Prompt`. A completion goes through three stages: sampled
 (`Rollout`), scored (`Rollout` and `Rewards` in a `ScoredGroup`), and prepared for an update (`Completion` in a
-`Group`). The classes of all three stages are frozen.
+`Group`). The classes of all three stages are frozen. With an environment (docs/turns.md), a completion is what the
+model sampled in all turns, and its `Trajectory` also has what the model saw in between.
 
-Shapes: S prompt tokens, L completion tokens, R position axes (3 with M-RoPE, else 1).
+Shapes: S prompt tokens, L completion tokens, F tokens of a trajectory, R position axes (3 with M-RoPE, else 1).
 """
 
 from __future__ import annotations
@@ -135,6 +136,22 @@ class Prompt:
         return (self.ids == self.image_token).nonzero()[:, 0]
 
 
+@dataclass
+class Trajectory(Prompt):
+    """What follows a prompt in an episode of several turns: all tokens (F,), and the images that the model saw."""
+
+    sampled: Tensor = field(kw_only=True)  # (F,) whether the model sampled the token, bool; it only saw the others
+    turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw
+    turn_lengths: list[int] = field(default_factory=list)  # how many tokens the model sampled in each of its turns
+    num_calls: int = 0  # how often the environment answered
+    num_failed: int = 0  # how many of these answers only said what went wrong
+
+    @property
+    def image_indices(self) -> Tensor:
+        """The indices in `ids` of the image tokens. A placeholder that the model has sampled stands for no image."""
+        return ((self.ids == self.image_token) & ~self.sampled).nonzero()[:, 0]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the completions of each prompt are sampled."""
@@ -157,15 +174,17 @@ class RequestLimits:
 class Rollout:
     """A completion as it was sampled."""
 
-    ids: Tensor  # (L,) token ids, including the stop token when one was sampled
+    ids: Tensor  # (L,) token ids, including the stop token when one was sampled; with turns, those of all turns
     sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False  # whether the completion reached the length limit before a stop token
-    text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token
+    text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token; with turns, of the last turn
     finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
     """With partial rollouts, the number of tokens that were sampled in each step, in order."""
     num_stale: int = 0  # with partial rollouts, the number of leading tokens that policies of earlier steps sampled
+    trajectory: Trajectory | None = None  # with an environment
+    env_reward: float = 0.0  # the sum of what the environment gave for the turns
 
 
 @dataclass(frozen=True)
@@ -218,10 +237,21 @@ class Completion:
     advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
     token_weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
+    trajectory: Trajectory | None = None  # with an environment; all other tensors are of the sampled tokens alone
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
     teacher_logp: Tensor | None = None  # (L,) log-probabilities under the teacher, if there is one
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens, with those that the model only saw."""
+        return len(self.ids if self.trajectory is None else self.trajectory.ids)
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of tokens of the images that the model saw in later turns."""
+        return 0 if self.trajectory is None else len(self.trajectory.image_indices)
 
 
 @dataclass(frozen=True)
@@ -235,4 +265,9 @@ class Group:
     @property
     def tokens(self) -> int:
         """Length of the prompt and its completions in tokens; the prompt counts once."""
-        return self.prompt.ids.numel() + sum(completion.ids.numel() for completion in self.completions)
+        return self.prompt.ids.numel() + sum(completion.tokens for completion in self.completions)
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of image tokens in the prompt and its completions."""
+        return len(self.prompt.image_indices) + sum(completion.image_tokens for completion in self.completions)

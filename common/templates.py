@@ -45,9 +45,7 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     """
     if not settings:
         return {}
-    standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja
-    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(standard)
-    names, variables = jinja2.meta.find_undeclared_variables(parsed), {}
+    names, variables = variable_names(chat_template), {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name.isidentifier() and equals):
@@ -59,6 +57,13 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
         except ValueError:
             variables[name] = value
     return variables
+
+
+def variable_names(chat_template: str) -> set[str]:
+    """Return the names of the variables that a chat template uses."""
+    standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja
+    parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(standard)
+    return jinja2.meta.find_undeclared_variables(parsed)
 
 
 def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, Any], is_answered: bool = False) -> str:

@@ -22,6 +22,7 @@ from evaluation.scorer import Scorer
 from policy.model import Policy
 from rewards import TASKS
 from rollout import Engine, prompt_seed
+from sampling.episodes import as_option
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images
@@ -92,7 +93,8 @@ def sample_rows(
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
         sampling = Sampling(flags.n, flags.max_completion_length, flags.temperature, flags.top_p)
         with distributed.shared_errors():  # vLLM's checks of the prompts
-            groups = engine.generate(prompts, seeds, sampling)
+            episodes = as_option([sample for _, sample in local_rows], processor)
+            groups = engine.generate(prompts, seeds, sampling, **episodes)
         local_outputs = [
             {
                 "responses": [rollout.text for rollout in rollouts],
@@ -100,6 +102,7 @@ def sample_rows(
                 "truncated": [rollout.truncated for rollout in rollouts],
                 "image_digest": prompt.image_digest.hex(),
             }
+            | ({"env_rewards": [rollout.env_reward for rollout in rollouts]} if episodes else {})
             for prompt, rollouts in zip(prompts, groups)
         ]
         new_outputs = distributed.gather_shards(local_outputs)
@@ -118,7 +121,10 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     empty, name = torch.zeros(0), scorer.task
     is_exact = TASKS[name].exact_match
     local_samples, local_outputs = distributed.shard(samples), distributed.shard(outputs)
-    rollouts = [[Rollout(empty, empty, text=text) for text in output["responses"]] for output in local_outputs]
+    rollouts = [
+        [Rollout(empty, empty, text=text, env_reward=reward) for text, reward in zip(o["responses"], _env_rewards(o))]
+        for o in local_outputs
+    ]
     rewards, error = scorer(local_samples, rollouts)
     distributed.raise_first_error(error, UserError)
     judgements = distributed.gather_shards(
@@ -134,6 +140,10 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
         sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | output | judgement
         for sample, output, judgement in zip(samples, outputs, judgements)
     ]
+
+
+def _env_rewards(output: dict) -> list[float]:
+    return output.get("env_rewards") or [0.0] * len(output["responses"])
 
 
 def score_policy(

@@ -20,20 +20,10 @@ from grading import answers
 from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
-from inputs.images import decode_image
+from inputs.images import decoded_images
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
-
-
-def _decoded_images(sample: Sample) -> list[Image.Image]:
-    """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
-    if "\n".join(sample.texts).count(TAG) != len(sample.images):
-        raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
-    try:
-        return [decode_image(source) for source in sample.images]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,9 @@ class Scorer:
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
+        if flags.env:  # what the environment gives for the turns of a completion
+            self.built_in[flags.env] = lambda env_reward, **_: env_reward
+            self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
         self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
@@ -202,8 +195,9 @@ class Scorer:
             if isinstance(fields["question"], str):
                 fields["question"] = fields["question"].replace(TAG, "").strip()
             if name in self.sees_images:
-                fields["images"] = images.get(sample.source) or _decoded_images(sample)
+                fields["images"] = images.get(sample.source) or decoded_images(sample)
                 images[sample.source] = fields["images"]
+            fields["env_reward"] = rollout.env_reward
             calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
             return [self._built_in_value(name, fields) for fields in calls]

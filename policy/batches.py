@@ -29,7 +29,7 @@ def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) 
 
     def cost(batches: list[list[Group]]) -> float:
         ordered = [group for batch in batches for group in batch]
-        images = sum(len(group.prompt.image_indices) for group in ordered)
+        images = sum(group.image_tokens for group in ordered)
         return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
 
     if sum(group.tokens for group in groups) <= budget:  # they fit into one; what follows would find the same order
@@ -52,7 +52,7 @@ def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Gro
         size, left = piece.tokens, piece.completions
         fitting = next(([i] for i, tokens in enumerate(free) if size <= tokens), range(len(free)) if cut else [])
         for i in fitting:
-            if left and len(piece.prompt.ids) + len(left[0].ids) <= free[i]:
+            if left and len(piece.prompt.ids) + left[0].tokens <= free[i]:
                 first = split_group(replace(piece, completions=left), free[i])[0]
                 batches[i].append(first)
                 free[i] -= first.tokens
@@ -75,7 +75,7 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
     parts = split_groups(groups, budget)
     num_batches = int(distributed.all_max(torch.tensor(max(1, len(parts)))))
     parts += [[_dummy_group(policy)]] * (num_batches - len(parts))
-    run_tower = torch.tensor([any(len(group.prompt.image_indices) for group in part) for part in parts])
+    run_tower = torch.tensor([any(group.image_tokens for group in part) for part in parts])
     if distributed.world_size() > 1 and trains_vision(policy.model):
         run_tower = distributed.all_max(run_tower.int()).bool()
         if 1 < policy.num_shards < distributed.world_size():

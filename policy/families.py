@@ -91,6 +91,8 @@ class Family:
     model_types: tuple[str, ...]  # `model_type` in config.json
     vision: Vision | None = None  # None: text only
     router: str = ""  # mixtures of experts: the module in a decoder layer that chooses the experts
+    turns: bool = False  # whether tests have shown that it trains on several turns (`--env`) as in a plain forward
+    coordinates: int = 0  # the largest coordinate of a place in an image; 0: coordinates are its pixels, once resized
 
 
 def find_family(config: Config, name: str = "") -> Family:
@@ -322,8 +324,8 @@ QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageP
 GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>", False)
 FAMILIES = (
     Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
-    Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION),
-    Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION, turns=True),
+    Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION, turns=True, coordinates=1000),
     Family("Qwen3.5", ("qwen3_5",), QWEN_VISION),
     Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate"),
     Family(
@@ -356,8 +358,8 @@ FAMILIES = (
         ),
     ),
     Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION),
-    Family("Qwen2.5", ("qwen2",)),
-    Family("Qwen3", ("qwen3",)),
-    Family("Llama", ("llama",)),
-    Family("Gemma 3 (text)", ("gemma3_text",)),
+    Family("Qwen2.5", ("qwen2",), turns=True),
+    Family("Qwen3", ("qwen3",), turns=True),
+    Family("Llama", ("llama",), turns=True),
+    Family("Gemma 3 (text)", ("gemma3_text",), turns=True),
 )

@@ -7,6 +7,7 @@ otherwise 1).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -20,11 +21,13 @@ from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
 from packing import vision_inputs
 from policy.experts import prepare_experts
-from policy.forward import next_token_logits, plain_forward
+from policy.forward import image_features, next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
+from sampling.episodes import Episodes
+from sampling.feed import Feed
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 
@@ -60,6 +63,7 @@ class HFEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
+        episodes: Episodes | None = None,
     ) -> list[list[Rollout]]:
         started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
         should_stop = continuation.should_stop if continuation else None
@@ -70,7 +74,7 @@ class HFEngine:
                 sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
                 batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    paused = self._continue(prompts, seeds, sampling, rollouts, batch, should_stop)
+                    paused = self._continue(prompts, seeds, sampling, rollouts, batch, should_stop, episodes)
                     first = batch.stop
                     bar.update(first - bar.n)
                     continue
@@ -108,6 +112,7 @@ class HFEngine:
         rollouts: list[list[Rollout]],
         batch: range,
         should_stop: Callable[[list[bool]], bool] | None,
+        episodes: Episodes | None,
     ) -> bool:
         """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `should_stop` stopped it."""
         parts = list(_prefixes(rollouts, batch))
@@ -127,11 +132,16 @@ class HFEngine:
             return should_stop([all(each) for each in ends])
 
         prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
+        begun = [episodes.begin(i, prompts[i]) for i, _ in indices] if episodes else []
+        feed = Feed(begun, functools.partial(image_features, self.model)) if episodes else None
         ids, logps, new, stopped, paused = self._decode(
-            prefixes, uniforms, limits, sampling, pause if should_stop else None
+            prefixes, uniforms, limits, sampling, pause if should_stop else None, feed
         )
         truncated = ~stopped & (new == limits.cpu())
         for b, (i, j) in enumerate(indices):
+            if episodes:
+                rollouts[i][j] = begun[b].rollout
+                continue
             old, length = rollouts[i][j], new[b]
             ended, cut = stopped[b].item(), truncated[b].item()
             tokens = torch.cat([old.ids, ids[b, :length]])
@@ -147,27 +157,35 @@ class HFEngine:
         limits: Tensor,
         sampling: Sampling,
         pause: Callable[[Tensor], bool] | None,
+        feed: Feed | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
         """Sample until every sequence has a stop token or `limits` (B,) tokens, or until `pause` returns True.
 
         `prefixes`: see `_prefill`. `uniforms` (B, tokens) decides each token. `pause` is called now and then with the
-        sequences that have ended, as (B,). Returns tokens and log-probabilities (B, tokens), the number of tokens of
-        each sequence and whether it has a stop token, as (B,), all in host memory, and whether it was paused.
+        sequences that have ended, as (B,). `feed` gives tokens to sequences that go on after a stop token. Returns
+        tokens and log-probabilities (B, tokens), the number of tokens that each sequence has sampled and whether it
+        ended with a stop token, as (B,), all in host memory, and whether it was paused.
         """
         logits, cache, mask, position = self._prefill(prefixes)
+        vision: dict[str, Tensor] = {}
+        image_tokens = None
         ids: list[Tensor] = []
         logps, paused = [], False
         stop = self.stop.to(logits.device)
-        stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
+        stopped = is_fed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         while True:
-            t = len(ids)
-            token, logp = sample(logits, uniforms[:, t], sampling.temperature, sampling.top_p)
+            uniform = uniforms.gather(1, lengths[:, None].clamp(max=uniforms.shape[1] - 1))[:, 0]
+            token, logp = sample(logits, uniform, sampling.temperature, sampling.top_p)
+            if feed:
+                token, position, is_fed, vision, image_tokens = feed.insert(token, position)
             ids.append(token)
             logps.append(logp)
-            running = ~stopped & (lengths < limits)
+            running = ~stopped & ~is_fed & (lengths < limits)
             lengths += running
-            stopped |= running & torch.isin(token, stop)
+            stopped = stopped | (running & torch.isin(token, stop))
+            if feed:
+                stopped = feed.take(token, logp, running, stopped, limits - lengths)
             is_over = stopped | (lengths >= limits)
             if pause and len(ids) % PAUSE_EVERY == 0:
                 paused = pause(is_over)
@@ -176,12 +194,13 @@ class HFEngine:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
-                vision={},
-                image_tokens=None,
-                position_ids=(position + t)[..., None],
+                vision=vision,
+                image_tokens=image_tokens,
+                position_ids=position[..., None],
                 attention_mask=mask,
                 past_key_values=cache,
             )
+            position = position + 1
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return next_token_logits(self.model, **inputs)
@@ -249,9 +268,10 @@ class PolicyEngine(HFEngine):
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
+        episodes: Episodes | None = None,
     ) -> list[list[Rollout]]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
-            return super().generate(prompts, seeds, sampling, continuation)
+            return super().generate(prompts, seeds, sampling, continuation, episodes)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)

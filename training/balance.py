@@ -5,23 +5,25 @@ not affect the result: gradients are sums over completions, regardless of which 
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from common import distributed
-from common.records import Group
+from common.records import Group, Prompt
 
+T = TypeVar("T", bound=Prompt)
 MIN_GAIN = 0.02  # a transfer itself takes time, so it must save at least this fraction of the mean load
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """The cost of a group in tokens. The plan depends on nothing else."""
+    """The cost of a group in tokens, with its images. The plan depends on nothing else."""
 
     group_index: int
-    prompt_cost: float  # cost of the prompt, including its images
-    lengths: tuple[int, ...]  # length in tokens of each completion that is trained on
+    prompt_cost: float
+    lengths: tuple[float, ...]  # of each completion that is trained on
 
     @property
     def cost(self) -> float:
@@ -84,7 +86,7 @@ def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
         return groups
     costs = []
     for group in groups:
-        lengths = tuple(len(completion.ids) for completion in group.completions)
+        lengths = tuple(each.tokens + vision_cost * each.image_tokens for each in group.completions)
         prompt_cost = len(group.prompt.ids) + vision_cost * len(group.prompt.image_indices)
         costs.append(GroupCost(group.index, prompt_cost, lengths))
     local_groups = {group.index: group for group in groups}
@@ -108,9 +110,15 @@ def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
 
 def _without_images(group: Group) -> Group:
     """Return `group` without the data that training does not use: images and, if features are cached, patches."""
-    prompt = replace(group.prompt, images=[])
-    if prompt.features is not None:
-        prompt = replace(prompt, vision={})
+
+    def light(part: T) -> T:
+        return replace(part, images=[], vision=part.vision if part.features is None else {})
+
+    prompt = light(group.prompt)
     if prompt.for_teacher:
         prompt = replace(prompt, for_teacher=replace(prompt.for_teacher, images=[]))
-    return replace(group, prompt=prompt)
+    completions = [
+        replace(each, trajectory=replace(light(each.trajectory), turns=[])) if each.trajectory else each
+        for each in group.completions
+    ]
+    return replace(group, prompt=prompt, completions=completions)

@@ -22,6 +22,7 @@ from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
 from rollout import Engine, prompt_seed
 from sampling.continuation import Continuation
+from sampling.episodes import as_option
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
@@ -119,6 +120,10 @@ class Collector:
             chosen = self.sample(drawn, local_indices, list(prompts.values()), step)
         local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
         samples, rollouts = self.stream.rows(local.values()), [list(each.rollouts) for each in local.values()]
+        if self.stream.processor.environment:
+            seen = [rollout.trajectory for group in rollouts for rollout in group if rollout.trajectory]
+            with self.clock("prompts"):
+                cache_image_features(policy, seen, {})  # no row has these images, so they are not kept
         with self.clock("reward"):
             rewards, error = self.scorer(samples, rollouts, self.cfg.max_completion_length)
         distributed.raise_first_error(error, StepFailed)
@@ -162,7 +167,8 @@ class Collector:
         """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
-        return self.engine.generate(prompts, seeds, sampling, continuation)
+        episodes = as_option(self.stream.rows(drawn), self.stream.processor)
+        return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> GroupRewards:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.

@@ -17,7 +17,7 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import RequestLimits, Sample
 from config import Config
-from data import Processor, load_processor, load_split, max_images
+from data import Processor, load_processor, load_split, use_environment
 from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
@@ -25,6 +25,7 @@ from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
+from sampling.episodes import max_images_seen
 from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
@@ -155,6 +156,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     processor = load_processor(
         cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
     )
+    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
     teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
@@ -165,7 +167,8 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
     longest = cfg.max_prompt_length + cfg.max_completion_length
-    return stream, eval_samples, scorer, RequestLimits(longest, max_images([*samples, *eval_samples]))
+    images = max_images_seen([*samples, *eval_samples], processor)
+    return stream, eval_samples, scorer, RequestLimits(longest, images)
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
@@ -192,6 +195,8 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
         raise UserError(f"{need} --max_staleness {staleness} or more, {then}")
     if cfg.tensor_parallel > 1:
         raise UserError(f"{need} --tensor_parallel 1, {then}")
+    if cfg.env:
+        raise UserError(f"{need} no --env, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_FORMAT:
         if name in saved and not is_same_setting(saved[name], new[name]):

@@ -1,0 +1,210 @@
+"""Episodes of several turns: the model samples a turn, an environment answers it, and so on (docs/turns.md).
+
+`Episodes` begins an `Episode` for each completion. A sampler hands every turn to `Episode.step`, which lets the
+environment answer in a worker process, and continues with the tokens that it returns. Nothing is tokenized twice: the
+trajectory is what was sampled and, in between, what the chat template writes for the answers.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import rewards
+from common import console, distributed, plugins
+from common.errors import CallFailed, UserError
+from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
+from data import Processor, encode_reply, expand_images, max_images, prompt_position_ids
+from grading.sandbox import ROOT, WorkerPool
+from inputs import images as image_files
+from inputs.images import decoded_images, fit_image
+
+MAX_IMAGES = 8  # in an answer
+TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
+
+
+class Episodes:
+    """The environment of a run, its workers, and the rows that its episodes are about."""
+
+    def __init__(self, samples: Sequence[Sample], processor: Processor):
+        self.samples, self.processor = samples, processor
+        self.function, self.workers = _workers(processor.environment.reply)
+        self.images: dict[int, list[Image.Image]] = {}  # of each row, decoded
+
+    def begin(self, row: int, prompt: Prompt) -> "Episode":
+        """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
+        if row not in self.images:
+            self.images[row] = decoded_images(self.samples[row])
+        return Episode(self, self.samples[row], prompt, self.images[row])
+
+    def ask(self, fields: dict[str, Any]) -> Any:
+        """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
+        fields |= {"function": self.function, "max_text": self.processor.max_seen * self.processor.longest_token}
+        fields |= {"max_megapixels": image_files.max_megapixels}
+        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [fields])
+        return answer
+
+
+@functools.cache  # once for each reason
+def _report(reason: str) -> None:
+    console.log(f"note: --env answered a turn with what went wrong: {reason}")
+
+
+@functools.cache
+def _workers(reply: Any) -> tuple[str, WorkerPool]:
+    """Return the name of an environment's function, file.py:function, and the workers that call it."""
+    function = plugins.name_of(reply)
+    if function is None:
+        raise UserError("--env: its function must have a name in the plugin, where the workers find it: no lambda")
+    processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
+    return function, WorkerPool(processes, [function, TAKE_TURN])
+
+
+def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]:
+    """Return the argument `episodes` of `Engine.generate` for prompts of `samples`; nothing without an environment."""
+    return {"episodes": Episodes(samples, processor)} if processor.environment else {}
+
+
+def max_images_seen(samples: list[Sample], processor: Processor) -> int:
+    """Return the largest number of images in a prompt and what follows it."""
+    return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
+
+
+class Episode:
+    """One completion of several turns."""
+
+    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt, images: list[Image.Image]):
+        self.episodes, self.sample, self.prompt, self.images = episodes, sample, prompt, images
+        self.state: dict[str, Any] = {}  # of the environment
+        self.reward, self.opening, self.text = 0.0, prompt.opening, ""
+        self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
+        self.logp = torch.empty(0)  # of the sampled tokens
+        self.answer_vision: dict[str, Tensor] = {}  # the inputs of the vision tower for the last answer's images
+        none = torch.empty(0, dtype=torch.long)
+        positions, sampled = prompt.position_ids[:, :0], none.bool()
+        self.trajectory = Trajectory(
+            none, [], positions, image_token=episodes.processor.image_token_id, sampled=sampled
+        )
+
+    def step(self, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
+        """Take a turn of the model: its tokens `ids` (L,) and their log-probabilities. Return whether it goes on.
+
+        The trajectory then ends with what the environment has answered. `stopped`: whether the turn ended with a stop
+        token; `room`: how many tokens may still be sampled.
+        """
+        trajectory, last = self.trajectory, int(ids[-1])
+        self.text = self.opening + self.episodes.processor.tokenizer.decode(ids[:-1] if stopped else ids)
+        self.logp = torch.cat([self.logp, logp])
+        trajectory.turns.append(Turn("assistant", [self.text]))
+        trajectory.turn_lengths.append(len(ids))
+        self._extend(ids.tolist(), ids.tolist(), is_sampled=True)
+        content = self._ask() if stopped else None
+        self.is_truncated = not stopped or content is not None
+        # A sampler that takes images would take a sampled placeholder for one.
+        can_go_on = room > 0 and len(trajectory.turns) < 2 * self.episodes.processor.max_turns - 1
+        if content is None or not can_go_on or trajectory.image_token in ids:
+            return False
+        problem = self._see(content, last)
+        if problem:
+            problem = self._see(self._failed(problem), last)
+        self.is_truncated = problem is not None
+        return problem is None
+
+    def _ask(self) -> list[str | Image.Image] | None:
+        """Return what the environment answers to the last turn; None if the episode is over."""
+        coordinates = self.episodes.processor.family.coordinates
+        extents = [(coordinates, coordinates) if coordinates else image.size for image in self.prompt.images]
+        fields = {name: value for name, value in self.sample.fields.items() if value is not None}
+        fields |= {"question": self.sample.prompt.replace(TAG, "").strip(), "answer": self.sample.answer}
+        fields |= {"text": self.text, "state": self.state, "images": self.images, "extents": extents}
+        answer = self.episodes.ask(fields)
+        if isinstance(answer, CallFailed):
+            return self._failed(str(answer))
+        content, reward, self.state = answer
+        self.reward += reward
+        self.trajectory.num_calls += content is not None
+        return content
+
+    def _failed(self, reason: str) -> list[str | Image.Image]:
+        """Count an answer that only says what went wrong, and return it."""
+        _report(reason)
+        self.trajectory.num_failed += 1
+        return [f"error: {reason}"]
+
+    def _see(self, content: list[str | Image.Image], last: int) -> str | None:
+        """Add `content`, the environment's answer to a turn that ended with the token `last`, to the trajectory.
+
+        Returns why it cannot be added; None if it was.
+        """
+        processor, trajectory = self.episodes.processor, self.trajectory
+        num_images = sum(isinstance(part, Image.Image) for part in content)
+        if num_images > (MAX_IMAGES if processor.preparation else 0):
+            return f"{num_images} pictures are too many"
+        try:
+            fitted = [part if isinstance(part, str) else fit_image(part, processor.preparation.fit) for part in content]
+            images = [part for part in fitted if isinstance(part, Image.Image)]
+            engine_ids, opening = encode_reply(self.sample, [*fitted], last, processor)
+        except ValueError as error:
+            return str(error)
+        ids = expand_images(engine_ids, images, processor)
+        left = processor.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
+        if len(ids) > left:
+            return f"the answer has {len(ids)} tokens, and there is room for {left}"
+        self.opening = opening
+        trajectory.turns.append(Turn("tool", [*fitted]))
+        self._extend(ids, engine_ids, is_sampled=False, images=images)
+        return None
+
+    def _extend(
+        self, ids: list[int], engine_ids: list[int], is_sampled: bool, images: Sequence[Image.Image] = ()
+    ) -> None:
+        """Add tokens to the trajectory, and the `images` that are among them."""
+        processor, trajectory, prompt = self.episodes.processor, self.trajectory, self.prompt
+        trajectory.ids = torch.cat([trajectory.ids, torch.tensor(ids)])
+        trajectory.engine_ids = trajectory.engine_ids + engine_ids
+        trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
+        self.answer_vision = processor.vision_inputs([*images]) if images else {}
+        if images:
+            trajectory.images = [*trajectory.images, *images]
+            trajectory.vision = concatenate([trajectory.vision, self.answer_vision])
+            pictures = b"".join(image.tobytes() for image in trajectory.images)
+            trajectory.image_digest = hashlib.blake2b(pictures, digest_size=16).digest()
+        whole = torch.cat([prompt.ids, trajectory.ids])
+        is_image = torch.zeros(len(whole), dtype=torch.bool)
+        is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
+        vision = concatenate([prompt.vision, trajectory.vision])
+        positions = prompt_position_ids(processor.skeleton, whole, vision, is_image)
+        trajectory.position_ids = positions[:, len(prompt.ids) :]
+
+    @property
+    def so_far(self) -> Prompt:
+        """The prompt and all turns, as a prompt for what follows. Images have no features yet."""
+        prompt, later = self.prompt, self.trajectory
+        return replace(
+            prompt,
+            ids=torch.cat([prompt.ids, later.ids]),
+            engine_ids=prompt.engine_ids + later.engine_ids,
+            position_ids=torch.cat([prompt.position_ids, later.position_ids], dim=1),
+            images=prompt.images + later.images,
+            vision=concatenate([prompt.vision, later.vision]),
+            features=None,
+        )
+
+    @property
+    def rollout(self) -> Rollout:
+        """What was sampled in all turns."""
+        ids = self.trajectory.ids[self.trajectory.sampled]
+        trajectory, reward = self.trajectory, self.reward
+        return Rollout(ids, self.logp, self.is_truncated, self.text, trajectory=trajectory, env_reward=reward)
+
+
+def concatenate(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Join inputs of the vision tower, of which some may be empty."""
+    given = [each for each in inputs if each]
+    return {name: torch.cat([each[name] for each in given]) for name in given[0]} if given else {}
