@@ -33,7 +33,7 @@ from common import distributed
 from common.distillation import with_teacher
 from common.errors import UserError
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
-from common.records import Completion, Group, GroupRewards, ScoredGroup
+from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
 from training.loop import Run
@@ -258,10 +258,7 @@ def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) 
     needed = {group.index: Group(group.prompt, [], group.index) for group in groups}
     for (group, rollout, own), weight in zip(everyone, weights.tolist()):
         if weight and (needs_all or own.any()):
-            completion = Completion(
-                rollout.ids, rollout.sampling_logp, own, weight, rollout.num_stale, rollout.trajectory
-            )
-            needed[group.index].completions.append(completion)
+            needed[group.index].completions.append(rollout.prepared(own, weight))
     return [group for group in needed.values() if group.completions]
 
 

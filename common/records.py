@@ -186,6 +186,11 @@ class Rollout:
     trajectory: Trajectory | None = None  # with an environment
     env_reward: float = 0.0  # the sum of what the environment gave for the turns
 
+    def prepared(self, advantage: float | Tensor, token_weight: float) -> Completion:
+        """Return the completion for an update, with its advantage, or one for each token, and the weight of a token."""
+        trained = (self.ids, self.sampling_logp, advantage, token_weight)
+        return Completion(*trained, num_stale=self.num_stale, trajectory=self.trajectory)
+
 
 @dataclass(frozen=True)
 class Rewards:
