@@ -68,6 +68,7 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     num_generations = 1
     tensor_parallel = 1
     teacher = None
+    env = None
 
     def __post_init__(self) -> None:
         check_values(self)

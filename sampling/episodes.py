@@ -125,9 +125,10 @@ class Episode:
         fields |= {"text": self.text, "state": self.state, "images": self.images, "extents": extents}
         answer = self.episodes.ask(fields)
         if isinstance(answer, CallFailed):
-            return self._failed(str(answer))
-        content, reward, self.state = answer
-        self.reward += reward
+            content = self._failed(str(answer))
+        else:
+            content, reward, self.state = answer
+            self.reward += reward
         self.trajectory.num_calls += content is not None
         return content
 
