@@ -21,7 +21,7 @@ from common import console, distributed, plugins
 from common.errors import CallFailed, UserError
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
 from data import Processor, encode_reply, expand_images, max_images, prompt_position_ids
-from grading.sandbox import ROOT, WorkerPool
+from grading.sandbox import ROOT, WorkerPool, parameters
 from inputs import images as image_files
 from inputs.images import decoded_images, fit_image
 
@@ -34,7 +34,7 @@ class Episodes:
 
     def __init__(self, samples: Sequence[Sample], processor: Processor):
         self.samples, self.processor = samples, processor
-        self.function, self.workers = _workers(processor.environment.reply)
+        self.function, self.parameters, self.workers = _workers(processor.environment.reply)
         self.images: dict[int, list[Image.Image]] = {}  # of each row, decoded
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
@@ -45,6 +45,7 @@ class Episodes:
 
     def ask(self, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
+        fields = {name: value for name, value in fields.items() if self.parameters is None or name in self.parameters}
         fields |= {"function": self.function, "max_text": self.processor.max_seen * self.processor.longest_token}
         fields |= {"max_megapixels": image_files.max_megapixels}
         (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [fields])
@@ -57,13 +58,16 @@ def _report(reason: str) -> None:
 
 
 @functools.cache
-def _workers(reply: Any) -> tuple[str, WorkerPool]:
-    """Return the name of an environment's function, file.py:function, and the workers that call it."""
+def _workers(reply: Any) -> tuple[str, set[str] | None, WorkerPool]:
+    """Return an environment's function, file.py:function, its parameters (None: any), and the workers that call it."""
     function = plugins.name_of(reply)
     if function is None:
-        raise UserError("--env: its function must have a name in the plugin, where the workers find it: no lambda")
+        raise UserError("--env: its function needs a name in the plugin, where the workers find it; a lambda has none")
+    names, _, accepts_any = parameters(function)
+    if not {"text", "state"} <= set(names):
+        raise UserError(f"--env: {function} must be a function of (text, state, **fields)")
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
-    return function, WorkerPool(processes, [function, TAKE_TURN])
+    return function, None if accepts_any else set(names), WorkerPool(processes, [function, TAKE_TURN])
 
 
 def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]:
@@ -72,7 +76,9 @@ def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]
 
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
-    """Return the largest number of images in a prompt and what follows it."""
+    """Return the largest number of images in a prompt and what follows it. Raises UserError for an unfit environment."""
+    if processor.environment:
+        _workers(processor.environment.reply)  # now, before a model is loaded
     return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
 
 
