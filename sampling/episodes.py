@@ -76,7 +76,7 @@ def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]
 
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
-    """Return the largest number of images in a prompt and what follows it. Raises UserError for an unfit environment."""
+    """Return the most images in a prompt and what follows it. Raises UserError for an unfit environment."""
     if processor.environment:
         _workers(processor.environment.reply)  # now, before a model is loaded
     return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
