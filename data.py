@@ -133,14 +133,20 @@ def load_processor(
     return processor
 
 
-def use_environment(processor: Processor, name: str | None, max_turns: int, max_seen: int) -> Processor:
+def processor_for(cfg: Any, task: str | None = None) -> Processor:
+    """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
+    limits = {name: getattr(cfg, name) for name in ("min_pixels", "max_pixels", "max_side")}
+    kwargs = cfg.chat_template_kwargs
+    processor = load_processor(cfg.model, task or cfg.task, cfg.template, **limits, chat_template_kwargs=kwargs)
+    return use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length) if cfg.env else processor
+
+
+def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
     """Return `processor` with the entry `name` of `ENVIRONMENTS`, whose tools its prompts then describe.
 
     `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if the family cannot be
     trained on several turns.
     """
-    if name is None:
-        return processor
     if name not in ENVIRONMENTS:
         raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
     if not processor.family.turns:
@@ -578,15 +584,12 @@ class ShowFlags(RunConfig):
 def show(cfg: ShowFlags) -> str:
     """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
     allow_megapixels(cfg.max_megapixels)
-    processor = load_processor(
-        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
+    processor = processor_for(cfg)
     rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
     row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])
         raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
-    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
     problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
     if isinstance(row, Problem) or problem:
         raise UserError(f"{row.source}: {problem}")

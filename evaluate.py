@@ -24,7 +24,7 @@ from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
-from data import Processor, load_processor, load_split, use_environment
+from data import Processor, load_split, processor_for
 from evaluation.benchmarks import (
     BENCHMARKS,
     check_pairs,
@@ -202,11 +202,7 @@ def generate_responses(
     Returns the rows, the model's outputs and, if the baseline is a model, the baseline's outputs, else None.
     """
     check_engine_available(cfg, device)
-    task = "math" if cfg.benchmark else cfg.task
-    processor = load_processor(
-        cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
-    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
+    processor = processor_for(cfg, "math" if cfg.benchmark else cfg.task)
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
