@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ class Episode:
         self.reward, self.opening, self.text = 0.0, prompt.opening, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
         self.logp = torch.empty(0)  # of the sampled tokens
-        self.answer_vision: dict[str, Tensor] = {}  # the inputs of the vision tower for the last answer's images
+        self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
         none = torch.empty(0, dtype=torch.long)
         positions, sampled = prompt.position_ids[:, :0], none.bool()
         self.trajectory = Trajectory(
@@ -176,32 +175,19 @@ class Episode:
         trajectory.ids = torch.cat([trajectory.ids, torch.tensor(ids)])
         trajectory.engine_ids = trajectory.engine_ids + engine_ids
         trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
-        self.answer_vision = processor.vision_inputs([*images]) if images else {}
+        vision = processor.vision_inputs([*images]) if images else {}
         if images:
             trajectory.images = [*trajectory.images, *images]
-            trajectory.vision = concatenate([trajectory.vision, self.answer_vision])
-            pictures = b"".join(image.tobytes() for image in trajectory.images)
+            trajectory.vision = concatenate([trajectory.vision, vision])
+            pictures = b"".join(b"%d x %d:" % image.size + image.tobytes() for image in trajectory.images)
             trajectory.image_digest = hashlib.blake2b(pictures, digest_size=16).digest()
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        vision = concatenate([prompt.vision, trajectory.vision])
-        positions = prompt_position_ids(processor.skeleton, whole, vision, is_image)
+        all_vision = concatenate([prompt.vision, trajectory.vision])
+        positions = prompt_position_ids(processor.skeleton, whole, all_vision, is_image)
         trajectory.position_ids = positions[:, len(prompt.ids) :]
-
-    @property
-    def so_far(self) -> Prompt:
-        """The prompt and all turns, as a prompt for what follows. Images have no features yet."""
-        prompt, later = self.prompt, self.trajectory
-        return replace(
-            prompt,
-            ids=torch.cat([prompt.ids, later.ids]),
-            engine_ids=prompt.engine_ids + later.engine_ids,
-            position_ids=torch.cat([prompt.position_ids, later.position_ids], dim=1),
-            images=prompt.images + later.images,
-            vision=concatenate([prompt.vision, later.vision]),
-            features=None,
-        )
+        self.added = Prompt(torch.tensor(ids), engine_ids, positions[:, -len(ids) :], [*images], vision, prompt.source)
 
     @property
     def rollout(self) -> Rollout:

@@ -40,7 +40,7 @@ class SleepingLLM(vllm.LLM):
     """vLLM without the options that need a GPU, and with a sleep that loses the weights."""
 
     def __init__(self, model: str, *, enable_sleep_mode: bool = False, worker_cls: str = "auto", **options: Any):
-        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15} | options)
+        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 16} | options)
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2
