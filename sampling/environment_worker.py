@@ -7,6 +7,7 @@ from PIL import Image
 
 from common.environments import Reply
 from grading.sandbox import load_function
+from inputs.images import allow_megapixels, decode_image
 
 
 def take_turn(
@@ -14,11 +15,13 @@ def take_turn(
 ) -> tuple[list[str | Image.Image] | None, float, bytes]:
     """Call the environment's `function`, "file.py:name"; return what the model sees next, the reward, and the state.
 
-    The state is pickled: its classes may be the plugin's own, which only the workers know by the same name. Raises
-    ValueError if the answer is none, or too large.
+    The state is pickled: its classes may be the plugin's own, which only the workers know by the same name. The row's
+    images are encoded, as they are smaller then. Raises ValueError if the answer is none, or too large.
     """
     own = pickle.loads(state)
-    answer = load_function(function)(state=own, **fields)
+    allow_megapixels(max_megapixels)
+    images = [decode_image(image) for image in fields["images"]]
+    answer = load_function(function)(**fields | {"state": own, "images": images})
     reply = answer if isinstance(answer, Reply) else Reply(answer)
     content = [reply.content] if isinstance(reply.content, str | Image.Image) else reply.content
     reward = float(reply.reward)

@@ -23,7 +23,7 @@ from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, encode_reply, expand_images, max_images, prompt_position_ids
 from grading.sandbox import ROOT, WorkerPool
 from inputs import images as image_files
-from inputs.images import decoded_images, fit_image
+from inputs.images import fit_image, read_source
 
 MAX_IMAGES = 8  # in an answer
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
@@ -36,13 +36,10 @@ class Episodes:
     def __init__(self, samples: Sequence[Sample], processor: Processor):
         self.samples, self.processor = samples, processor
         self.function, self.workers = _workers(processor.environment.reply)
-        self.images: dict[int, list[Image.Image]] = {}  # of each row, decoded
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
         """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
-        if row not in self.images:
-            self.images[row] = decoded_images(self.samples[row])
-        return Episode(self, self.samples[row], prompt, self.images[row])
+        return Episode(self, self.samples[row], prompt)
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
@@ -85,8 +82,8 @@ def max_images_seen(samples: list[Sample], processor: Processor) -> int:
 class Episode:
     """One completion of several turns."""
 
-    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt, images: list[Image.Image]):
-        self.episodes, self.sample, self.prompt, self.images = episodes, sample, prompt, images
+    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt):
+        self.episodes, self.sample, self.prompt = episodes, sample, prompt
         self.state = pickle.dumps({})  # of the environment
         self.reward, self.text = 0.0, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
@@ -129,7 +126,8 @@ class Episode:
         extents = [(coordinates, coordinates) if coordinates else image.size for image in self.prompt.images]
         fields = {name: value for name, value in self.sample.fields.items() if value is not None}
         fields |= {"question": self.sample.prompt.replace(TAG, "").strip(), "answer": self.sample.answer}
-        fields |= {"text": self.text, "images": self.images, "extents": extents}
+        images = [read_source(source) for source in self.sample.images]  # the worker decodes them
+        fields |= {"text": self.text, "images": images, "extents": extents}
         answer = self.episodes.ask(self.state, fields)
         if isinstance(answer, CallFailed):
             content = self._failed(str(answer))

@@ -190,11 +190,11 @@ def test_completions_do_not_see_each_other():
     assert torch.equal(before[first:], after[first:])
 
 
-@pytest.mark.parametrize("budget", [1, 20, 30, 50, 10_000])
+@pytest.mark.parametrize("budget", [1, 20, 30, 50, 70, 10_000])
 def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     model = build("qwen2_5_vl")
     enable_packed_forward(model)
-    groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
+    groups = groups_for(model, "qwen2_5_vl", "text and images in one pack") + episodes_for(model, "qwen2_5_vl")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
     batches = pack_groups(groups, budget)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+import data
 import evaluate
 import grpo
 import rewards
@@ -74,7 +75,7 @@ def talker(tiny_model, tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
-    """Also if an image token was sampled, and without a copy of the weights. The positions are the model's own.
+    """Also without a copy of the weights, and in smaller batches. The positions are the model's own.
 
     What was sampled is what is trained on, also where it is no text: the bytes of a random model rarely are.
     """
@@ -87,16 +88,15 @@ def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
     prompts = [encode_prompt(sample, processor) for sample in samples]
     policy = load_policy(model, PolicyFlags(), torch.device("cpu"))
     sampling = Sampling(6, 24)
+    copy = HFEngine(load_model(model, torch.float32).eval(), processor.tokenizer)
+    own = PolicyEngine(policy, processor.tokenizer)
+    own.max_sequences = 6  # one prompt at a time
     by_engine = [
-        engine.generate(prompts, [3, 4], sampling, episodes=Episodes(samples, processor))
-        for engine in (
-            HFEngine(load_model(model, torch.float32).eval(), processor.tokenizer),
-            PolicyEngine(policy, processor.tokenizer),
-        )
+        engine.generate(prompts, [3, 4], sampling, episodes=Episodes(samples, processor)) for engine in (copy, own)
     ]
-    for copied, own in zip(*(itertools.chain(*groups) for groups in by_engine)):
-        assert torch.equal(copied.trajectory.ids, own.trajectory.ids)
-        torch.testing.assert_close(own.sampling_logp, copied.sampling_logp, atol=1e-4, rtol=0)
+    for one, other in zip(*(itertools.chain(*groups) for groups in by_engine)):
+        assert torch.equal(one.trajectory.ids, other.trajectory.ids)
+        torch.testing.assert_close(one.sampling_logp, other.sampling_logp, atol=1e-4, rtol=0)
     rollouts = by_engine[0]
     groups = [
         Group(prompt, [rollout.prepared(0.0, 1.0) for rollout in group]) for prompt, group in zip(prompts, rollouts)
@@ -130,7 +130,7 @@ def processor_expands(processor, seen: Trajectory) -> list[int]:
     ids, images = [], iter(seen.images)
     for token in seen.engine_ids:
         is_image = token == processor.image_token_id and not (seen.sampled & (seen.ids == token)).any()
-        ids += [token] * processor.preparation.count(*next(images).size[::-1]) if is_image else [token]
+        ids += processor.image_ids(processor.preparation.count(*next(images).size[::-1])) if is_image else [token]
     return ids
 
 
@@ -356,6 +356,13 @@ def test_an_evaluation_resumes_only_with_the_same_turns(run, shapes):
     one = key(env="pictures", max_turns=3)
     assert {name for name, value in key(env="pictures", max_turns=2).items() if value != one[name]} == {"max_turns"}
     assert "env" in {name for name, value in key(env="over", max_turns=3).items() if value != one[name]}
+
+
+def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shapes):
+    plugins.import_file(f"{ROOT}/examples/zoom.py")
+    flags = dict(command="show", row=2, model=tiny_model, data=shapes, max_prompt_length=900)
+    with_tool, without = (data.show(data.ShowFlags(**flags, env=env)) for env in ("zoom", None))
+    assert '"name": "zoom"' in with_tool and "<tool_call>" in with_tool and "<tool" not in without
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
