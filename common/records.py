@@ -138,7 +138,10 @@ class Prompt:
 
 @dataclass
 class Trajectory(Prompt):
-    """What follows a prompt in an episode of several turns: all tokens (F,), and the images that the model saw."""
+    """What follows a prompt in an episode of several turns: all tokens (F,), and the images that the model saw.
+
+    `opening` is that of the last turn.
+    """
 
     sampled: Tensor = field(kw_only=True)  # (F,) whether the model sampled the token, bool; it only saw the others
     turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw

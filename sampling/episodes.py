@@ -6,8 +6,8 @@ trajectory is what was sampled and, in between, what the chat template writes fo
 """
 
 import functools
-import hashlib
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +17,15 @@ from torch import Tensor
 
 import rewards
 from common import console, distributed, plugins
-from common.errors import CallFailed, UserError
+from common.errors import CallFailed
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
-from data import Processor, encode_reply, expand_images, max_images, prompt_position_ids
-from grading.sandbox import ROOT, WorkerPool, parameters
+from data import Processor, digest_of, encode_reply, expand_images, max_images, prompt_position_ids
+from grading.sandbox import ROOT, WorkerPool
 from inputs import images as image_files
-from inputs.images import decoded_images, fit_image
+from inputs.images import fit_image, read_source
 
 MAX_IMAGES = 8  # in an answer
+MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
 TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
 
 
@@ -33,40 +34,38 @@ class Episodes:
 
     def __init__(self, samples: Sequence[Sample], processor: Processor):
         self.samples, self.processor = samples, processor
-        self.function, self.parameters, self.workers = _workers(processor.environment.reply)
-        self.images: dict[int, list[Image.Image]] = {}  # of each row, decoded
+        self.function, self.workers = _workers(processor.environment.reply)
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
         """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
-        if row not in self.images:
-            self.images[row] = decoded_images(self.samples[row])
-        return Episode(self, self.samples[row], prompt, self.images[row])
+        return Episode(self, self.samples[row], prompt)
 
-    def ask(self, fields: dict[str, Any]) -> Any:
+    def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
-        fields = {name: value for name, value in fields.items() if self.parameters is None or name in self.parameters}
-        fields |= {"function": self.function, "max_text": self.processor.max_seen * self.processor.longest_token}
-        fields |= {"max_megapixels": image_files.max_megapixels}
-        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [fields])
+        call: dict[str, Any] = {"function": self.function, "state": state, "fields": fields}
+        call |= {"max_text": self.processor.max_seen * self.processor.longest_token}
+        call |= {"max_megapixels": image_files.max_megapixels}
+        call |= {"max_reward": rewards.MAX_REWARD / self.processor.max_turns}
+        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [call])
         return answer
 
 
-@functools.cache  # once for each reason
+_reported: set[str] = set()
+
+
 def _report(reason: str) -> None:
-    console.log(f"note: --env answered a turn with what went wrong: {reason}")
+    """Print why a call has failed, once, and not too many of the reasons: they may quote the model."""
+    if len(_reported) < MAX_REPORTS and reason not in _reported:
+        _reported.add(reason)
+        console.log(f"note: --env answered a turn with what went wrong: {reason}")
 
 
 @functools.cache
-def _workers(reply: Any) -> tuple[str, set[str] | None, WorkerPool]:
-    """Return an environment's function, file.py:function, its parameters (None: any), and the workers that call it."""
+def _workers(reply: Any) -> tuple[str, WorkerPool]:
+    """Return an environment's function, file.py:function, and the workers that call it."""
     function = plugins.name_of(reply)
-    if function is None:
-        raise UserError("--env: its function needs a name in the plugin, where the workers find it; a lambda has none")
-    names, _, accepts_any = parameters(function)
-    if not {"text", "state"} <= set(names):
-        raise UserError(f"--env: {function} must be a function of (text, state, **fields)")
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
-    return function, None if accepts_any else set(names), WorkerPool(processes, [function, TAKE_TURN])
+    return function, WorkerPool(processes, [function, TAKE_TURN])
 
 
 def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]:
@@ -84,17 +83,17 @@ def max_images_seen(samples: list[Sample], processor: Processor) -> int:
 class Episode:
     """One completion of several turns."""
 
-    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt, images: list[Image.Image]):
-        self.episodes, self.sample, self.prompt, self.images = episodes, sample, prompt, images
-        self.state: dict[str, Any] = {}  # of the environment
-        self.reward, self.opening, self.text = 0.0, prompt.opening, ""
+    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt):
+        self.episodes, self.sample, self.prompt = episodes, sample, prompt
+        self.state = pickle.dumps({})  # of the environment
+        self.reward, self.text = 0.0, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
         self.logp = torch.empty(0)  # of the sampled tokens
         self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
         none = torch.empty(0, dtype=torch.long)
         positions, sampled = prompt.position_ids[:, :0], none.bool()
         self.trajectory = Trajectory(
-            none, [], positions, image_token=episodes.processor.image_token_id, sampled=sampled
+            none, [], positions, opening=prompt.opening, image_token=episodes.processor.image_token_id, sampled=sampled
         )
 
     def step(self, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
@@ -104,11 +103,12 @@ class Episode:
         token; `room`: how many tokens may still be sampled.
         """
         trajectory, last = self.trajectory, int(ids[-1])
-        self.text = self.opening + self.episodes.processor.tokenizer.decode(ids[:-1] if stopped else ids)
+        self.text = trajectory.opening + self.episodes.processor.tokenizer.decode(ids[:-1] if stopped else ids)
         self.logp = torch.cat([self.logp, logp])
         trajectory.turns.append(Turn("assistant", [self.text]))
         trajectory.turn_lengths.append(len(ids))
         self._extend(ids.tolist(), ids.tolist(), is_sampled=True)
+        failed_before = trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
         # A sampler that takes images would take a sampled placeholder for one.
@@ -116,7 +116,7 @@ class Episode:
         if content is None or not can_go_on or trajectory.image_token in ids:
             return False
         problem = self._see(content, last)
-        if problem:
+        if problem and trajectory.num_failed == failed_before:  # otherwise, the answer already says what went wrong
             problem = self._see(self._failed(problem), last)
         self.is_truncated = problem is not None
         return problem is None
@@ -127,8 +127,9 @@ class Episode:
         extents = [(coordinates, coordinates) if coordinates else image.size for image in self.prompt.images]
         fields = {name: value for name, value in self.sample.fields.items() if value is not None}
         fields |= {"question": self.sample.prompt.replace(TAG, "").strip(), "answer": self.sample.answer}
-        fields |= {"text": self.text, "state": self.state, "images": self.images, "extents": extents}
-        answer = self.episodes.ask(fields)
+        images = [read_source(source) for source in self.sample.images]  # the worker decodes them
+        fields |= {"text": self.text, "images": images, "extents": extents}
+        answer = self.episodes.ask(self.state, fields)
         if isinstance(answer, CallFailed):
             content = self._failed(str(answer))
         else:
@@ -138,9 +139,11 @@ class Episode:
         return content
 
     def _failed(self, reason: str) -> list[str | Image.Image]:
-        """Count an answer that only says what went wrong, and return it."""
+        """Count an answer that only says what went wrong, and return it, without control tokens."""
         _report(reason)
         self.trajectory.num_failed += 1
+        for token in self.episodes.processor.control_tokens:
+            reason = reason.replace(token, "…")
         return [f"error: {reason}"]
 
     def _see(self, content: list[str | Image.Image], last: int) -> str | None:
@@ -162,7 +165,7 @@ class Episode:
         left = processor.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
         if len(ids) > left:
             return f"the answer has {len(ids)} tokens, and there is room for {left}"
-        self.opening = opening
+        trajectory.opening = opening
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False, images=images)
         return None
@@ -179,8 +182,7 @@ class Episode:
         if images:
             trajectory.images = [*trajectory.images, *images]
             trajectory.vision = concatenate([trajectory.vision, vision])
-            pictures = b"".join(b"%d x %d:" % image.size + image.tobytes() for image in trajectory.images)
-            trajectory.image_digest = hashlib.blake2b(pictures, digest_size=16).digest()
+            trajectory.image_digest = digest_of(trajectory.images)
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
