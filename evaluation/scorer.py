@@ -49,7 +49,7 @@ class Scorer:
         if flags.env in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
-            self.built_in[flags.env] = lambda env_reward, **_: env_reward
+            self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
