@@ -149,8 +149,8 @@ def test_equal_pixels_in_another_shape_are_another_picture(processor):
     episodes = []
     for size in ((56, 84), (84, 56)):
         episodes.append(begin(processor, "faulty"))
-        episodes[-1]._extend([], [], is_sampled=False, images=[Image.new("RGB", size)])
-    assert len({each.trajectory.image_digest for each in episodes}) == 2
+        episodes[-1]._see([Image.new("RGB", size)], 0)
+    assert len({each.rollout.trajectory.image_digest for each in episodes}) == 2
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
