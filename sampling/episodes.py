@@ -186,8 +186,8 @@ class Episode:
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        all_vision = concatenate([prompt.vision, trajectory.vision])
-        positions = prompt_position_ids(processor.skeleton, whole, all_vision, is_image)
+        grids = [{k: v for k, v in each.vision.items() if k == "image_grid_thw"} for each in (prompt, trajectory)]
+        positions = prompt_position_ids(processor.skeleton, whole, concatenate(grids), is_image)
         trajectory.position_ids = positions[:, len(prompt.ids) :]
         self.added = Prompt(torch.tensor(ids), engine_ids, positions[:, -len(ids) :], [*images], vision, prompt.source)
 
