@@ -84,9 +84,10 @@ def test_steps_of_three_turns_are_measured_beside_w1(tmp_path):
     process = run_script("apps/bench/turns.py", *folders, "--generations=2", "--turn_tokens=6", *SMALL)
     assert process.returncode == 0, process.stderr[-3000:]
     results = report(tmp_path / "results")["workloads"]
-    w1, episodes = results["W1"], results["turns"]
-    assert (w1["completions/mean_length"], episodes["completions/mean_length"]) == (512, 18)
+    assert [results[name]["completions/mean_length"] for name in ("W1", "plain", "turns")] == [512, 6, 18]
+    episodes, plain = results["turns"], results["plain"]
     assert (episodes["turns/mean"], episodes["turns/calls"], episodes["turns/calls_failed"]) == (3, 2, 0)
     assert episodes["turns/image_tokens_seen"] == 2 * 9
     assert max(episodes[f"sampling/logp_difference_turn_{turn}"] for turn in (1, 2, 3)) < 1e-4
-    assert min(w1["time/train"], episodes["time/train"], episodes["time/plain_rollouts"]) > 0
+    assert episodes["rollout/of_plain"] == episodes["time/rollout"] / (3 * plain["time/rollout"])
+    assert results["W1"]["time/train"] > 0
