@@ -191,8 +191,7 @@ class Rollout:
 
     def prepared(self, advantage: float | Tensor, token_weight: float) -> Completion:
         """Return the completion for an update, with its advantage, or one for each token, and the weight of a token."""
-        trained = (self.ids, self.sampling_logp, advantage, token_weight)
-        return Completion(*trained, num_stale=self.num_stale, trajectory=self.trajectory)
+        return Completion(self.ids, self.sampling_logp, advantage, token_weight, self.num_stale, self.trajectory)
 
 
 @dataclass(frozen=True)
