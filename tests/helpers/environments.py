@@ -78,7 +78,7 @@ FAULTS = {
 
 def faulty(text, state, images, extents, **row):
     """Do what the turn says, of `FAULTS`; otherwise raise with its text, or change the state."""
-    state["turns"] = state.get("turns", 0) + 1
+    state["turns"], text = state.get("turns", 0) + 1, text.removeprefix("<think>\n")
     if text == "state":
         state["file"] = Unpicklable()
     if text == "own":

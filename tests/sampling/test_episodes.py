@@ -4,6 +4,7 @@ Guards against: a faulty tool that ends a run, a reward that is not finite, cont
 made again from text, and limits that are exceeded.
 """
 
+import copy
 import json
 import math
 import resource
@@ -288,3 +289,52 @@ def test_a_thin_part_is_explained(processor):
 def test_arguments_are_data():
     text = '<tool_call>{"name": "zoom", "arguments": {"x1": "__import__(\'os\').getpid()"}}'
     assert tool_call(text) == ("zoom", {"x1": "__import__('os').getpid()"})
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+QWEN3 = (  # what matters of Qwen3-VL's: tools, their answers, and a block that it opens
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ 'user\n<tool_response>' if m.role == 'tool' else m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '\n</tool_response>' if m.role == 'tool' else '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+LLAMA3 = (  # Llama 3.1 writes a tool's answer as JSON, which changes many texts
+    "{% if tools is not none %}{% set tools = tools %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(processor, chat_template: str):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = chat_template
+    return replace(processor, tokenizer=tokenizer, system=None)
+
+
+def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
+    """What it opens in each turn begins the turn's text."""
+    episode = begin(with_template(processor, QWEN3), "zoom", max_seen=2000, with_image=False)
+    prompt = processor.tokenizer.decode(episode.prompt.ids)
+    assert prompt.startswith('<|im_start|>system\n# Tools\n{"') and prompt.endswith("assistant\n<think>\n")
+    assert turn(episode, call({}, "crop"))
+    assert seen(episode) == "error: ValueError: there is no tool 'crop', only zoom"
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    want = f"\n<|im_start|>user\n<tool_response>\n{seen(episode)}\n</tool_response><|im_end|>\n"
+    assert answered == f"{want}<|im_start|>assistant\n<think>\n"
+    assert not turn(episode, "3</think>4")
+    assert episode.rollout.text == "<think>\n3</think>4" and episode.trajectory.opening == "<think>\n"
+    episode = begin(with_template(processor, QWEN3), "faulty")
+    assert turn(episode, "picture") and episode.trajectory.num_failed == 0
+    answered = processor.tokenizer.decode(episode.trajectory.engine_ids)
+    assert "user\n<tool_response>\nsee <|vision_start|><|image_pad|><|vision_end|>\n</tool_response>" in answered
+
+
+def test_a_template_that_changes_the_answer_of_a_tool_writes_it_as_the_users(processor):
+    episode = begin(with_template(processor, LLAMA3), "faulty", with_image=False)
+    assert turn(episode, "!")
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    assert answered == f"\n<|im_start|>user\n{seen(episode)}<|im_end|>\n<|im_start|>assistant\n"
+    assert "no fault is called '!'" in answered and episode.trajectory.num_failed == 1
