@@ -97,6 +97,12 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
 
 
+def test_the_rewards_of_all_turns_are_added(processor):
+    episode = begin(processor, "pictures")
+    assert turn(episode, "a") and not turn(episode, "abcde")
+    assert (episode.rollout.env_reward, episode.rollout.truncated) == (0.5 + 1.0, False)
+
+
 def test_a_state_may_hold_the_plugins_own_classes(processor):
     """This process has other plugins, too, so that the module of this one has another name in the workers."""
     episode = begin(processor, "faulty")
