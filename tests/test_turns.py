@@ -21,7 +21,6 @@ import data
 import evaluate
 import grpo
 import rewards
-from common import plugins
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sampling, ScoredGroup, Span, Trajectory
@@ -43,8 +42,10 @@ from training.offsets import in_tokens
 from training.run import check_in_flight
 
 PLUGIN = f"{ROOT}/tests/helpers/environments.py"
-plugins.import_file(PLUGIN)
 TRAINED = [name for name in FAMILIES if find_family(FAMILIES[name].config(TEXT, TOKENS)).turns]
+
+
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -359,7 +360,6 @@ def test_an_evaluation_resumes_only_with_the_same_turns(run, shapes):
 
 
 def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shapes):
-    plugins.import_file(f"{ROOT}/examples/zoom.py")
     flags = dict(command="show", row=2, model=tiny_model, data=shapes, max_prompt_length=900)
     with_tool, without = (data.show(data.ShowFlags(**flags, env=env)) for env in ("zoom", None))
     assert '"name": "zoom"' in with_tool and "<tool_call>" in with_tool and "<tool" not in without

@@ -15,17 +15,13 @@ import torch
 from PIL import Image
 
 import rewards
-from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
-from tests.helpers.scripts import ROOT
 
-plugins.import_file(f"{ROOT}/examples/zoom.py")
-plugins.import_file(f"{ROOT}/tests/helpers/environments.py")
-zoom = ENVIRONMENTS["zoom"].reply
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +205,7 @@ def call(arguments: object, name: str = "zoom") -> str:
 
 
 def zoomed(text: str, extent: tuple[int, int]) -> Image.Image | None:
-    return zoom(text, {}, [PICTURE], [extent], answer="3")
+    return ENVIRONMENTS["zoom"].reply(text, {}, [PICTURE], [extent], answer="3")
 
 
 @pytest.mark.parametrize("extent", [(1000, 1000), (56, 28)], ids=["qwen3_vl", "qwen2_5_vl"])
@@ -269,7 +265,7 @@ def test_a_call_that_zoom_cannot_answer_is_explained(text, message):
 
 def test_a_row_without_a_picture_is_explained():
     with pytest.raises(ValueError, match=r"^there is no picture$"):
-        zoom(call(BOX), {}, [], [])
+        ENVIRONMENTS["zoom"].reply(call(BOX), {}, [], [])
 
 
 def test_zoom_answers_a_model(processor):
