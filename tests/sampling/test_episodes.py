@@ -70,11 +70,12 @@ def seen(episode) -> str:
         ("text", "error: ValueError: its answer of 10,000,000 characters is too long"),
         ("long", "error: the answer has 2020 tokens, and there is room for "),
         ("control", "error: the answer contains …, which would act as a control token"),
+        ("no pixels", "error: ValueError: its picture has no pixels"),
         ("state", "error: TypeError: it has an open file"),
         ("hang", "error: took longer than 0.3 s"),
         ("exit", "error: its process died"),
         ("kill", "error: its worker process died"),
-        ("!", "error: ValueError: no fault is called '!' … …"),
+        ("!", "error: ValueError: no fault is called '!' … … ?"),
     ],
 )
 def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, processor, monkeypatch):
@@ -91,6 +92,14 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
     assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
+
+
+@pytest.mark.parametrize(("answer", "text"), [("nothing", ""), ("no text", ""), ("half", "a ? b")])
+def test_an_odd_answer_is_one(answer, text, processor):
+    episode = begin(processor, "faulty")
+    assert turn(episode, answer) and episode.trajectory.num_failed == 0
+    chat = processor.tokenizer.decode(episode.trajectory.ids)
+    assert chat.endswith(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_the_rewards_of_all_turns_are_added(processor):
