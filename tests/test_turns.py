@@ -126,6 +126,30 @@ def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
     assert rebuilt < len(everyone) / 2
 
 
+def test_a_batch_that_was_too_large_begins_its_episodes_again(talker, shapes):
+    """Memory runs out when some sequences have seen a part of an answer."""
+    processor = use_environment(load_processor(talker, "count"), "pictures", 4, 400)
+    samples = data.load_samples(shapes, "count", processor=processor)[:2]
+    prompts = [encode_prompt(sample, processor) for sample in samples]
+    engine, forward, calls = HFEngine(load_model(talker, torch.float32).eval(), processor.tokenizer), None, []
+
+    def sample() -> list[Rollout]:
+        groups = engine.generate(prompts, [3, 4], Sampling(4, 12), episodes=Episodes(samples, processor))
+        return list(itertools.chain(*groups))
+
+    def run_out(**inputs: object) -> tuple:
+        calls.append(inputs)
+        if len(calls) == 30:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(**inputs)
+
+    want, forward = sample(), engine._forward
+    engine._forward = run_out
+    for one, other in zip(want, sample(), strict=True):
+        assert torch.equal(one.trajectory.ids, other.trajectory.ids) and one.env_reward == other.env_reward
+    assert engine.max_sequences == 4 and len(calls) > 60
+
+
 def processor_expands(processor, seen: Trajectory) -> list[int]:
     """Return the tokens of a trajectory, made from what a sampler that takes images gets."""
     ids, images = [], iter(seen.images)
@@ -295,6 +319,8 @@ def test_two_processes_take_the_same_turns_as_one(run, talker, shapes, tmp_path)
     for one, two in zip(metrics(run), metrics(tmp_path / "run"), strict=True):
         for name in ("reward", "rewards/pictures", "completions/mean_length", "eval/reward"):
             assert one.get(name) == pytest.approx(two.get(name), abs=1e-6), name
+    scored_with = run_flags(tmp_path / "run", set())
+    assert (scored_with["env"], scored_with["plugin"]) == ("pictures", [PLUGIN])
     one, two = weights(run / "final"), weights(tmp_path / "run" / "final")
     assert max((one[name] - two[name]).abs().max() for name in one) < 3e-4
 
