@@ -93,7 +93,7 @@ class Processor:
     def reply_role(self) -> str:
         """Whose turn an environment's answer is: the tool's or, if the chat template changes that, the user's."""
         image = self.family.vision.token if self.family.vision else ""
-        answer = ['an "answer"\nof two lines', *([None] if image else [])]
+        answer: list[str | ImageSource | None] = ['an "answer"\nof two lines', *([None] if image else [])]
         try:
             turns = [Turn("user", ["question"]), Turn("assistant", ["call"]), Turn("tool", answer)]
             chat = write_chat(turns, self.tokenizer, self.chat_variables)

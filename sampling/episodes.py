@@ -43,7 +43,7 @@ class Episodes:
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
-        call = {"function": self.function, "state": state, "fields": fields}
+        call: dict[str, Any] = {"function": self.function, "state": state, "fields": fields}
         call |= {"max_text": self.processor.max_seen * self.processor.longest_token}
         call |= {"max_megapixels": image_files.max_megapixels}
         call |= {"max_reward": rewards.MAX_REWARD / self.processor.max_turns}

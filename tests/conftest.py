@@ -41,6 +41,7 @@ LONG_FILES = [
     "test_lora",
     "test_merge_lora",
     "test_faults",
+    "test_turns",
     "test_scoring",
     "test_plugins",
     "test_examples",
