@@ -157,7 +157,12 @@ class Episode:
         if num_images > (MAX_IMAGES if processor.preparation else 0):
             return f"{num_images} pictures are too many"
         try:
-            fitted = [part if isinstance(part, str) else fit_image(part, processor.preparation.fit) for part in content]
+            fitted = [
+                part.encode(errors="replace").decode()  # no tokenizer takes half of a surrogate pair
+                if isinstance(part, str)
+                else fit_image(part, processor.preparation.fit)
+                for part in content
+            ]
             images = [part for part in fitted if isinstance(part, Image.Image)]
             engine_ids, opening = encode_reply(self.sample, [*fitted], last, processor)
         except ValueError as error:
