@@ -19,7 +19,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -401,17 +401,16 @@ class VLLMEngine:
     def _take_turns(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
     ) -> list[list[Rollout]]:
-        """Sample episodes. vLLM gets all their images, and no features, which those of answers have only later."""
-        plain = [replace(prompt, features=None) for prompt in prompts]
-        if not self.pixels_checked and any(map(self._sends_images, plain)):
-            self._generate(plain, seeds, Sampling(1, 1))  # this checks the pixels
-        begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(plain)]
+        """Sample episodes, each turn in a request of its own."""
+        if not self.pixels_checked and any(map(self._sends_images, prompts)):
+            self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
+        begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(prompts)]
 
         def params(i: int, j: int) -> Any:
             sampled = len(begun[i][j].logp)
             return self._params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
 
-        EpisodeLoop(self.llm, begun, self._render, params, sampling.max_tokens).run()
+        EpisodeLoop(self.llm, begun, self._render, params, sampling.max_tokens, episodes.add_features).run()
         return [[episode.rollout for episode in group] for group in begun]
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:

@@ -8,7 +8,7 @@ trajectory is what was sampled and, in between, what the chat template writes fo
 import functools
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,11 @@ TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
 class Episodes:
     """The environment of a run, its workers, and the rows that its episodes are about."""
 
-    def __init__(self, samples: Sequence[Sample], processor: Processor):
-        self.samples, self.processor = samples, processor
+    def __init__(
+        self, samples: Sequence[Sample], processor: Processor, add_features: Callable[[list[Prompt]], None] | None
+    ):
+        """`add_features` adds the features of a frozen vision tower to prompts; None: samplers compute them."""
+        self.samples, self.processor, self.add_features = samples, processor, add_features
         self.function, self.workers = _workers(processor.environment.reply)
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
@@ -68,9 +71,11 @@ def _workers(reply: Any) -> tuple[str, WorkerPool]:
     return function, WorkerPool(processes, [function, TAKE_TURN])
 
 
-def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]:
+def as_option(
+    samples: Sequence[Sample], processor: Processor, add_features: Callable[[list[Prompt]], None] | None = None
+) -> dict[str, Any]:
     """Return the argument `episodes` of `Engine.generate` for prompts of `samples`; nothing without an environment."""
-    return {"episodes": Episodes(samples, processor)} if processor.environment else {}
+    return {"episodes": Episodes(samples, processor, add_features)} if processor.environment else {}
 
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
@@ -89,8 +94,8 @@ class Episode:
         self.reward, self.text = 0.0, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
         self.logp = torch.empty(0)  # of the sampled tokens
-        self.vision: list[dict[str, Tensor]] = []  # the inputs of the vision tower for each answer with images
         self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
+        self.pictures: list[Prompt] = []  # all that steps have added with images
         none = torch.empty(0, dtype=torch.long)
         positions, sampled = prompt.position_ids[:, :0], none.bool()
         self.trajectory = Trajectory(
@@ -175,10 +180,11 @@ class Episode:
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False)
         trajectory.images = [*trajectory.images, *images]
-        vision = processor.vision_inputs(images) if images else {}
-        self.vision += [vision] if images else []
-        positions = self._position_ids()[:, -len(ids) :]
-        self.added = Prompt(torch.tensor(ids), engine_ids, positions, images, vision, self.prompt.source)
+        self.added = Prompt(torch.tensor(ids), engine_ids, torch.empty(0), images, source=self.prompt.source)
+        if images:
+            self.added.vision, self.added.image_digest = processor.vision_inputs(images), digest_of(images)
+            self.added.image_token = trajectory.image_token
+            self.pictures.append(self.added)
         return None
 
     def _extend(self, ids: list[int], engine_ids: list[int], is_sampled: bool) -> None:
@@ -188,23 +194,26 @@ class Episode:
         trajectory.engine_ids = trajectory.engine_ids + engine_ids
         trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
 
-    def _position_ids(self) -> Tensor:
+    def position_ids(self) -> Tensor:
         """Return the position ids (R, F) of the trajectory, by the model's own rule over the whole sequence."""
         prompt, trajectory = self.prompt, self.trajectory
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        grids = [each["image_grid_thw"] for each in [prompt.vision, *self.vision] if "image_grid_thw" in each]
+        visions = [part.vision for part in (prompt, *self.pictures)]
+        grids = [vision["image_grid_thw"] for vision in visions if "image_grid_thw" in vision]
         vision = {"image_grid_thw": torch.cat(grids)} if grids else {}
         return prompt_position_ids(self.episodes.processor.skeleton, whole, vision, is_image)[:, len(prompt.ids) :]
 
     @property
     def rollout(self) -> Rollout:
         """What was sampled in all turns, with all of the trajectory, once the episode is over."""
-        trajectory = self.trajectory
-        trajectory.position_ids = self._position_ids()
-        if trajectory.images:
-            trajectory.vision = {name: torch.cat([each[name] for each in self.vision]) for name in self.vision[0]}
+        trajectory, parts = self.trajectory, self.pictures
+        trajectory.position_ids = self.position_ids()
+        if parts:
+            trajectory.vision = {name: torch.cat([part.vision[name] for part in parts]) for name in parts[0].vision}
             trajectory.image_digest = digest_of(trajectory.images)
+            if all(part.features is not None for part in parts):
+                trajectory.features = torch.cat([part.features for part in parts])
         ids, end = trajectory.ids[trajectory.sampled], self.is_truncated
         return Rollout(ids, self.logp, end, self.text, trajectory=trajectory, env_reward=self.reward)

@@ -87,5 +87,5 @@ class Feed:
         image_token = episode.trajectory.image_token
         return [
             Fed(token, position, next(features) if token == image_token else None)
-            for token, position in zip(added.ids.tolist(), added.position_ids.T)
+            for token, position in zip(added.ids.tolist(), episode.position_ids()[:, -len(added.ids) :].T)
         ]

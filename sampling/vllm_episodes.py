@@ -35,84 +35,87 @@ class EpisodeLoop:
         render: Callable[[Prompt], dict],
         params: Callable[[int, int], Any],
         max_tokens: int,
+        add_features: Callable[[list[Prompt]], None] | None = None,
     ):
         """`render` makes an `EngineInput` of a prompt. `params(i, j)` returns the parameters of an episode's next turn.
 
-        `max_tokens`: how many tokens an episode may sample in all turns.
+        `max_tokens`: how many tokens an episode may sample in all turns. `add_features`: see `Episodes`.
         """
         self.engine, self.groups, self.render, self.params = llm.llm_engine, groups, render, params
-        self.max_tokens = max_tokens
+        self.max_tokens, self.add_features = max_tokens, add_features
         self.inputs: dict[Index, dict] = {}  # the `EngineInput` of each episode's last turn
-        self.ready: SimpleQueue[Future[list[Index]]] = SimpleQueue()  # turns that threads have prepared
-        self.in_threads = 0  # calls whose results have not been taken
+        self.answered: SimpleQueue[Future[Index | None]] = SimpleQueue()  # None: the episode is over
+        self.in_threads = 0  # episodes whose answers have not been taken
 
     def run(self) -> None:
         """Run all episodes. Raises UserError if vLLM refuses a turn, and gives the others up."""
         pool = ThreadPoolExecutor(THREADS)
         try:
             for i in sorted(range(len(self.groups)), key=lambda i: -self.groups[i][0].prompt.expected_length):
-                self._submit(pool, self._begin, i)
+                first = self.render(self.groups[i][0].prompt)
+                for j in range(len(self.groups[i])):
+                    self._add(i, j, first)
             for iteration in itertools.count():
-                self._add_what_is_ready(iteration)
+                self._go_on(iteration)
                 if not (self.in_threads or self.engine.has_unfinished_requests()):
                     break
                 for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
                     if output.finished:
-                        self._submit(pool, self._take_turn, *map(int, output.request_id.split()), output)
+                        self.in_threads += 1
+                        call = (self._take_turn, *map(int, output.request_id.split()), output)
+                        pool.submit(*call).add_done_callback(self.answered.put)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.engine.abort_request([*self.engine.output_processor.request_states], internal=True)
 
-    def _submit(self, pool: ThreadPoolExecutor, *call: Any) -> None:
-        self.in_threads += 1
-        pool.submit(*call).add_done_callback(self.ready.put)
-
-    def _add_what_is_ready(self, iteration: int) -> None:
-        """Add the requests of prepared turns. If vLLM has nothing else to do, wait for some, and for others shortly.
+    def _go_on(self, iteration: int) -> None:
+        """Begin the next turns of episodes that have an answer. If vLLM is idle, wait for one, and shortly for others.
 
         An iteration in which a request begins takes several times as long as one that only decodes. Therefore, requests
         are added together, every few iterations.
         """
         is_busy = self.engine.has_unfinished_requests()
-        until = time.monotonic() + (0 if is_busy else GATHER)
-        while self.in_threads and not (is_busy and iteration % PAUSE_EVERY):
-            may_wait = max(0.0, until - time.monotonic()) if self.engine.has_unfinished_requests() else None
+        if is_busy and iteration % PAUSE_EVERY:
+            return
+        timeout, until = 0.0 if is_busy else None, 0.0
+        turns: list[Index] = []
+        while self.in_threads:
             try:
-                turns = self.ready.get(timeout=may_wait).result()
+                answered = self.answered.get(timeout=timeout).result()
             except Empty:
-                return
+                break
             self.in_threads -= 1
-            for i, j in turns:
-                self._add(i, j)
+            turns += [answered] if answered else []
+            if not is_busy:
+                until = until or time.monotonic() + GATHER
+                timeout = max(0.0, until - time.monotonic())
+        added = [self.groups[i][j].added for i, j in turns]
+        if self.add_features:
+            self.add_features([prompt for prompt in added if prompt.images])
+        for (i, j), prompt in zip(turns, added):
+            trajectory = self.groups[i][j].trajectory
+            tokens = trajectory.ids[: -len(prompt.ids)][-trajectory.turn_lengths[-1] :]
+            self._add(i, j, extended(self.inputs[i, j], tokens.tolist(), self.render(prompt)))
 
-    def _add(self, i: int, j: int) -> None:
+    def _add(self, i: int, j: int, inputs: dict) -> None:
         """Let vLLM sample an episode's next turn."""
         from vllm.sampling_params import RequestOutputKind
 
-        params = self.params(i, j)
+        self.inputs[i, j], params = inputs, self.params(i, j)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         try:
-            self.engine.add_request(f"{i} {j}", self.inputs[i, j], params)
+            self.engine.add_request(f"{i} {j}", inputs, params)
         except ValueError as error:
             raise UserError(f"{self.groups[i][j].prompt.source}: vLLM refuses a turn: {error}") from error
 
-    def _begin(self, i: int) -> list[Index]:
-        """Prepare the first turns of a group, which are the same. Return the episodes that have a turn to sample."""
-        members = [(i, j) for j in range(len(self.groups[i]))]
-        self.inputs |= dict.fromkeys(members, self.render(self.groups[i][0].prompt))
-        return members
-
-    def _take_turn(self, i: int, j: int, output: Any) -> list[Index]:
-        """Let the environment answer a turn, and prepare the next one, unless the episode is over."""
+    def _take_turn(self, i: int, j: int, output: Any) -> Index | None:
+        """Let the environment answer a turn; return the episode's index if it goes on."""
         episode, (sampled,) = self.groups[i][j], output.outputs
         seen = replace(episode.prompt, ids=torch.cat([episode.prompt.ids, episode.trajectory.ids]))
         check_expansion(seen, output.prompt_token_ids)
         ids, logp = torch.tensor([*sampled.token_ids]), torch.tensor([*sampled.logprobs.logprobs])
         room = self.max_tokens - len(episode.logp) - len(ids)
-        if not episode.step(ids, logp, sampled.finish_reason == "stop", room):
-            return []
-        self.inputs[i, j] = extended(self.inputs[i, j], ids.tolist(), self.render(episode.added))
-        return [(i, j)]
+        return (i, j) if episode.step(ids, logp, sampled.finish_reason == "stop", room) else None
 
 
 def extended(before: dict, tokens: list[int], answer: dict) -> dict:

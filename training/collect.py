@@ -4,6 +4,7 @@
 rollouts, a run has a `PartialCollector` instead (partial_rollouts.py).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,6 +45,7 @@ class Collector:
         self.total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
         self.position = 0  # prompts drawn so far from the endless shuffled stream of training rows
         self.features: dict[bytes, Tensor] = {}  # image features of a frozen vision tower, by digest
+        self.add_features: Callable[[list[Prompt]], None] | None = None  # adds those of images that no row has
         self.rollouts: list[Rollout] = []  # this process's completions of the current step
         self.rewards: GroupRewards | None = None  # of all completions that the current step has sampled
         self.num_rounds = 1  # of sampling in the current step
@@ -110,6 +112,7 @@ class Collector:
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
+        self.add_features = functools.partial(cache_image_features, policy, feature_cache={})
         drawn = self.draw(step)
         local_indices = self.assign(drawn)
         self.position = max(self.position, drawn[-1].position + 1)
@@ -124,7 +127,7 @@ class Collector:
         if self.stream.processor.environment:
             seen = [rollout.trajectory for group in rollouts for rollout in group if rollout.trajectory]
             with self.clock("prompts"):
-                cache_image_features(policy, seen, {})  # no row has these images, so they are not kept
+                self.add_features([each for each in seen if each.features is None])
         with self.clock("reward"):
             rewards, error = self.scorer(samples, rollouts, self.cfg.max_completion_length)
         distributed.raise_first_error(error, StepFailed)
@@ -168,7 +171,7 @@ class Collector:
         """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
-        episodes = as_option(self.stream.rows(drawn), self.stream.processor)
+        episodes = as_option(self.stream.rows(drawn), self.stream.processor, self.add_features)
         return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> GroupRewards:

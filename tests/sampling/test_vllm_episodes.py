@@ -63,6 +63,7 @@ class Episode:
     def __post_init__(self):
         self.prompt, self.trajectory, self.turns = prompt_of([1, 2]), prompt_of([]), 0
         self.trajectory.ids, self.logp = torch.empty(0, dtype=torch.long), torch.empty(0)
+        self.trajectory.turn_lengths = [1]
 
     def step(self, ids, logp, stopped, room):
         assert stopped and room == 9 - self.turns
