@@ -33,7 +33,10 @@ class Episodes:
     """The environment of a run, its workers, and the rows that its episodes are about."""
 
     def __init__(
-        self, samples: Sequence[Sample], processor: Processor, add_features: Callable[[list[Prompt]], None] | None
+        self,
+        samples: Sequence[Sample],
+        processor: Processor,
+        add_features: Callable[[list[Prompt]], None] | None = None,
     ):
         """`add_features` adds the features of a frozen vision tower to prompts; None: samplers compute them."""
         self.samples, self.processor, self.add_features = samples, processor, add_features
