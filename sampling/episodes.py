@@ -213,10 +213,10 @@ class Episode:
         """What was sampled in all turns, with all of the trajectory, once the episode is over."""
         trajectory, parts = self.trajectory, self.pictures
         trajectory.position_ids = self.position_ids()
-        if parts:
+        if parts and all(part.features is not None for part in parts):
+            trajectory.features = torch.cat([part.features for part in parts])
+        elif parts:
             trajectory.vision = {name: torch.cat([part.vision[name] for part in parts]) for name in parts[0].vision}
             trajectory.image_digest = digest_of(trajectory.images)
-            if all(part.features is not None for part in parts):
-                trajectory.features = torch.cat([part.features for part in parts])
         ids, end = trajectory.ids[trajectory.sampled], self.is_truncated
         return Rollout(ids, self.logp, end, self.text, trajectory=trajectory, env_reward=self.reward)
