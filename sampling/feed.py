@@ -8,13 +8,14 @@ Shapes: B sequences, R position axes (3 with M-RoPE, otherwise 1).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packing import vision_inputs
 from sampling.episodes import Episode
 
 THREADS = 16  # episodes that ask their environment at the same time
@@ -69,9 +70,11 @@ class Feed:
         with ThreadPoolExecutor(THREADS) as pool:
             go_on = list(pool.map(lambda b: self._end_turn(b, bool(stopped[b]), int(room[b])), ended))
         over = stopped.clone()
-        for b, goes_on in zip(ended, go_on):
-            over[b] = not goes_on
-            self.waiting[b] += self._answer(self.episodes[b]) if goes_on else ()
+        answered = [b for b, goes_on in zip(ended, go_on) if goes_on]
+        over[ended] = True
+        over[answered] = False
+        for b, fed in zip(answered, self._answers([self.episodes[b] for b in answered])):
+            self.waiting[b] += fed
         return over
 
     def _end_turn(self, b: int, stopped: bool, room: int) -> bool:
@@ -80,12 +83,11 @@ class Feed:
         self.turns[b] = []
         return self.episodes[b].step(torch.tensor(ids), torch.tensor(logps), stopped, room)
 
-    def _answer(self, episode: Episode) -> list[Fed]:
-        """Return the tokens that an episode's last step has added for the model to see."""
-        added = episode.added
-        features = iter(self.features_of(added.vision) if added.vision else ())
-        image_token = episode.trajectory.image_token
-        return [
-            Fed(token, position, next(features) if token == image_token else None)
-            for token, position in zip(added.ids.tolist(), episode.position_ids()[:, -len(added.ids) :].T)
-        ]
+    def _answers(self, episodes: list[Episode]) -> Iterator[list[Fed]]:
+        """Yield the tokens that each episode's last step has added for the model to see."""
+        vision = vision_inputs([episode.added for episode in episodes])
+        features = iter(self.features_of(vision) if vision else ())
+        for episode in episodes:
+            tokens, image_token = episode.added.ids.tolist(), episode.trajectory.image_token
+            positions = episode.position_ids()[:, -len(tokens) :].T
+            yield [Fed(t, where, next(features) if t == image_token else None) for t, where in zip(tokens, positions)]
