@@ -33,7 +33,7 @@ from PIL import Image
 from torch import Tensor
 
 import rewards
-from common import cli, console, distributed
+from common import cli, console, distributed, plugins
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError
 from common.files import partial_path
@@ -41,6 +41,7 @@ from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import parse_template, read_template, template_variables, variable_names, write_chat
 from config import Columns, DataFlags, RowFlags, with_recipe
 from config import Config as RunConfig
+from grading.sandbox import parameters
 from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
@@ -133,14 +134,20 @@ def load_processor(
     return processor
 
 
-def use_environment(processor: Processor, name: str | None, max_turns: int, max_seen: int) -> Processor:
+def processor_for(cfg: Any, task: str | None = None) -> Processor:
+    """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
+    limits = {name: getattr(cfg, name) for name in ("min_pixels", "max_pixels", "max_side")}
+    kwargs = cfg.chat_template_kwargs
+    processor = load_processor(cfg.model, task or cfg.task, cfg.template, **limits, chat_template_kwargs=kwargs)
+    return use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length) if cfg.env else processor
+
+
+def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
     """Return `processor` with the entry `name` of `ENVIRONMENTS`, whose tools its prompts then describe.
 
     `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if the family cannot be
     trained on several turns.
     """
-    if name is None:
-        return processor
     if name not in ENVIRONMENTS:
         raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
     if not processor.family.turns:
@@ -148,6 +155,10 @@ def use_environment(processor: Processor, name: str | None, max_turns: int, max_
         title = processor.family.title
         raise UserError(f"--env {name}: {title} cannot be trained on several turns yet: use one of {able}")
     environment, tools, variables = ENVIRONMENTS[name], "", processor.chat_variables
+    function = plugins.name_of(environment.reply)
+    names, _, accepts_any = parameters(function) if function else ([], [], False)
+    if not (accepts_any or "text" in names):
+        raise UserError(f"--env {name}: it must be a function (text, state, **fields) with a name in the plugin")
     if "tools" in variable_names(processor.tokenizer.chat_template):
         variables = variables | {"tools": environment.tools}
     else:
@@ -246,7 +257,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
         ids = torch.tensor(engine_ids)
         position_ids = prompt_position_ids(processor.skeleton, ids, {})
         return Prompt(ids, engine_ids, position_ids, source=sample.source, opening=opening)
-    images, digest = [], hashlib.blake2b(digest_size=16)
+    images = []
     for source in sample.images:
         try:
             image = fit_image(source, processor.preparation.fit)
@@ -254,7 +265,6 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
             problem = f"image {str(source)[:200]}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
         images.append(image)
-        digest.update(b"%d x %d:" % image.size + image.tobytes())
     vision = processor.vision_inputs(images)
     ids = torch.tensor(expand_images(engine_ids, images, processor))
     return Prompt(
@@ -266,8 +276,16 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
         sample.source,
         opening=opening,
         image_token=processor.image_token_id,
-        image_digest=digest.digest(),
+        image_digest=digest_of(images),
     )
+
+
+def digest_of(images: Sequence[Image.Image]) -> bytes:
+    """Return a hash of the sizes and pixels of `images`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for image in images:
+        digest.update(b"%d x %d:" % image.size + image.tobytes())
+    return digest.digest()
 
 
 def encode_response(sample: Sample, response: str, processor: Processor) -> Tensor:
@@ -304,7 +322,7 @@ def encode_reply(
     text, mark = "".join(piece for piece in content if isinstance(piece, str)), "the answer"
     for token in processor.control_tokens:
         if token in text:
-            raise ValueError(f"{token} would act as a control token")
+            raise ValueError(f"the answer contains {token}, which would act as a control token")
     while mark in text:
         mark += "."
     role = "tool" if "tools" in variable_names(processor.tokenizer.chat_template) else "user"
@@ -578,15 +596,12 @@ class ShowFlags(RunConfig):
 def show(cfg: ShowFlags) -> str:
     """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
     allow_megapixels(cfg.max_megapixels)
-    processor = load_processor(
-        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
+    processor = processor_for(cfg)
     rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
     row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])
         raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
-    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
     problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
     if isinstance(row, Problem) or problem:
         raise UserError(f"{row.source}: {problem}")

@@ -24,7 +24,7 @@ from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, release_locks
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
-from data import Processor, load_processor, load_split, use_environment
+from data import Processor, load_split, processor_for
 from evaluation.benchmarks import (
     BENCHMARKS,
     check_pairs,
@@ -50,7 +50,7 @@ from grading.verifier import Verifier, make_verifier
 from inputs.images import file_version
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.model import Policy, compute_dtype, empty_model, load_policy
-from rewards import gold_problem
+from rewards import MAX_REWARD, gold_problem
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
 from sampling.hf_engine import PolicyEngine
@@ -139,6 +139,8 @@ def read_predictions(path: str, cfg: Config, gold_task: str | None = None) -> tu
                 raise row
             row = drop_images(row)
             output = _pop_output(row)
+            if cfg.env and not cfg.benchmark and "env_rewards" not in output:
+                raise RowError(f"no 'env_rewards', which --env {cfg.env} gives when responses are sampled")
             rows.append((_saved_sample(cfg, gold_task, source, row, bool(output.get("image_digest"))), output))
         except RowError as error:
             problems.append(f"{source}: {error}")
@@ -156,7 +158,7 @@ def read_predictions(path: str, cfg: Config, gold_task: str | None = None) -> tu
 
 
 def _pop_output(row: dict) -> dict:
-    """Remove from `row` its `responses`, plus `lengths`, `truncated` and `image_digest` if it has them; return them."""
+    """Remove from `row` its `responses`, and what else an evaluation saves of them, if it has it; return all that."""
     if "responses" not in row and "response" not in row:
         raise RowError(f"neither 'response' nor 'responses' (columns: {', '.join(row)})")
     responses = row.pop("responses", None)
@@ -171,6 +173,10 @@ def _pop_output(row: dict) -> dict:
         is_valid = isinstance(numbers, list) and len(numbers) == len(responses)
         if is_valid and all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
             output[name] = numbers
+    env_rewards = row.pop("env_rewards", None)
+    is_valid = isinstance(env_rewards, list) and len(env_rewards) == len(responses)
+    if is_valid and all(isinstance(reward, int | float) and abs(reward) < MAX_REWARD for reward in env_rewards):
+        output["env_rewards"] = env_rewards
     if isinstance(image_digest := row.pop("image_digest", None), str):
         output["image_digest"] = image_digest
     return output
@@ -202,11 +208,7 @@ def generate_responses(
     Returns the rows, the model's outputs and, if the baseline is a model, the baseline's outputs, else None.
     """
     check_engine_available(cfg, device)
-    task = "math" if cfg.benchmark else cfg.task
-    processor = load_processor(
-        cfg.model, task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
-    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
+    processor = processor_for(cfg, "math" if cfg.benchmark else cfg.task)
     if cfg.benchmark:
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:

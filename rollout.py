@@ -39,7 +39,8 @@ from sampling.continuation import Continuation
 from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
-from sampling.vllm_loop import request_seed, run_episodes, run_until
+from sampling.vllm_episodes import EpisodeLoop
+from sampling.vllm_loop import request_seed, run_until
 from sampling.vllm_start import start_vllm
 
 
@@ -399,20 +400,18 @@ class VLLMEngine:
     def _take_turns(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
     ) -> list[list[Rollout]]:
-        """Sample episodes, each turn in a request of its own (sampling/vllm_episodes.py)."""
-        plain = [replace(prompt, features=None) for prompt in prompts]  # later images have no features either
+        """Sample episodes, each turn in a request of its own. vLLM gets all their images, and no features."""
+        plain = [replace(prompt, features=None) for prompt in prompts]
         if not self.pixels_checked and any(map(self._sends_images, plain)):
             self._generate(plain, seeds, Sampling(1, 1))  # this checks the pixels
+        begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(plain)]
 
-        def request(k: int) -> tuple[dict, Any]:
-            (i, j), sampled = divmod(k, sampling.n), len(begun[k].logp)
-            params = self._params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
-            return self._render(begun[k].so_far) if sampled else first[i], params
+        def params(i: int, j: int) -> Any:
+            sampled = len(begun[i][j].logp)
+            return self._params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
 
-        first = [self._render(prompt) for prompt in plain]
-        begun = [episodes.begin(i, prompt) for i, prompt in enumerate(plain) for _ in range(sampling.n)]
-        run_episodes(self.llm, begun, request, sampling.max_tokens)
-        return [[e.rollout for e in begun[i : i + sampling.n]] for i in range(0, len(begun), sampling.n)]
+        EpisodeLoop(self.llm, begun, self._render, params, sampling.max_tokens).run()
+        return [[episode.rollout for episode in group] for group in begun]
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.

@@ -28,7 +28,7 @@ import grpo
 from common import console, distributed, signals
 from common.errors import UserError, require
 from common.records import Completion, Group, Prompt, RequestLimits, Sample
-from data import Processor, encode_prompts, encode_response, load_processor, load_split, max_images, summarise
+from data import Processor, encode_prompts, encode_response, load_split, max_images, processor_for, summarise
 from packing import PackedBatch
 from policy.batches import completion_logprobs
 from policy.model import Policy, cache_image_features
@@ -68,6 +68,7 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     num_generations = 1
     tensor_parallel = 1
     teacher = None
+    env = None
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -133,9 +134,7 @@ def train_step(run: Run) -> dict[str, float]:
 
 def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestLimits]:
     """Read and check every row; return the training prompts, the held-out prompts, no rewards, and the limits."""
-    processor = load_processor(
-        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
+    processor = processor_for(cfg)
     samples = load_answers(cfg, cfg.data, processor)
     held_out = load_answers(cfg, cfg.eval_data, processor) if cfg.eval_data else []
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)

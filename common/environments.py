@@ -45,7 +45,10 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
         return None
     if len(calls) > 1:
         raise ValueError("one call at a time")
-    call = json.loads(calls[0])
+    try:
+        call = json.loads(calls[0])
+    except (ValueError, RecursionError):
+        call = None
     if not (isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
-        raise ValueError('a call is {"name": ..., "arguments": {...}}')
+        raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')
     return call["name"], call["arguments"]

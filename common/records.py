@@ -138,7 +138,10 @@ class Prompt:
 
 @dataclass
 class Trajectory(Prompt):
-    """What follows a prompt in an episode of several turns: all tokens (F,), and the images that the model saw."""
+    """What follows a prompt in an episode of several turns: all tokens (F,), and the images that the model saw.
+
+    `opening` is that of the last turn.
+    """
 
     sampled: Tensor = field(kw_only=True)  # (F,) whether the model sampled the token, bool; it only saw the others
     turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw
@@ -188,8 +191,7 @@ class Rollout:
 
     def prepared(self, advantage: float | Tensor, token_weight: float) -> Completion:
         """Return the completion for an update, with its advantage, or one for each token, and the weight of a token."""
-        trained = (self.ids, self.sampling_logp, advantage, token_weight)
-        return Completion(*trained, num_stale=self.num_stale, trajectory=self.trajectory)
+        return Completion(self.ids, self.sampling_logp, advantage, token_weight, self.num_stale, self.trajectory)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,10 @@ class Scorer:
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
+        if flags.env in (*self.built_in, "overlong", "no_verdict"):
+            raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
-            self.built_in[flags.env] = lambda env_reward, **_: env_reward
+            self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
         self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
@@ -119,10 +121,11 @@ class Scorer:
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
         """Raise UserError if a row lacks a column that a user-defined reward requires."""
+        given = {"completion", "answer", "question", "images"} | ({"env_reward"} if self.flags.env else set())
         for sample in samples:
             columns = {name for name, value in sample.fields.items() if value is not None}
             for function, required in self.required.items():
-                if missing := sorted(required - columns - {"completion", "answer", "question", "images"}):
+                if missing := sorted(required - columns - given):
                     raise UserError(
                         f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
                         "function's parameter a default value"
@@ -197,7 +200,8 @@ class Scorer:
             if name in self.sees_images:
                 fields["images"] = images.get(sample.source) or decoded_images(sample)
                 images[sample.source] = fields["images"]
-            fields["env_reward"] = rollout.env_reward
+            if self.flags.env:
+                fields["env_reward"] = rollout.env_reward
             calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
             return [self._built_in_value(name, fields) for fields in calls]

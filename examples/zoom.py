@@ -2,8 +2,6 @@
 
 import math
 
-from PIL import ImageOps
-
 from common.environments import ENVIRONMENTS, Environment, tool_call
 
 SIDE, NUMBER = 448, {"type": "number"}
@@ -28,14 +26,19 @@ def zoom(text, state, images, extents, **row):
         return None
     name, arguments = call
     if name != "zoom":
-        raise ValueError(f"there is no tool {name!r}")
-    x1, y1, x2, y2 = (float(arguments[key]) for key in ("x1", "y1", "x2", "y2"))
+        raise ValueError(f"there is no tool {name[:40]!r}, only zoom")
+    if not images:
+        raise ValueError("there is no picture")
     (width, height), picture = extents[0], images[0]
-    if not (0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
-        raise ValueError(f"the part must lie in the picture, which ends at ({width}, {height})")
+    x1, y1, x2, y2 = corners = [arguments.get(key) for key in ("x1", "y1", "x2", "y2")]
+    are_numbers = all(type(each) in (int, float) for each in corners)  # a bool is an int, too
+    if not (are_numbers and 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
+        raise ValueError(f"zoom needs numbers with 0 <= x1 < x2 <= {width} and 0 <= y1 < y2 <= {height}")
     across, down = picture.width / width, picture.height / height
-    part = picture.crop((int(x1 * across), int(y1 * down), math.ceil(x2 * across), math.ceil(y2 * down)))
-    return ImageOps.contain(part, (SIDE, SIDE))
+    right, bottom = min(math.ceil(x2 * across), picture.width), min(math.ceil(y2 * down), picture.height)
+    part = picture.crop((int(x1 * across), int(y1 * down), right, bottom))
+    larger = SIDE / max(part.size)
+    return part.resize([max(1, round(side * larger)) for side in part.size])
 
 
 ENVIRONMENTS["zoom"] = Environment(zoom, [SCHEMA])

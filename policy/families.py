@@ -323,11 +323,11 @@ def _blank_tile(config: Config) -> BlankImage:
 QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>", True)
 GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>", False)
 FAMILIES = (
-    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION),
+    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000),
     Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION, turns=True),
     Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION, turns=True, coordinates=1000),
     Family("Qwen3.5", ("qwen3_5",), QWEN_VISION),
-    Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate"),
+    Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate", turns=True, coordinates=1000),
     Family(
         "Aria",
         ("aria",),

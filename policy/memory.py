@@ -376,7 +376,8 @@ def _cache_bytes(text: transformers.PreTrainedConfig, cfg: Config, processes: in
     token = 2 * max(1, text.num_key_value_heads / cfg.tensor_parallel) * head_dim(text) * size  # in one layer
     drawn = cfg.oversample * cfg.prompts_per_step * cfg.num_generations * cfg.tensor_parallel
     sequences = min(cfg.vllm_sequences, math.ceil(drawn / processes))
-    length = cfg.max_completion_length + cfg.max_prompt_length / cfg.num_generations
+    shared_by = 1 if cfg.env else cfg.num_generations  # what an environment answers belongs to one completion
+    length = cfg.max_completion_length + cfg.max_prompt_length / shared_by
     return sequences * token * sum(min(length, window) for window in attention_windows(text))
 
 

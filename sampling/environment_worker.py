@@ -1,30 +1,42 @@
 """What runs in the workers of an environment (see `episodes.py`): the user's function, and checks of its answer."""
 
+import pickle
 from typing import Any
 
 from PIL import Image
 
 from common.environments import Reply
-from grading.sandbox import load_function
+from grading.sandbox import load_function, parameters
+from inputs.images import allow_megapixels, decode_image
 
 
 def take_turn(
-    function: str, state: dict[str, Any], max_text: int, max_megapixels: float, **fields: Any
-) -> tuple[list[str | Image.Image] | None, float, dict[str, Any]]:
+    function: str, state: bytes, fields: dict[str, Any], max_text: int, max_megapixels: float, max_reward: float
+) -> tuple[list[str | Image.Image] | None, float, bytes]:
     """Call the environment's `function`, "file.py:name"; return what the model sees next, the reward, and the state.
 
-    Raises ValueError if the answer is none, or too large to be sent.
+    The state is pickled: its classes may be the plugin's own, which only the workers know by the same name. The row's
+    images are encoded, as they are smaller then. Raises ValueError if the answer is none, or too large.
     """
-    answer = load_function(function)(state=state, **fields)
+    own = pickle.loads(state)
+    allow_megapixels(max_megapixels)
+    names, _, accepts_any = parameters(function)
+    wanted = {name: value for name, value in (fields | {"state": own}).items() if accepts_any or name in names}
+    if "images" in wanted:
+        wanted["images"] = [decode_image(image) for image in fields["images"]]
+    answer = load_function(function)(**wanted)
     reply = answer if isinstance(answer, Reply) else Reply(answer)
     content = [reply.content] if isinstance(reply.content, str | Image.Image) else reply.content
+    reward = float(reply.reward)
+    if not abs(reward) < max_reward:  # nor if it is NaN
+        raise ValueError(f"its reward is {reward:g}; expected a finite number")
     if content is None:
-        return None, float(reply.reward), state
+        return None, reward, pickle.dumps(own)
     if not isinstance(content, list) or not all(isinstance(part, str | Image.Image) for part in content):
         raise ValueError(f"it returned a {type(reply.content).__name__}; expected texts and images, or None")
     if (length := sum(len(part) for part in content if isinstance(part, str))) > max_text:
         raise ValueError(f"its answer of {length:,} characters is too long")
-    for image in content:
-        if isinstance(image, Image.Image) and image.width * image.height > max_megapixels * 1e6:
-            raise ValueError(f"its picture of {image.width} x {image.height} pixels is too large")
-    return content, float(reply.reward), state
+    pixels = sum(part.width * part.height for part in content if isinstance(part, Image.Image))
+    if pixels > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
+        raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
+    return content, reward, pickle.dumps(own)

@@ -6,10 +6,9 @@ trajectory is what was sampled and, in between, what the chat template writes fo
 """
 
 import functools
-import hashlib
 import os
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from torch import Tensor
 
 import rewards
 from common import console, distributed, plugins
-from common.errors import CallFailed, UserError
+from common.errors import CallFailed
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
-from data import Processor, encode_reply, expand_images, max_images, prompt_position_ids
+from data import Processor, digest_of, encode_reply, expand_images, max_images, prompt_position_ids
 from grading.sandbox import ROOT, WorkerPool
 from inputs import images as image_files
-from inputs.images import decoded_images, fit_image
+from inputs.images import fit_image, read_source
 
 MAX_IMAGES = 8  # in an answer
+MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
 TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
 
 
@@ -35,33 +35,35 @@ class Episodes:
     def __init__(self, samples: Sequence[Sample], processor: Processor):
         self.samples, self.processor = samples, processor
         self.function, self.workers = _workers(processor.environment.reply)
-        self.images: dict[int, list[Image.Image]] = {}  # of each row, decoded
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
         """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
-        if row not in self.images:
-            self.images[row] = decoded_images(self.samples[row])
-        return Episode(self, self.samples[row], prompt, self.images[row])
+        return Episode(self, self.samples[row], prompt)
 
-    def ask(self, fields: dict[str, Any]) -> Any:
+    def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
-        fields |= {"function": self.function, "max_text": self.processor.max_seen * self.processor.longest_token}
-        fields |= {"max_megapixels": image_files.max_megapixels}
-        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [fields])
+        call: dict[str, Any] = {"function": self.function, "state": state, "fields": fields}
+        call |= {"max_text": self.processor.max_seen * self.processor.longest_token}
+        call |= {"max_megapixels": image_files.max_megapixels}
+        call |= {"max_reward": rewards.MAX_REWARD / self.processor.max_turns}
+        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [call])
         return answer
 
 
-@functools.cache  # once for each reason
+_reported: set[str] = set()
+
+
 def _report(reason: str) -> None:
-    console.log(f"note: --env answered a turn with what went wrong: {reason}")
+    """Print why a call has failed, once, and not too many of the reasons: they may quote the model."""
+    if len(_reported) < MAX_REPORTS and reason not in _reported:
+        _reported.add(reason)
+        console.log(f"note: --env answered a turn with what went wrong: {reason}")
 
 
 @functools.cache
 def _workers(reply: Any) -> tuple[str, WorkerPool]:
-    """Return the name of an environment's function, file.py:function, and the workers that call it."""
+    """Return an environment's function, file.py:function, and the workers that call it."""
     function = plugins.name_of(reply)
-    if function is None:
-        raise UserError("--env: its function must have a name in the plugin, where the workers find it: no lambda")
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
     return function, WorkerPool(processes, [function, TAKE_TURN])
 
@@ -72,24 +74,26 @@ def as_option(samples: Sequence[Sample], processor: Processor) -> dict[str, Any]
 
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
-    """Return the largest number of images in a prompt and what follows it."""
+    """Return the most images in a prompt and what follows it. Raises UserError for an unfit environment."""
+    if processor.environment:
+        _workers(processor.environment.reply)  # now, before a model is loaded
     return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
 
 
 class Episode:
     """One completion of several turns."""
 
-    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt, images: list[Image.Image]):
-        self.episodes, self.sample, self.prompt, self.images = episodes, sample, prompt, images
-        self.state: dict[str, Any] = {}  # of the environment
-        self.reward, self.opening, self.text = 0.0, prompt.opening, ""
+    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt):
+        self.episodes, self.sample, self.prompt = episodes, sample, prompt
+        self.state = pickle.dumps({})  # of the environment
+        self.reward, self.text = 0.0, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
         self.logp = torch.empty(0)  # of the sampled tokens
-        self.answer_vision: dict[str, Tensor] = {}  # the inputs of the vision tower for the last answer's images
+        self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
         none = torch.empty(0, dtype=torch.long)
         positions, sampled = prompt.position_ids[:, :0], none.bool()
         self.trajectory = Trajectory(
-            none, [], positions, image_token=episodes.processor.image_token_id, sampled=sampled
+            none, [], positions, opening=prompt.opening, image_token=episodes.processor.image_token_id, sampled=sampled
         )
 
     def step(self, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
@@ -99,11 +103,12 @@ class Episode:
         token; `room`: how many tokens may still be sampled.
         """
         trajectory, last = self.trajectory, int(ids[-1])
-        self.text = self.opening + self.episodes.processor.tokenizer.decode(ids[:-1] if stopped else ids)
+        self.text = trajectory.opening + self.episodes.processor.tokenizer.decode(ids[:-1] if stopped else ids)
         self.logp = torch.cat([self.logp, logp])
         trajectory.turns.append(Turn("assistant", [self.text]))
         trajectory.turn_lengths.append(len(ids))
         self._extend(ids.tolist(), ids.tolist(), is_sampled=True)
+        failed_before = trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
         # A sampler that takes images would take a sampled placeholder for one.
@@ -111,7 +116,7 @@ class Episode:
         if content is None or not can_go_on or trajectory.image_token in ids:
             return False
         problem = self._see(content, last)
-        if problem:
+        if problem and trajectory.num_failed == failed_before:  # otherwise, the answer already says what went wrong
             problem = self._see(self._failed(problem), last)
         self.is_truncated = problem is not None
         return problem is None
@@ -122,19 +127,23 @@ class Episode:
         extents = [(coordinates, coordinates) if coordinates else image.size for image in self.prompt.images]
         fields = {name: value for name, value in self.sample.fields.items() if value is not None}
         fields |= {"question": self.sample.prompt.replace(TAG, "").strip(), "answer": self.sample.answer}
-        fields |= {"text": self.text, "state": self.state, "images": self.images, "extents": extents}
-        answer = self.episodes.ask(fields)
+        images = [read_source(source) for source in self.sample.images]  # the worker decodes them
+        fields |= {"text": self.text, "images": images, "extents": extents}
+        answer = self.episodes.ask(self.state, fields)
         if isinstance(answer, CallFailed):
-            return self._failed(str(answer))
-        content, reward, self.state = answer
-        self.reward += reward
+            content = self._failed(str(answer))
+        else:
+            content, reward, self.state = answer
+            self.reward += reward
         self.trajectory.num_calls += content is not None
         return content
 
     def _failed(self, reason: str) -> list[str | Image.Image]:
-        """Count an answer that only says what went wrong, and return it."""
+        """Count an answer that only says what went wrong, and return it, without control tokens."""
         _report(reason)
         self.trajectory.num_failed += 1
+        for token in self.episodes.processor.control_tokens:
+            reason = reason.replace(token, "…")
         return [f"error: {reason}"]
 
     def _see(self, content: list[str | Image.Image], last: int) -> str | None:
@@ -156,7 +165,7 @@ class Episode:
         left = processor.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
         if len(ids) > left:
             return f"the answer has {len(ids)} tokens, and there is room for {left}"
-        self.opening = opening
+        trajectory.opening = opening
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False, images=images)
         return None
@@ -169,32 +178,18 @@ class Episode:
         trajectory.ids = torch.cat([trajectory.ids, torch.tensor(ids)])
         trajectory.engine_ids = trajectory.engine_ids + engine_ids
         trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
-        self.answer_vision = processor.vision_inputs([*images]) if images else {}
+        vision = processor.vision_inputs([*images]) if images else {}
         if images:
             trajectory.images = [*trajectory.images, *images]
-            trajectory.vision = concatenate([trajectory.vision, self.answer_vision])
-            pictures = b"".join(image.tobytes() for image in trajectory.images)
-            trajectory.image_digest = hashlib.blake2b(pictures, digest_size=16).digest()
+            trajectory.vision = concatenate([trajectory.vision, vision])
+            trajectory.image_digest = digest_of(trajectory.images)
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        vision = concatenate([prompt.vision, trajectory.vision])
-        positions = prompt_position_ids(processor.skeleton, whole, vision, is_image)
+        all_vision = concatenate([prompt.vision, trajectory.vision])
+        positions = prompt_position_ids(processor.skeleton, whole, all_vision, is_image)
         trajectory.position_ids = positions[:, len(prompt.ids) :]
-
-    @property
-    def so_far(self) -> Prompt:
-        """The prompt and all turns, as a prompt for what follows. Images have no features yet."""
-        prompt, later = self.prompt, self.trajectory
-        return replace(
-            prompt,
-            ids=torch.cat([prompt.ids, later.ids]),
-            engine_ids=prompt.engine_ids + later.engine_ids,
-            position_ids=torch.cat([prompt.position_ids, later.position_ids], dim=1),
-            images=prompt.images + later.images,
-            vision=concatenate([prompt.vision, later.vision]),
-            features=None,
-        )
+        self.added = Prompt(torch.tensor(ids), engine_ids, positions[:, -len(ids) :], [*images], vision, prompt.source)
 
     @property
     def rollout(self) -> Rollout:

@@ -271,6 +271,7 @@ class DecodeScheduler(AsyncScheduler):
         """End a request that has sampled its last token. Return all its tokens that vLLM has not been told of."""
         request = member.request
         request.append_output_token_ids(member.tokens)
+        self.kv_cache_manager.cache_blocks(request, request.num_tokens - 1)  # for the next turn of an episode
         check_stop(request, self.max_model_len)  # sets the status and the reason
         reason = request.get_finished_reason()
         self.running.remove(request)

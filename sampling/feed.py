@@ -84,7 +84,7 @@ class Feed:
     def _answer(self, episode: Episode, start: int) -> list[Fed]:
         """Return the tokens of an episode's trajectory from `start` on."""
         trajectory = episode.trajectory
-        features = iter(self.features_of(episode.answer_vision) if episode.answer_vision else ())
+        features = iter(self.features_of(episode.added.vision) if episode.added.vision else ())
         is_image = torch.zeros(len(trajectory.ids), dtype=torch.bool)
         is_image[trajectory.image_indices] = True
         return [

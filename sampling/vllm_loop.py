@@ -2,17 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from sampling.continuation import PAUSE_EVERY
-from sampling.episodes import Episode
 
-THREADS = 16  # episodes whose environments answer at the same time
 ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
 
 
@@ -57,42 +53,6 @@ def run_until(
         outputs[int(state.external_req_id)] = Output([*ids], [*logprobs])
     engine.abort_request([*states], internal=True)
     return [outputs.get(k, Output()) for k in range(count)]
-
-
-def run_episodes(
-    llm: Any, episodes: Sequence[Episode], request: Callable[[int], tuple[dict, Any]], max_tokens: int
-) -> None:
-    """Run `episodes` to their ends. `request(k)`: the next turn of episode k, as `EngineInput` and `SamplingParams`.
-
-    No episode waits for another one's turn: while an environment answers in a thread, vLLM decodes the others. Of a
-    turn's prompt, vLLM computes only what is new; it keeps the rest, tokens and images, in its caches.
-    """
-    from vllm.sampling_params import RequestOutputKind
-
-    engine = llm.llm_engine
-
-    def add(k: int, inputs: dict, params: Any) -> None:
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        engine.add_request(str(k), inputs, params)
-
-    def take_turn(k: int, sampled: Any) -> tuple | None:
-        """Return the arguments of `add` for the next turn; None if the episode is over."""
-        ids, logp = torch.tensor([*sampled.token_ids]), torch.tensor([*sampled.logprobs.logprobs])
-        room = max_tokens - len(episodes[k].logp) - len(ids)
-        goes_on = episodes[k].step(ids, logp, sampled.finish_reason == "stop", room)
-        return (k, *request(k)) if goes_on else None
-
-    for k in range(len(episodes)):
-        add(k, *request(k))
-    answering: set[Future] = set()
-    with ThreadPoolExecutor(THREADS) as pool:
-        while answering or engine.has_unfinished_requests():
-            ready, answering = wait(answering, 0 if engine.has_unfinished_requests() else None, FIRST_COMPLETED)
-            for next_turn in filter(None, (each.result() for each in ready)):
-                add(*next_turn)
-            for output in engine.step() if engine.has_unfinished_requests() else ():
-                if output.finished:
-                    answering.add(pool.submit(take_turn, int(output.request_id), output.outputs[0]))
 
 
 def request_seed(seed: int, completion: int, tokens: int) -> int:

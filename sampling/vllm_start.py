@@ -53,6 +53,8 @@ def model_options(config: transformers.PreTrainedConfig, processor: Processor, l
         options["limit_mm_per_prompt"] = {"image": limits.images, "video": 0}
         options["enable_mm_embeds"] = True
         options["mm_processor_kwargs"] = processor.preparation.vllm_options
+        if processor.environment:
+            options["mm_processor_cache_gb"] = 0  # threads must not share it
     return options
 
 

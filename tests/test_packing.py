@@ -22,7 +22,20 @@ from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.model import Policy, cache_image_features, vision_parameters
 from tests.helpers import models
-from tests.helpers.models import FAMILIES, WITH_IMAGES, build, groups_of, make_group, plain_logprobs
+from tests.helpers.models import (
+    FAMILIES,
+    IMAGE,
+    VISION_END,
+    VISION_START,
+    WITH_IMAGES,
+    as_trajectory,
+    build,
+    groups_of,
+    make_group,
+    make_trajectory,
+    plain_logprobs,
+    random_image,
+)
 
 # For each group of a pack: number of text tokens, image grids in patches, completion lengths (length 1: just the end
 # token).
@@ -72,13 +85,71 @@ def test_layers_with_a_window_equal_the_plain_forward(family, settings, window):
     compare(model, copy.deepcopy(model), groups, FAMILIES[family].bounds)
 
 
+# For each group: number of text tokens, image grids in patches, and completions. These are lists of turns, which hold
+# how many tokens the model samples and, in between, the text tokens and images that it then sees.
+TURNS = [
+    (5, [(4, 4)], [[3, (4, [(2, 2)]), 2], [1, (2, []), 4, (3, [(4, 4), (2, 6)]), 1], [6]]),
+    (7, [], [[4, (3, [(6, 2)]), 3], [2, (1, [(2, 2)])], [2, (5, []), 1]]),
+    (3, [(2, 2), (2, 4)], [[1, (1, []), 1]]),
+]
+
+
+def episodes_for(model: torch.nn.Module, family: str) -> list[Group]:
+    """Return groups of completions with one to three turns each. Those of one turn have no trajectory."""
+    g = torch.Generator().manual_seed(3)
+    groups, with_images = [], family in WITH_IMAGES
+    for text, grids, completions in TURNS:
+        group = make_group(model, family, text, grids if with_images else [], [len(turns) for turns in completions], g)
+        for i, turns in enumerate(completions):
+            turns = [turn if with_images or isinstance(turn, int) else (turn[0], []) for turn in turns]
+            if len(turns) > 1:
+                group.completions[i] = make_trajectory(model, group.prompt, turns, g)
+        groups.append(group)
+    return groups
+
+
+@pytest.mark.parametrize(("family", "keep"), [(family, i % 2 == 0) for i, family in enumerate(FAMILIES)])
+def test_several_turns_equal_the_plain_forward(family, keep, monkeypatch):
+    """What a model sees between its turns, with images, is in its place, and no such token is predicted."""
+    monkeypatch.setattr(forward, "LOGIT_ROWS", 3)
+    plain = build(family)
+    packed = copy.deepcopy(plain)
+    if not keep:
+        packed.train().gradient_checkpointing_enable({"use_reentrant": False})
+    groups = episodes_for(plain, family)
+    assert sum(bool(each.trajectory) for group in groups for each in group.completions) == 6
+    compare(plain, packed, groups, FAMILIES[family].bounds)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_an_image_token_that_the_model_has_sampled_is_no_image(family):
+    """Its log-probability and its embedding are those of any token; another with the same embedding stands in for it.
+
+    Images come before and after it, and its positions are those of text.
+    """
+    model, stand_in = build(family), 201
+    embedding = model.get_input_embeddings().weight.data
+    embedding[stand_in] = embedding[IMAGE]
+    group = make_group(model, family, 5, [(4, 4)], [], torch.Generator().manual_seed(0))
+    tokens, vision = random_image(model.config, 2, 4, torch.Generator().manual_seed(1))
+    seen = [7, VISION_START, *[IMAGE] * tokens, VISION_END, 8]
+    ids = torch.tensor([3, IMAGE, 5, *seen, IMAGE, IMAGE, 9])
+    sampled = torch.tensor([True] * 3 + [False] * len(seen) + [True] * 3)
+    completion = as_trajectory(model, group.prompt, ids, sampled, [vision])
+    assert completion.image_tokens == tokens and completion.ids.tolist() == [3, IMAGE, 5, IMAGE, IMAGE, 9]
+    want = plain_logprobs(model, group, completion, stand_in=stand_in)
+    enable_packed_forward(model)
+    got, _ = token_logprobs(model, pack([replace(group, completions=[completion])]))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
 def compare(plain: torch.nn.Module, packed: torch.nn.Module, groups: list[Group], bounds: tuple[float, float]) -> None:
     """Compare log-probabilities and gradients of a plain forward pass with those of a packed one in a copy."""
     enable_packed_forward(packed)
     batch = pack(groups)
     weights = torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(2))
 
-    want = torch.cat([plain_logprobs(plain, g, r.ids, temperature=0.7) for g in groups for r in g.completions])
+    want = torch.cat([plain_logprobs(plain, g, r, temperature=0.7) for g in groups for r in g.completions])
     got, entropy = token_logprobs(packed, batch, temperature=0.7)
     assert want.std() > 0.05, "the log-probabilities vary too little for a meaningful comparison"
     torch.testing.assert_close(got, want, atol=bounds[0], rtol=0)
@@ -119,11 +190,11 @@ def test_completions_do_not_see_each_other():
     assert torch.equal(before[first:], after[first:])
 
 
-@pytest.mark.parametrize("budget", [1, 20, 30, 50, 10_000])
+@pytest.mark.parametrize("budget", [1, 20, 30, 50, 70, 10_000])
 def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     model = build("qwen2_5_vl")
     enable_packed_forward(model)
-    groups = groups_for(model, "qwen2_5_vl", "text and images in one pack")
+    groups = groups_for(model, "qwen2_5_vl", "text and images in one pack") + episodes_for(model, "qwen2_5_vl")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
     batches = pack_groups(groups, budget)
@@ -159,7 +230,7 @@ def test_an_empty_completion_is_refused():
 
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_kept_image_features_stand_for_their_pixels(family):
-    """A frozen tower runs once per image.
+    """A frozen tower runs once per image, also for those of later turns.
 
     Its cached features give the same log-probabilities and gradients as the pixels.
     """
@@ -169,6 +240,9 @@ def test_kept_image_features_stand_for_their_pixels(family):
     groups = [make_group(model, family, 20, grids[i], [9, 4], g) for i in range(4)]
     for number, group in enumerate(groups):
         group.prompt.source = f"row {number}"
+    for group in groups[:2]:
+        group.completions[0] = make_trajectory(model, group.prompt, [2, (3, [(2, 2), (2, 4)]), 4, (1, []), 3], g)
+    prompts = [group.prompt for group in groups] + [group.completions[0].trajectory for group in groups[:2]]
     enable_packed_forward(model)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(False)
@@ -176,10 +250,10 @@ def test_kept_image_features_stand_for_their_pixels(family):
     want.sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     cache = {}
-    cache_image_features(Policy(model), [group.prompt for group in groups], cache, at_once=30_000)
-    assert len(cache) == 3
+    cache_image_features(Policy(model), prompts, cache, at_once=30_000)
+    assert len(cache) == 5
     vision_blocks(model)[0].forward = None  # from now on the tower must not run
-    cache_image_features(Policy(model), [group.prompt for group in groups], cache)
+    cache_image_features(Policy(model), prompts, cache)
     model.zero_grad()
     got, _ = token_logprobs(model, pack(groups))
     got.sum().backward()

@@ -1,7 +1,8 @@
 """vLLM as the sampler of tiny models: on a GPU, or without one in vLLM's CPU build (`./run.sh test --vllm`).
 
 Guards against: weights that a sync leaves out, prompts and pixels that vLLM sees otherwise than the trainer,
-completions that depend on more than their seeds, and log-probabilities that are not the trainer's.
+completions that depend on more than their seeds, log-probabilities that are not the trainer's, and episodes that wait
+for each other or compute again what they have seen.
 
     RECORD_VERSIONS=tests/vectors/gpu_versions.json python -m pytest tests/test_gpu.py tests/test_vllm.py
 
@@ -258,6 +259,72 @@ def test_family_through_vllm(family, tmp_path):
         record(family, "vllm", f"{worst:.4f}" if has_run else f"no: {message}")
     assert has_run, f"{message}\n{process.stderr[-6000:]}"
     assert worst < (0.005 if in_bfloat16 else TOLERANCE)
+
+
+# --- episodes of several turns ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_5_vl", "qwen3_vl"])
+def turns(request, tmp_path_factory) -> dict:
+    """Run tests/helpers/turns_worker.py and return its results."""
+    folder = tmp_path_factory.mktemp("turns")
+    model = save_tiny(request.param, folder / "model", wide_heads=not ON_GPU)
+    process = run("tests/helpers/turns_worker.py", model, "bfloat16" if ON_GPU else "float32", f"{folder}/out.json")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_sampler_and_trainer_agree_in_every_turn(turns):
+    assert len(turns["differences"]) == 4
+    assert max(turns["differences"]) < (0.005 if ON_GPU else TOLERANCE)
+    lengths = [rollout["turns"] for rollout in turns["rollouts"]]
+    images = [rollout["images"] for rollout in turns["rollouts"]]
+    assert sum(length == 4 for length in lengths) > 8, "too few episodes have all turns"
+    assert all(n == (sum(range(t)) if turns["with_images"] else 0) for n, t in zip(images, lengths))
+
+
+def test_no_episode_waits_for_the_turn_of_another(turns):
+    """The tool answers one episode's first turn only after another episode has taken three turns."""
+    assert not any(rollout["failed"] for rollout in turns["rollouts"]), "the slow answer never came"
+
+
+def test_a_turn_computes_only_what_is_new(turns):
+    """The keys of all full blocks of tokens are in the cache, and no image is encoded twice."""
+    assert len(turns["cached"]) > 30
+    assert all(cached == possible > 0 for cached, possible in turns["cached"])
+    if turns["with_images"]:
+        encoded, different = turns["encoded"]
+        assert encoded == different > 20
+
+
+def test_episodes_depend_on_their_seeds_alone(turns):
+    """Their requests arrive in another order, and a GPU may round otherwise in another batch."""
+    same = [one["ids"] == two["ids"] for one, two in zip(turns["rollouts"], turns["again"])]
+    assert all(same) or (ON_GPU and any(same))
+    if not ON_GPU:
+        assert turns["afterwards"] == turns["rollouts"][:8]
+
+
+def test_a_tool_that_hangs_or_raises_is_answered_in_text(turns):
+    plain, hanging, raising, many = (turns["bad"][i : i + 4] for i in range(0, 16, 4))
+    assert not any(rollout["failed"] for rollout in plain)
+    assert all(rollout["failed"] and rollout["answers"][0] == "error: took longer than 1 s" for rollout in hanging)
+    assert all(rollout["answers"][0].startswith("This was turn 1") for rollout in raising)
+    assert any("error: RuntimeError: the tool is broken" in rollout["answers"] for rollout in raising)
+    if turns["with_images"]:
+        assert all(rollout["answers"][0] == "error: 99 pictures are too many" for rollout in many)
+
+
+def test_an_error_in_a_turn_ends_the_run_and_leaves_the_engine_idle(turns):
+    """What the engine samples next does not depend on it."""
+    assert turns["refused"].startswith("UserError: row ")
+    assert turns["refused"].endswith("vLLM refuses a turn: too long")
+    assert turns["broken"] == "RuntimeError: broken"
+    assert "differ from the trainer's" in turns["other_ids"]
+    assert len(turns["afterwards"]) == 8
+
+
+# --- partial rollouts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_images", [False, True])

@@ -47,13 +47,13 @@ from policy.sharding import AFTER_UPDATE
 from training.run_folder import RunFolder, named_checkpoint
 
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
-# of updates depend on them, and nobody changes `loss_type` or `reward` within a run on purpose. Other settings, such as
-# the learning rate or β, may change; the changes are printed.
+# of updates depend on them, and nobody changes `loss_type`, `reward` or `env` within a run on purpose. Other settings,
+# such as the learning rate or β, may change; the changes are printed.
 ROW_SETTINGS = ("task", "data_weights", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
-UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward")
+UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model

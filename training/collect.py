@@ -26,6 +26,7 @@ from sampling.episodes import as_option
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
+from training.turns import turn_metrics
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
 """Returns the advantages, (groups, G) or (groups, G, L), given the rewards of groups and the weight of each reward."""
@@ -201,7 +202,8 @@ class Collector:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of what was collected after `step` steps."""
-        return sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format)
+        turns = turn_metrics(self.rollouts) if self.cfg.env else {}
+        return sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format) | turns
 
 
 def change(

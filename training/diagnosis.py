@@ -9,6 +9,7 @@ FIRST = 5  # steps that later ones are compared with; their mean evens out the l
 FALLEN = 10  # steps that a reward has to stay low; hard batches and slow starts are over by then
 MOST = 0.5  # of the completions
 NEAR_ZERO = 0.005  # nats per token; a tenth of the demo's, whose format fixes nearly every token
+FEW_CALLS = 0.05  # of the completions with an environment; a model that learns to call begins with more
 COLLAPSED, GROWN = 1 / 3, 2  # length relative to the first steps; healthy answers may become half as long
 NEARLY_ALL = 0.95  # of the held-out rows; above, no higher exact match can be expected
 
@@ -21,6 +22,8 @@ WARNINGS = {
     "length": "completions have gone from {before:.0f} to {now:.0f} tokens: look whether the scores gain by it, too",
     "entropy": "the entropy is near zero, so that completions hardly differ: if the scores are not good enough yet, "
     "start again with a lower --learning_rate or a higher --temperature",
+    "calls": "hardly any completion calls the environment ({calls:.0%} in the last {recent} steps, {called:.0%} in the "
+    "first ones): look at completions.html; if calls should pay, start from a model that makes them, or reward them",
     "reward": "the reward has stayed below half of its first steps' for {fallen} steps: the rate is too high. Start "
     "again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
     "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "
@@ -51,11 +54,14 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
         "cut off": always("completions/clipped_ratio", MOST, 1) and always("completions/format_rate", 0, MOST),
         "length": len(later) >= RECENT and (now < COLLAPSED * before or now > GROWN * before),
         "entropy": always("entropy", 0, NEAR_ZERO),
+        "calls": always("turns/with_call", 0, FEW_CALLS),
         "reward": falls and all(row["reward"] < half for row in later[-FALLEN:]) and half > 0,
         "memory": always("memory_flushes", 1, math.inf),
         "exact match": rises and len(scores) >= 3 and max(scores[1:]) <= scores[0] < NEARLY_ALL,
     }
     values = {"recent": RECENT, "fallen": FALLEN, "before": before, "now": now, "example": example}
+    for name, rows in (("called", first), ("calls", recent)):
+        values[name] = fmean(row.get("turns/with_call") or 0.0 for row in rows)
     return {name: line.format(**values) for name, line in WARNINGS.items() if holds[name]}
 
 

@@ -20,8 +20,13 @@ def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]
     """Return the spans of each completion of `group`, counted in its tokens. Those without a token are left out."""
     found = []
     for rollout, rewards in zip(group.rollouts, group.rewards):
-        starts = token_starts(rollout, group.prompt.opening, processor) if rewards.spans else []
-        tokens = [replace(s, start=bisect_left(starts, s.start), end=bisect_left(starts, s.end)) for s in rewards.spans]
+        first, last = 0, group.prompt
+        if last_turn := rollout.trajectory:  # rewards see the text of the last turn
+            first, last = len(rollout.ids) - last_turn.turn_lengths[-1], last_turn
+        of_text = replace(rollout, ids=rollout.ids[first:])
+        starts = token_starts(of_text, last.opening, processor) if rewards.spans else []
+        edges = [(first + bisect_left(starts, s.start), first + bisect_left(starts, s.end)) for s in rewards.spans]
+        tokens = [replace(span, start=start, end=end) for span, (start, end) in zip(rewards.spans, edges)]
         found.append(tuple(span for span in tokens if span.start < span.end))
     return found
 

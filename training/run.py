@@ -17,7 +17,7 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import RequestLimits, Sample
 from config import Config
-from data import Processor, load_processor, load_split, use_environment
+from data import Processor, load_split, processor_for
 from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
@@ -153,10 +153,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         raise UserError(
             "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"
         )
-    processor = load_processor(
-        cfg.model, cfg.task, cfg.template, cfg.min_pixels, cfg.max_pixels, cfg.max_side, cfg.chat_template_kwargs
-    )
-    processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
+    processor = processor_for(cfg)
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
     teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:

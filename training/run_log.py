@@ -27,7 +27,7 @@ from common.console import hide_credentials
 from common.errors import UserError
 from common.figures import thumbnail
 from common.files import atomic_write, git_commit, json_lines, read_jsonl
-from common.records import ScoredGroup
+from common.records import ScoredGroup, Trajectory
 from common.spans import of_completions
 from training import trackers
 from training.diagnosis import all_problems, problems
@@ -168,6 +168,7 @@ class RunLog:
                 "completions": [
                     {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
                     | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
+                    | ({"turns": _turns(r.trajectory)} if r.trajectory else {})
                     | self._advantage(r.ids, advantage)
                     for r, rewards, advantage in scored
                 ],
@@ -223,6 +224,15 @@ class RunLog:
             if not self.failure_reported:
                 console.log(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now")
             self.failure_reported = True
+
+
+def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
+
+    def shown(part: Any) -> dict[str, str]:
+        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part)}
+
+    return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
 
 
 def _finite(value: float) -> float | None:

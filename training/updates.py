@@ -26,6 +26,7 @@ from policy.sharding import AFTER_UPDATE, reduce_gradients, take_gradients, unsh
 from training import guards
 from training.balance import rebalance
 from training.metrics import Clock, update_metrics
+from training.turns import difference_by_turn
 
 PHASES = {"ref_logp": "reference", "teacher_logp": "teacher", "trainer_logp": "old_logp"}  # where time is counted
 
@@ -59,6 +60,7 @@ class Updater:
         self.skipped = 0  # consecutive updates skipped so far
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
+        self.by_turn: dict[str, float] = {}  # metrics of the turns of the current step
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
@@ -124,6 +126,8 @@ class Updater:
                 self.policy, self.micro_batch_tokens, lambda budget: self._accumulate(groups, budget, backward)
             )
             stats = distributed.reduce_stats(sums)
+        if self.cfg.env and not self.updates:
+            self.by_turn = difference_by_turn(groups, logps, self.cfg.max_turns)
         if self.updates and self.cfg.old_logp == "sampler":  # in later updates, the policy is no longer the sampler's
             stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
@@ -180,7 +184,7 @@ class Updater:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's updates."""
-        return update_metrics(self.updates, sum(self.clock.laps["train"]), bool(self.cfg.teacher))
+        return update_metrics(self.updates, sum(self.clock.laps["train"]), bool(self.cfg.teacher)) | self.by_turn
 
     def end_step(self, num_rounds: int) -> dict[str, float]:
         """End a step; return the learning rate of the next update as a metric.

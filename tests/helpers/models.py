@@ -18,7 +18,7 @@ from transformers.models.idefics3 import Idefics3VisionConfig
 
 from apps.demo import tiny
 from common.errors import UserError
-from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup
+from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup, Trajectory
 from data import Processor, encode_prompt, prompt_position_ids
 from policy import delta_net
 from policy.families import Vision, find_family
@@ -363,17 +363,72 @@ def random_image(config: transformers.PreTrainedConfig, h: int, w: int, g) -> tu
     return len(tiles) * blank.tokens, {"pixel_values": tiles}
 
 
-def plain_logprobs(model, group: Group, completion: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-probabilities (L,) of one completion of L tokens.
+def make_trajectory(model, prompt: Prompt, turns: list[int | tuple[int, list[tuple[int, int]]]], g) -> Completion:
+    """Return a completion of several turns that follow `prompt`, with random tokens and images.
 
-    They come from a plain forward pass of the unmodified model.
+    `turns` are, in order, how many tokens the model samples, and what it then sees: so many text tokens, after images
+    of these (height, width) in patches (see `make_group`).
     """
-    ids = torch.cat([group.prompt.ids, completion])[None]
-    inputs = dict(group.prompt.vision)
+
+    def random_tokens(n: int) -> Tensor:
+        return torch.randint(0, 200, (n,), generator=g)
+
+    ids, sampled, visions = [], [], []
+    for turn in turns:
+        parts = [random_tokens(turn if isinstance(turn, int) else turn[0])]
+        for h, w in () if isinstance(turn, int) else turn[1]:
+            tokens, vision = random_image(model.config, h, w, g)
+            visions.append(vision)
+            image = [torch.tensor([VISION_START]), torch.full((tokens,), IMAGE), torch.tensor([VISION_END])]
+            parts = [*parts[:-1], *image, parts[-1]]
+        ids += parts
+        sampled += [torch.full((len(part),), isinstance(turn, int)) for part in parts]
+    return as_trajectory(model, prompt, torch.cat(ids), torch.cat(sampled), visions)
+
+
+def as_trajectory(model, prompt: Prompt, ids: Tensor, sampled: Tensor, visions: list[dict[str, Tensor]]) -> Completion:
+    """Return a completion with these tokens (F,) after `prompt`, of which the model has `sampled` some, and images."""
+    trajectory = Trajectory(ids, [], prompt.position_ids, image_token=IMAGE, sampled=sampled, vision=joined(visions))
+    trajectory.image_digest = b"".join(vision["pixel_values"].numpy().tobytes() for vision in visions)
+    whole, is_image = whole_sequence(prompt, trajectory)
+    vision = joined([vision for vision in (prompt.vision, trajectory.vision) if vision])
+    positions = prompt_position_ids(model.model, whole, vision, is_image)
+    trajectory.position_ids = positions[:, len(prompt.ids) :]
+    return Completion(ids[sampled], torch.zeros(int(sampled.sum())), trajectory=trajectory)
+
+
+def whole_sequence(prompt: Prompt, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a prompt and what follows it, and which of them are those of images."""
+    whole = torch.cat([prompt.ids, trajectory.ids])
+    is_image = torch.cat([prompt.ids == prompt.image_token, (trajectory.ids == IMAGE) & ~trajectory.sampled])
+    return whole, is_image
+
+
+def joined(visions: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([vision[name] for vision in visions]) for name in (visions or [{}])[0]}
+
+
+def plain_logprobs(
+    model, group: Group, completion: Tensor | Completion, temperature: float = 1.0, stand_in: int = IMAGE
+) -> Tensor:
+    """Return the log-probabilities (L,) of one completion of L tokens, or of those that the model has sampled of it.
+
+    They come from a plain forward pass of the unmodified model. It reads the token `stand_in` where the model has
+    sampled an image token, for which it would expect an image.
+    """
+    prompt, seen = group.prompt, getattr(completion, "trajectory", None)
+    completion = getattr(completion, "ids", completion)
+    ids = torch.cat([prompt.ids, completion])[None]
+    is_image, predicted, vision = ids == prompt.image_token, torch.ones_like(completion).bool(), prompt.vision
+    if seen:
+        ids, is_image = (each[None] for each in whole_sequence(prompt, seen))
+        predicted, vision = seen.sampled, joined([each for each in (prompt.vision, seen.vision) if each])
+    inputs = dict(vision)
     if "image_grid_thw" in inputs:  # M-RoPE
-        inputs["mm_token_type_ids"] = (ids == group.prompt.image_token).int()
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
-    logp = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)
+        inputs["mm_token_type_ids"] = is_image.int()
+    read = torch.where((ids == IMAGE) & ~is_image, stand_in, ids)
+    logits = model(input_ids=read, attention_mask=torch.ones_like(ids), **inputs).logits[0] / temperature
+    logp = logits[len(prompt.ids) - 1 : -1][predicted].log_softmax(-1)
     return logp.gather(-1, completion[:, None])[:, 0]
 
 

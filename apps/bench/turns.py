@@ -1,0 +1,154 @@
+"""Measure steps whose completions have three turns, with a new picture after each of the first two.
+
+    python apps/bench/turns.py                                            # one GPU, 32 prompts x 8, Qwen2.5-VL-3B
+    python apps/bench/turns.py --shape tiny --prompts 2 --turn_tokens 8 --results runs   # CPU
+
+The model, the pictures and W1 are those of apps/bench/speed.py. In the same process, W1 is measured first, then steps
+with turns of exactly `--turn_tokens` tokens and crops of 448 pixels, which differ between episodes, then three plain
+rollouts of as many tokens. The update should take what its FLOPs predict at the MFU of W1's update: `of_prediction` is
+the time that it takes, in units of that. The results are written to docs/results/.
+"""
+
+import pathlib
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import speed
+
+import grpo
+from common import cli, console, distributed, plugins
+from common.records import Sampling
+from data import encode_prompts, load_split, processor_for
+from policy.model import cache_image_features
+from rollout import Engine
+from sampling.episodes import Episode
+from sampling.feed import Feed
+from training.prompt_stream import PromptStream
+from training.run import Run
+
+TURNS, W1_TOKENS = 3, 512
+
+
+@dataclass
+class Config:
+    """Measure steps with completions of three turns."""
+
+    shape: speed.Shape = "3b"
+    """Shape of the model; see apps/bench/speed.py."""
+    prompts: int = 32
+    """Number of prompts per step, over all processes."""
+    generations: int = 8
+    """Number of completions per prompt."""
+    turn_tokens: int = 170
+    """Number of tokens that are sampled in each turn."""
+    steps: int = 2
+    """Number of measured steps of W1 and of those with turns, each after one warm-up step."""
+    folder: str = "runs/bench"
+    """Folder for the model, the data and the runs."""
+    results: str = str(HERE.parents[1] / "docs" / "results")
+    """Folder for the JSON file with the results."""
+    flags: tuple[str, ...] = ()
+    """Further flags for grpo.py, as NAME=VALUE."""
+
+    def __post_init__(self) -> None:
+        speed.check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
+        if self.turn_tokens < 2:
+            raise ValueError("turn_tokens must be at least 2")
+        self.training_config("rows")
+
+    def training_config(self, data: str) -> grpo.Config:
+        """Return the settings of a run that has room for W1 and for all turns. Raises ValueError for bad `flags`."""
+        return speed.training_config(
+            self,
+            data,
+            env="crop",
+            max_turns=TURNS,
+            max_completion_length=max(W1_TOKENS, TURNS * self.turn_tokens),
+            max_prompt_length=1280,
+            beta=speed.WORKLOADS["W1"]["beta"],
+            max_steps=2 * (self.steps + 1),
+            report_every=1000,
+        )
+
+
+def force_turns(engine: Engine, tokens: int) -> None:
+    """Let every turn end after `tokens` tokens, as if the last one were a stop token."""
+    step, take = Episode.step, Feed.take
+
+    def full_step(self: Episode, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
+        return step(self, ids, logp, len(ids) == tokens, room)
+
+    def full_take(self: Feed, token: Tensor, logp: Tensor, running: Tensor, stopped: Tensor, room: Tensor) -> Tensor:
+        is_full = torch.tensor([len(turn) + 1 == tokens for turn in self.turns], device=stopped.device)
+        return take(self, token, logp, running, stopped | (running & is_full), room)
+
+    Episode.step, Feed.take = full_step, full_take  # type: ignore[method-assign]
+    if params := getattr(engine, "_params", None):  # vLLM's, of a request for one turn
+        engine._params = lambda sampling, n, seed, limit: params(sampling, n, seed, min(limit, tokens))
+
+
+def measure(run: Run, data: str, cfg: Config, name: str) -> dict[str, float]:
+    """Return the mean metrics of `cfg.steps` steps, with the environment of `run.cfg`, after a warm-up step."""
+    processor = processor_for(run.cfg)
+    run.collector.stream = PromptStream(load_split(run.cfg, data, "count", processor), processor, run.cfg.seed)
+    run.collector.position = 0
+    measured = [speed.take_step(run, f"{name} step {number}") for number in range(cfg.steps + 1)]
+    keys = [key for key in measured[-1] if "time" in key or "turn" in key or key in ("mfu", "memory_gib")]
+    keys += ["completions/mean_length", "sampling/logp_difference_mean"]
+    return {key: float(np.mean([metrics[key] for metrics in measured[1:]])) for key in keys}
+
+
+def plain_rollouts(run: Run, data: str, cfg: Config) -> float:
+    """Return the seconds of a plain rollout of one turn's tokens for each turn, with empty caches."""
+    processor, engine = processor_for(run.cfg), run.collector.engine
+    rows = distributed.shard(load_split(run.cfg, data, "count", processor)[: cfg.prompts])
+    prompts, seconds = encode_prompts(rows, processor), 0.0
+    cache_image_features(run.policy, prompts, {})
+    engine.wake_up()
+    for turn in range(TURNS):
+        engine.sync_weights(run.policy)
+        started = time.perf_counter()
+        seeds = range(turn * len(prompts), (turn + 1) * len(prompts))
+        engine.generate(prompts, [*seeds], Sampling(cfg.generations, cfg.turn_tokens))
+        seconds += time.perf_counter() - started
+    engine.sleep()
+    return seconds
+
+
+def show(results: dict[str, dict[str, float]]) -> None:
+    print(f"\n{'':34}" + "".join(f"{name:>12}" for name in results))
+    for key in sorted({key for result in results.values() for key in result}):
+        print(f"{key:34}" + "".join(f"{result.get(key, np.nan):12.4f}" for result in results.values()))
+
+
+def main(cfg: Config) -> None:
+    plugins.import_file(str(HERE / "crop.py"))
+    side = 84 if cfg.shape == "tiny" else 448
+    data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, cfg.prompts * (cfg.steps + 1))[side]
+    run = grpo.set_up(cfg.training_config(data))
+    engine = run.collector.engine
+    engine.stop = engine.stop[:0]
+    run.cfg.env, run.cfg.max_completion_length = None, W1_TOKENS
+    results = {"W1": measure(run, data, cfg, "W1")}
+    force_turns(engine, cfg.turn_tokens)
+    seconds = plain_rollouts(run, data, cfg)
+    run.cfg.env, run.cfg.max_completion_length = "crop", TURNS * cfg.turn_tokens
+    results["turns"] = turns = measure(run, data, cfg, "turns")
+    turns["of_prediction"] = results["W1"]["mfu"] / turns["mfu"]  # of the time/train that W1's MFU predicts
+    turns["time/plain_rollouts"] = seconds
+    turns["of_plain_rollouts"] = turns["time/rollout"] / seconds
+    if console.is_main():
+        report = speed.provenance() | {"settings": asdict(cfg), "workloads": results}
+        speed.write_report(report, cfg.results, "turns")
+        show(results)
+
+
+if __name__ == "__main__":
+    distributed.run(main, cli.parse(Config))

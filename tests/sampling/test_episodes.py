@@ -1,0 +1,289 @@
+"""Episodes without a sampler: what an environment may answer, and examples/zoom.py.
+
+Guards against: a faulty tool that ends a run, a reward that is not finite, control tokens in what a model sees, tokens
+made again from text, and limits that are exceeded.
+"""
+
+import json
+import math
+import resource
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from common import plugins
+from common.environments import ENVIRONMENTS, tool_call
+from data import encode_prompt, load_processor, use_environment
+from sampling.episodes import Episodes
+from tests.helpers.models import save_tiny
+from tests.helpers.rows import make_sample
+from tests.helpers.scripts import ROOT
+
+plugins.import_file(f"{ROOT}/examples/zoom.py")
+plugins.import_file(f"{ROOT}/tests/helpers/environments.py")
+zoom = ENVIRONMENTS["zoom"].reply
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model):
+    return load_processor(tiny_model, "count")
+
+
+def begin(processor, name: str, max_turns: int = 4, max_seen: int = 400, with_image: bool = True):
+    processor = use_environment(processor, name, max_turns, max_seen)
+    images = [Image.new("RGB", (84, 112), "navy")] if with_image else []
+    sample = make_sample("<image>?" if with_image else "?", "3", images, "row 1", {"none": None, "function": "f"})
+    return Episodes([sample], processor).begin(0, encode_prompt(sample, processor))
+
+
+def turn(episode, text: str, room: int = 100, end: str = "<|im_end|>") -> bool:
+    """Let the model say `text`. Return whether the episode goes on."""
+    tokenizer = episode.episodes.processor.tokenizer
+    ids = torch.tensor(tokenizer(text + end, add_special_tokens=False).input_ids)
+    return episode.step(ids, torch.zeros(len(ids)), bool(end), room)
+
+
+def seen(episode) -> str:
+    """Return what the model has seen after its last turn that was answered."""
+    return episode.trajectory.turns[-1].text
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("dict", "error: ValueError: it returned a dict; expected texts and images, or None"),
+        ("number", "error: ValueError: it returned a int; expected texts and images, or None"),
+        ("list", "error: ValueError: it returned a list; expected texts and images, or None"),
+        ("nan", "error: ValueError: its reward is nan; expected a finite number"),
+        ("inf", "error: ValueError: its reward is inf; expected a finite number"),
+        ("huge", "error: OverflowError: int too large to convert to float"),
+        ("large", "error: ValueError: its reward is 1e+300; expected a finite number"),
+        ("reward", "error: TypeError: float() argument must be"),
+        ("pixels", "error: ValueError: its pictures of 400 megapixels are too large"),
+        ("together", "error: ValueError: its pictures of 72 megapixels are too large"),
+        ("strip", "error: the image is 20000x60: one side is more than 200 times the other"),
+        ("thin", "error: the image is 1x300: one side is more than 200 times the other"),
+        ("many", "error: 9 pictures are too many"),
+        ("text", "error: ValueError: its answer of 10,000,000 characters is too long"),
+        ("long", "error: the answer has 2020 tokens, and there is room for "),
+        ("control", "error: the answer contains …, which would act as a control token"),
+        ("state", "error: TypeError: it has an open file"),
+        ("hang", "error: took longer than 0.3 s"),
+        ("exit", "error: its process died"),
+        ("kill", "error: its worker process died"),
+        ("!", "error: ValueError: no fault is called '!' … …"),
+    ],
+)
+def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, processor, monkeypatch):
+    """The next one works: the state is that from before."""
+    monkeypatch.setattr(rewards, "REWARD_TIMEOUT", 0.3 if fault == "hang" else 20)
+    episode = begin(processor, "faulty")
+    assert turn(episode, fault)
+    assert seen(episode).startswith(message)
+    assert (episode.trajectory.num_calls, episode.trajectory.num_failed, episode.reward) == (1, 1, 0.0)
+    assert turn(episode, "go on")
+    assert seen(episode).startswith("turn ") and len(episode.trajectory.turns) == 4
+    assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (2, 1)
+    assert math.isfinite(episode.rollout.env_reward) and not episode.trajectory.images
+    text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
+
+
+def test_a_state_may_hold_the_plugins_own_classes(processor):
+    """This process has other plugins, too, so that the module of this one has another name in the workers."""
+    episode = begin(processor, "faulty")
+    for number in (1, 2):
+        assert turn(episode, "own")
+        assert seen(episode) == f"{number} and {number}"
+
+
+def test_pictures_of_any_mode_are_fitted(processor):
+    episode = begin(processor, "faulty")
+    assert turn(episode, "picture")
+    (picture,) = episode.trajectory.images
+    assert (picture.mode, picture.size) == ("RGB", (56, 84))
+    assert episode.trajectory.num_failed == 0 and len(episode.trajectory.image_indices) == 6
+
+
+def test_a_model_without_a_vision_tower_is_told_that_it_gets_no_pictures(tmp_path):
+    processor = load_processor(save_tiny("qwen2_5", tmp_path), "count")
+    episode = begin(processor, "faulty", with_image=False)
+    assert turn(episode, "picture") and seen(episode) == "error: 1 pictures are too many"
+    assert turn(episode, "go on") and seen(episode) == "turn 2"
+
+
+def test_no_trajectory_is_longer_than_its_limits(processor):
+    """The environment is asked after the last turn, too, which may have a reward, but its answer is not seen."""
+    episode = begin(processor, "faulty", max_turns=2)
+    assert turn(episode, "go on") and not turn(episode, "go on")
+    assert len(episode.trajectory.turns) == 3 and episode.rollout.truncated
+    assert episode.trajectory.num_calls == 2 and episode.trajectory.turn_lengths == [6, 6]
+    for name, kwargs in (("room", {"room": 0}), ("stop", {"end": ""})):
+        episode = begin(processor, "faulty")
+        assert not turn(episode, "go on", **kwargs), name
+        assert episode.rollout.truncated and episode.rollout.text == "go on"
+    length = len(begin(processor, "faulty").prompt.ids)
+    for left, failed in ((10, 1), (39, 0), (60, 0)):  # "turn 1" takes 39 tokens with what is around it
+        episode = begin(processor, "faulty", max_seen=length + left)
+        assert turn(episode, "go on") == (left >= 39), left
+        assert (episode.trajectory.num_failed, episode.rollout.truncated) == (failed, left < 39)
+        assert int((~episode.trajectory.sampled).sum()) <= left
+
+
+def test_an_episode_ends_with_a_sampled_image_token(processor):
+    """A sampler that takes images would take it for one."""
+    episode = begin(processor, "faulty")
+    assert not turn(episode, "<|image_pad|>picture")
+    assert not len(episode.trajectory.image_indices) and episode.rollout.truncated
+
+
+def test_equal_pixels_in_another_shape_are_another_picture(processor):
+    """The features of a frozen tower are cached by this hash."""
+    episodes = []
+    for size in ((56, 84), (84, 56)):
+        episodes.append(begin(processor, "faulty"))
+        episodes[-1]._extend([], [], is_sampled=False, images=[Image.new("RGB", size)])
+    assert len({each.trajectory.image_digest for each in episodes}) == 2
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_never_made_again_from_text(processor):
+    """Two tokens that the tokenizer would have merged, and bytes that are no character, stay as they were sampled."""
+    base = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+    base["model"]["vocab"]["ab"] = 300
+    base["model"]["merges"] = [["a", "b"]]
+    tokenizer = type(processor.tokenizer)(
+        tokenizer_object=type(processor.tokenizer.backend_tokenizer).from_str(json.dumps(base)),
+        eos_token="<|im_end|>",
+        chat_template=processor.tokenizer.chat_template,
+    )
+    episode = begin(replace(processor, tokenizer=tokenizer), "faulty", with_image=False)
+    letters = [tokenizer.convert_tokens_to_ids(token) for token in "ab"]
+    half, end = tokenizer("é").input_ids[:1], [tokenizer.eos_token_id]
+    ids = torch.tensor(letters + half + end)
+    assert tokenizer(tokenizer.decode(ids)).input_ids != ids.tolist()
+    assert episode.step(ids, torch.arange(4.0), True, 100) and episode.step(ids, torch.arange(4.0), True, 100)
+    rollout = episode.rollout
+    assert rollout.ids.tolist() == ids.tolist() * 2 and rollout.sampling_logp.tolist() == [0, 1, 2, 3] * 2
+    assert rollout.trajectory.ids[:4].tolist() == ids.tolist()
+    assert rollout.trajectory.engine_ids == rollout.trajectory.ids.tolist()
+    chat = tokenizer.decode(rollout.trajectory.ids[4:-4])
+    assert chat.startswith("\n<|im_start|>user\nerror: ") and chat.count("<|im_end|>\n<|im_start|>assistant\n") == 1
+
+
+def test_what_a_model_sees_follows_its_stop_token(processor):
+    """If that is not the one of the chat template, the template's follows it."""
+    texts = []
+    for end in ("<|im_end|>", "<|endoftext|>"):
+        episode = begin(processor, "faulty")
+        assert turn(episode, "go on", end=end)
+        texts.append(processor.tokenizer.decode(episode.trajectory.ids))
+    assert texts[0] == "go on<|im_end|>\n<|im_start|>user\nturn 1<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[1] == texts[0].replace("go on", "go on<|endoftext|>")
+
+
+# --- zoom -------------------------------------------------------------------------------------------------------------
+
+PICTURE = Image.linear_gradient("L").resize((400, 200)).convert("RGB")
+
+
+def call(arguments: object, name: str = "zoom") -> str:
+    return f"I look.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def zoomed(text: str, extent: tuple[int, int]) -> Image.Image | None:
+    return zoom(text, {}, [PICTURE], [extent], answer="3")
+
+
+@pytest.mark.parametrize("extent", [(1000, 1000), (56, 28)], ids=["qwen3_vl", "qwen2_5_vl"])
+def test_zoom_cuts_the_part_in_the_coordinates_of_the_family(extent):
+    """By hand: the right half, from a quarter of the height down."""
+    width, height = extent
+    part = zoomed(call({"x1": width / 2, "y1": height / 4, "x2": width, "y2": height}), extent)
+    want = PICTURE.crop((200, 50, 400, 200)).resize((448, 336))
+    assert part.size == (448, 336) and list(part.getdata()) == list(want.getdata())
+    whole = zoomed(call({"x1": 0, "y1": 0, "x2": width, "y2": height}), extent)
+    assert whole.size == (448, 224)
+    assert zoomed("It is 3.", extent) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_environment_gets_the_extents_of_the_family(family, tiny_model, tiny_qwen3_vl, monkeypatch):
+    """Qwen2.5-VL counts the pixels of the fitted image, and Qwen3-VL to 1000. The picture itself is not fitted."""
+    path = tiny_model if family == "qwen2_5_vl" else tiny_qwen3_vl
+    processor = use_environment(load_processor(path, "count", max_side=112), "zoom", 4, 400)
+    sample = make_sample("<image>?", "3", [PICTURE], "row 1")
+    episode = Episodes([sample], processor).begin(0, encode_prompt(sample, processor))
+    calls = []
+    monkeypatch.setattr(episode.episodes, "ask", lambda state, fields: calls.append(fields) or (None, 0.0, state))
+    assert not turn(episode, "3")
+    assert calls[0]["extents"] == [(112, 56) if family == "qwen2_5_vl" else (1000, 1000)]
+    assert calls[0]["images"][0].size == (400, 200)
+    assert (calls[0]["question"], calls[0]["answer"], calls[0]["text"]) == ("?", "3", "3")
+
+
+BOX = {"x1": 0, "y1": 0, "x2": 9, "y2": 9}
+NEEDS = "zoom needs numbers with 0 <= x1 < x2 <= 56 and 0 <= y1 < y2 <= 28"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *[(call(BOX | {"x1": value}), NEEDS) for value in (-1, 9, 10, math.nan, -math.inf, "0", True, None, [0], {})],
+        *[(call(BOX | {"y2": value}), NEEDS) for value in (29, 1e400, 10**400, 1e30, -0.5)],
+        (call({"x1": 0, "y1": 0, "x2": 9}), NEEDS),
+        (call({}), NEEDS),
+        (call([1, 2, 3, 4]), "a call is JSON: "),
+        ('<tool_call>{"name": "zoom"}</tool_call>', "a call is JSON: "),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is JSON: "),
+        ("<tool_call>zoom(0, 0, 9, 9)</tool_call>", "a call is JSON: "),
+        ("<tool_call></tool_call>", "a call is JSON: "),
+        ("<tool_call>" + "[" * 100_000, "a call is JSON: "),
+        ('<tool_call>{"name": "zoom", "arguments": {"x1": ' + "9" * 5000, "a call is JSON: "),
+        (call(BOX) * 2, "one call at a time"),
+        (call(BOX, "crop"), "there is no tool 'crop', only zoom"),
+    ],
+)
+def test_a_call_that_zoom_cannot_answer_is_explained(text, message):
+    with pytest.raises(ValueError) as error:
+        zoomed(text, (56, 28))
+    assert str(error.value).startswith(message)
+
+
+def test_a_row_without_a_picture_is_explained():
+    with pytest.raises(ValueError, match=r"^there is no picture$"):
+        zoom(call(BOX), {}, [], [])
+
+
+def test_zoom_answers_a_model(processor):
+    """The thinnest part is one that the model cannot see, which it is told."""
+    episode = begin(processor, "zoom", max_seen=900)
+    assert "zoom" in processor.tokenizer.decode(episode.prompt.ids), "the system prompt describes the tool"
+    assert turn(episode, call({"x1": 0, "y1": 0, "x2": 42, "y2": 56}))
+    assert [image.size for image in episode.trajectory.images] == [(336, 448)]
+    assert not turn(episode, "A photo of 3 circles")
+    assert not episode.rollout.truncated and episode.rollout.text == "A photo of 3 circles"
+    assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (1, 0)
+
+
+def test_a_thin_part_is_explained(processor):
+    wide = make_sample("<image>?", "3", [Image.new("RGB", (1000, 10))], "row 1")
+    own = use_environment(processor, "zoom", 4, 900)
+    episode = Episodes([wide], own).begin(0, encode_prompt(wide, own))
+    width, _ = episode.prompt.images[0].size
+    assert turn(episode, call({"x1": 0, "y1": 0, "x2": width, "y2": 0.1}))
+    assert "one side is more than 200 times the other" in seen(episode)
+
+
+def test_arguments_are_data():
+    text = '<tool_call>{"name": "zoom", "arguments": {"x1": "__import__(\'os\').getpid()"}}'
+    assert tool_call(text) == ("zoom", {"x1": "__import__('os').getpid()"})
