@@ -267,10 +267,10 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
 
 def fine_tune(folder: pathlib.Path, rows: pathlib.Path, **flags: Any) -> None:
     """Fine-tune the model in `folder` on the file `rows`, which is then deleted, with sft.py and further `flags`."""
-    flags |= dict(model=folder / "model", data=rows, output=folder / "sft", prompts_per_step=48)
-    flags |= dict(max_completion_length=64, learning_rate=2e-3, lr_schedule="linear", warmup=20, weight_decay=0.01)
-    flags |= dict(save_every=0, report_every=0)
-    command = [sys.executable, "sft.py", "--train_vision", *(f"--{name}={value}" for name, value in flags.items())]
+    settings = dict(model=folder / "model", data=rows, output=folder / "sft", prompts_per_step=48)
+    settings |= dict(max_completion_length=64, learning_rate=2e-3, lr_schedule="linear", warmup=20, weight_decay=0.01)
+    settings |= dict(save_every=0, report_every=0) | flags
+    command = [sys.executable, "sft.py", "--train_vision", *(f"--{name}={value}" for name, value in settings.items())]
     with (folder / "warm_start.txt").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while process.poll() is None:

@@ -3,7 +3,7 @@
     python -m apps.demo.zoom --output runs/tiny/zoom-0
 
 The picture has 336 x 336 pixels, and the model sees it at 42 x 42, where the scan of a handwritten digit is a blob of
-four pixels. The tool of examples/zoom.py enlarges a part of it. The model is that of `tiny.py` with smaller patches,
+five pixels. The tool of examples/zoom.py enlarges a part of it. The model is that of `tiny.py` with smaller patches,
 and with whole numbers and the text between them as tokens. Its warm start teaches it to call the tool in the right form
 at random places, and to read what it then sees. Where to look is left to GRPO.
 
@@ -22,15 +22,15 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from apps.demo import tiny
-from common import cli
+from common import cli, plugins
 from common.errors import require
-from examples.zoom import zoom
 
+zoom = plugins.import_file(str(tiny.ROOT / "examples" / "zoom.py")).zoom
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
-SIZE, SCAN, JITTER = 336, 32, 8  # sides of the picture and of the scan in it; how far it is from its cell's centre
+SIZE, SCAN, JITTER = 336, 40, 8  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges
 CELLS = [(x, y) for y in range(0, SEEN, PART) for x in range(0, SEEN, PART)]  # their corners
-AIMED = 0.8  # how often a part that the warm start reads shows the digit
+AIMED = 0.9  # how often a part that the warm start reads shows the digit
 QUESTION = "Which digit is it?"
 TOOLS = "Tools: zoom(x1, y1, x2, y2)"  # as the chat template writes the schema of examples/zoom.py
 CHAT_TEMPLATE = (
@@ -141,6 +141,7 @@ def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Gener
         turns = [{"role": "assistant", "content": call(*cell)}, {"role": "user", "content": "<image>"}]
         seen = digit if cell == row["cell"] else int(rng.integers(10))
         yield chat([tools, question, *turns], reply(seen), image, part)
+        yield chat([question], reply(seen), part)
 
 
 def build(cfg: Config, folder: pathlib.Path) -> None:
@@ -155,7 +156,7 @@ def build(cfg: Config, folder: pathlib.Path) -> None:
     model = tiny.build_model(tokenizer, cfg.seed, patch_size=7)
     tiny.save(model, tokenizer, folder / "model")
     flags = dict(template="recipes/zoom.jinja", min_pixels=SEEN**2, max_pixels=SEEN**2)
-    tiny.fine_tune(folder, chats, seed=cfg.seed, max_steps=cfg.steps, **flags)
+    tiny.fine_tune(folder, chats, seed=cfg.seed, max_steps=cfg.steps, lr_schedule="cosine", **flags)
     print(f"built a model with {model.num_parameters() / 1e6:.1f} M parameters and its data")
 
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from apps.demo.zoom import SEEN, SIZE
-from common import cli, plugins
+from common import cli
 from common.environments import tool_call
 from common.figures import save_figure
 from common.records import Rollout, Sample, Sampling
@@ -40,6 +40,12 @@ class Config:
     """Held-out rows."""
     output: str
     """PNG file to write."""
+
+
+def processor_of(model: str) -> Processor:
+    """Return the processor of a model of this demo, with the tool."""
+    processor = load_processor(model, "vqa", "recipes/zoom.jinja", min_pixels=SEEN**2, max_pixels=SEEN**2)
+    return use_environment(processor, "zoom", max_turns=2, max_seen=96)
 
 
 def sample_episodes(model: str, samples: Sequence[Sample], processor: Processor) -> list[Rollout]:
@@ -69,9 +75,7 @@ def draw(panels: Sequence[Any], title: str, sample: Sample, episode: Rollout) ->
 
 
 def main(cfg: Config) -> None:
-    plugins.load("examples/zoom.py")
-    processor = load_processor(cfg.after, "vqa", "recipes/zoom.jinja", min_pixels=SEEN**2, max_pixels=SEEN**2)
-    processor = use_environment(processor, "zoom", max_turns=2, max_seen=96)
+    processor = processor_of(cfg.after)
     samples = load_samples(cfg.data, "vqa", processor=processor)[:ROWS]
     before, after = (sample_episodes(model, samples, processor) for model in (cfg.before, cfg.after))
     right = [[vqa_reward(each.text, row.answer) == 1 for each, row in zip(e, samples)] for e in (before, after)]
