@@ -1,5 +1,6 @@
 """Jinja templates: those that users give (`--template`, `--verifier_template`), and the chat template of a model."""
 
+import functools
 import json
 import pathlib
 import re
@@ -59,6 +60,7 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     return variables
 
 
+@functools.cache  # an environment's answers ask again and again
 def variable_names(chat_template: str) -> set[str]:
     """Return the names of the variables that a chat template uses."""
     standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja

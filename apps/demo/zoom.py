@@ -27,11 +27,11 @@ from common.errors import require
 
 zoom = plugins.import_file(str(tiny.ROOT / "examples" / "zoom.py")).zoom
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
-SIZE, SCAN, JITTER = 336, 40, 8  # sides of the picture and of the scan in it; how far it is from its cell's centre
+SIZE, SCAN, JITTER = 336, 44, 6  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges
 CELLS = [(x, y) for y in range(0, SEEN, PART) for x in range(0, SEEN, PART)]  # their corners
 AIMED = 0.9  # how often a part that the warm start reads shows the digit
-QUESTION = "Which digit is it?"
+QUESTION, WHERE, NOTHING = "Which digit is it?", "Where is the digit?", "nothing"
 TOOLS = "Tools: zoom(x1, y1, x2, y2)"  # as the chat template writes the schema of examples/zoom.py
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}"
@@ -51,7 +51,7 @@ class Config:
     """Seed for the pictures, the weights and the batches."""
     pictures: int = 4096
     """Number of pictures to train on."""
-    steps: int = 400
+    steps: int = 480
     """Number of warm-start steps, each with a batch of 48 rows."""
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ def call(x: int, y: int) -> str:
     return f"<tool_call>{json.dumps({'name': 'zoom', 'arguments': part})}</tool_call>"
 
 
-def reply(digit: int) -> str:
-    """Return the answer that names `digit`."""
-    return f"<think>I see a {digit}.</think><answer>{digit}</answer>"
+def reply(answer: object) -> str:
+    """Return a reply with this answer."""
+    return f"<think>I see {answer}.</think><answer>{answer}</answer>"
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -77,8 +77,8 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r" ?\b\d+"), "isolated"), pieces])
-    texts = [QUESTION, f"system\n{TOOLS}", "user\n", "assistant\n"]
-    texts += [reply(digit) for digit in range(10)] + [call(n, n) for n in range(SEEN + 1)]
+    texts = [QUESTION, WHERE, f"system\n{TOOLS}", "user\n", "assistant\n", reply(NOTHING)]
+    texts += [text for n in range(SEEN + 1) for text in (reply(n), reply(f"{n}, {n}"), call(n, n))]
     symbols = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=symbols, show_progress=False))
     return tiny.with_special_tokens(tokenizer, CHAT_TEMPLATE)
@@ -119,27 +119,31 @@ def write_pictures(folder: pathlib.Path, scans: np.ndarray, number: int, rng: np
 def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     """Yield chats about the pictures in `folder`: calls, what is read after a call, and answers without the tool.
 
-    A call is at a random place, whatever the picture shows. If the part that was enlarged does not show the digit, the
-    answer is a random one. The parts are written to parts/.
+    A call is at a random place, whatever the picture shows. If the part that was enlarged, which is written to parts/,
+    does not show the digit, the answer is `NOTHING`. In chats without the tool, the model learns to say where a digit
+    is, as pretrained models can, and, for comparison, which it is.
     """
     (folder / "parts").mkdir()
     places = rng.integers(len(CELLS), size=len(rows)).tolist()  # drawn before anything that depends on a picture
     tools, question = {"role": "system", "content": TOOLS}, {"role": "user", "content": f"<image>{QUESTION}"}
+    where = {"role": "user", "content": f"<image>{WHERE}"}
 
     def chat(turns: list[dict], answer: str, *images: str) -> dict[str, Any]:
         return {"messages": [*turns, {"role": "assistant", "content": answer}], "images": images}
 
     for i, row in enumerate(rows):
-        (image,), part, digit = row["images"], f"parts/{i:04d}.png", int(row["answer"])
+        (image,), part, digit = row["images"], f"parts/{i:04d}.png", row["answer"]
         if i % 4 == 0:
             yield chat([tools, question], call(*CELLS[places[i]]), image)
         if i % 4 == 1:
             yield chat([question], reply(digit), image)
+        if i % 2 == 0:
+            yield chat([where], reply("{}, {}".format(*row["cell"])), image)
         cell = row["cell"] if rng.random() < AIMED else CELLS[rng.integers(len(CELLS))]
         enlarged = zoom(call(*cell), {}, [Image.open(folder / image)], [(SEEN, SEEN)])
         enlarged.resize((SEEN, SEEN), Image.Resampling.BICUBIC).save(folder / part)
         turns = [{"role": "assistant", "content": call(*cell)}, {"role": "user", "content": "<image>"}]
-        seen = digit if cell == row["cell"] else int(rng.integers(10))
+        seen = digit if cell == row["cell"] else NOTHING
         yield chat([tools, question, *turns], reply(seen), image, part)
         yield chat([question], reply(seen), part)
 
