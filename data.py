@@ -90,6 +90,18 @@ class Processor:
         """The token that stands for an image; −1 if the model is text-only."""
         return self.tokenizer.convert_tokens_to_ids(self.family.vision.token) if self.family.vision else -1
 
+    @functools.cached_property
+    def reply_role(self) -> str:
+        """Whose turn an environment's answer is: the tool's or, if the chat template changes that, the user's."""
+        image = self.family.vision.token if self.family.vision else ""
+        answer: list[str | ImageSource | None] = ['an "answer"\nof two lines', *([None] if image else [])]
+        try:
+            turns = [Turn("user", ["question"]), Turn("assistant", ["call"]), Turn("tool", answer)]
+            chat = write_chat(turns, self.tokenizer, self.chat_variables)
+        except ValueError:
+            return "user"
+        return "tool" if "tools" in variable_names(self.tokenizer.chat_template) and image in chat else "user"
+
     def vision_inputs(self, images: list[Image.Image]) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for `images`, which are fitted already."""
         prepared = self.image_processor(images=images, return_tensors="pt", **self.preparation.options)
@@ -316,8 +328,8 @@ def encode_reply(
     """Return the sampler's token ids of what a model sees between two turns, and what opens the second (`opening`).
 
     It is what the chat template writes after the model's turn, whose last token is `last`: its end, unless that is
-    `last`, a turn with `content` of the tool or, if the template knows no tools, of the user, and how the next turn
-    begins. Raises ValueError if a text contains a control token, or if the template refuses the turns.
+    `last`, a turn with `content` (`Processor.reply_role`), and how the next turn begins. Raises ValueError if a text
+    contains a control token, or if the template refuses the turns.
     """
     text, mark = "".join(piece for piece in content if isinstance(piece, str)), "the answer"
     for token in processor.control_tokens:
@@ -325,8 +337,7 @@ def encode_reply(
             raise ValueError(f"the answer contains {token}, which would act as a control token")
     while mark in text:
         mark += "."
-    role = "tool" if "tools" in variable_names(processor.tokenizer.chat_template) else "user"
-    turns = [*_turns(sample, processor), Turn("assistant", [mark]), Turn(role, content)]
+    turns = [*_turns(sample, processor), Turn("assistant", [mark]), Turn(processor.reply_role, content)]
     after = write_chat(turns, processor.tokenizer, processor.chat_variables).rpartition(mark)[2]
     ids = processor.tokenizer(after, add_special_tokens=False).input_ids
     if ids.count(processor.image_token_id) != sum(not isinstance(piece, str) for piece in content):

@@ -188,7 +188,8 @@ ENGINES = {  # "auto" takes the first that can run
 class VLLMEngine:
     """vLLM inside the training process, with weights from the trainer before every step.
 
-    A prompt is one request for all its completions or, with partial rollouts, one request per completion.
+    A prompt is one request for all its completions. With partial rollouts, each completion is a request, and with an
+    environment each turn (sampling/vllm_episodes.py).
 
     vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
     frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
@@ -400,7 +401,7 @@ class VLLMEngine:
     def _take_turns(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
     ) -> list[list[Rollout]]:
-        """Sample episodes, each turn in a request of its own. vLLM gets all their images, and no features."""
+        """Sample episodes. vLLM gets all their images, and no features, which those of answers have only later."""
         plain = [replace(prompt, features=None) for prompt in prompts]
         if not self.pixels_checked and any(map(self._sends_images, plain)):
             self._generate(plain, seeds, Sampling(1, 1))  # this checks the pixels

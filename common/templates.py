@@ -60,7 +60,7 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
     return variables
 
 
-@functools.cache  # an environment's answers ask again and again
+@functools.cache
 def variable_names(chat_template: str) -> set[str]:
     """Return the names of the variables that a chat template uses."""
     standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja

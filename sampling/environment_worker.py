@@ -36,7 +36,9 @@ def take_turn(
         raise ValueError(f"it returned a {type(reply.content).__name__}; expected texts and images, or None")
     if (length := sum(len(part) for part in content if isinstance(part, str))) > max_text:
         raise ValueError(f"its answer of {length:,} characters is too long")
-    pixels = sum(part.width * part.height for part in content if isinstance(part, Image.Image))
-    if pixels > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
+    sizes = [part.width * part.height for part in content if isinstance(part, Image.Image)]
+    if 0 in sizes:
+        raise ValueError("its picture has no pixels")
+    if (pixels := sum(sizes)) > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
         raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
     return content, reward, pickle.dumps(own)

@@ -89,6 +89,7 @@ class Episode:
         self.reward, self.text = 0.0, ""
         self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
         self.logp = torch.empty(0)  # of the sampled tokens
+        self.vision: list[dict[str, Tensor]] = []  # the inputs of the vision tower for each answer with images
         self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
         none = torch.empty(0, dtype=torch.long)
         positions, sampled = prompt.position_ids[:, :0], none.bool()
@@ -156,7 +157,12 @@ class Episode:
         if num_images > (MAX_IMAGES if processor.preparation else 0):
             return f"{num_images} pictures are too many"
         try:
-            fitted = [part if isinstance(part, str) else fit_image(part, processor.preparation.fit) for part in content]
+            fitted = [
+                part.encode(errors="replace").decode()  # no tokenizer takes half of a surrogate pair
+                if isinstance(part, str)
+                else fit_image(part, processor.preparation.fit)
+                for part in content
+            ]
             images = [part for part in fitted if isinstance(part, Image.Image)]
             engine_ids, opening = encode_reply(self.sample, [*fitted], last, processor)
         except ValueError as error:
@@ -167,39 +173,38 @@ class Episode:
             return f"the answer has {len(ids)} tokens, and there is room for {left}"
         trajectory.opening = opening
         trajectory.turns.append(Turn("tool", [*fitted]))
-        self._extend(ids, engine_ids, is_sampled=False, images=images)
+        self._extend(ids, engine_ids, is_sampled=False)
+        trajectory.images = [*trajectory.images, *images]
+        vision = processor.vision_inputs(images) if images else {}
+        self.vision += [vision] if images else []
+        positions = self._position_ids()[:, -len(ids) :]
+        self.added = Prompt(torch.tensor(ids), engine_ids, positions, images, vision, self.prompt.source)
         return None
 
-    def _extend(
-        self, ids: list[int], engine_ids: list[int], is_sampled: bool, images: Sequence[Image.Image] = ()
-    ) -> None:
-        """Add tokens to the trajectory, and the `images` that are among them."""
-        processor, trajectory, prompt = self.episodes.processor, self.trajectory, self.prompt
+    def _extend(self, ids: list[int], engine_ids: list[int], is_sampled: bool) -> None:
+        """Add tokens to the trajectory."""
+        trajectory = self.trajectory
         trajectory.ids = torch.cat([trajectory.ids, torch.tensor(ids)])
         trajectory.engine_ids = trajectory.engine_ids + engine_ids
         trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
-        vision = processor.vision_inputs([*images]) if images else {}
-        if images:
-            trajectory.images = [*trajectory.images, *images]
-            trajectory.vision = concatenate([trajectory.vision, vision])
-            trajectory.image_digest = digest_of(trajectory.images)
+
+    def _position_ids(self) -> Tensor:
+        """Return the position ids (R, F) of the trajectory, by the model's own rule over the whole sequence."""
+        prompt, trajectory = self.prompt, self.trajectory
         whole = torch.cat([prompt.ids, trajectory.ids])
         is_image = torch.zeros(len(whole), dtype=torch.bool)
         is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        all_vision = concatenate([prompt.vision, trajectory.vision])
-        positions = prompt_position_ids(processor.skeleton, whole, all_vision, is_image)
-        trajectory.position_ids = positions[:, len(prompt.ids) :]
-        self.added = Prompt(torch.tensor(ids), engine_ids, positions[:, -len(ids) :], [*images], vision, prompt.source)
+        grids = [each["image_grid_thw"] for each in [prompt.vision, *self.vision] if "image_grid_thw" in each]
+        vision = {"image_grid_thw": torch.cat(grids)} if grids else {}
+        return prompt_position_ids(self.episodes.processor.skeleton, whole, vision, is_image)[:, len(prompt.ids) :]
 
     @property
     def rollout(self) -> Rollout:
-        """What was sampled in all turns."""
-        ids = self.trajectory.ids[self.trajectory.sampled]
-        trajectory, reward = self.trajectory, self.reward
-        return Rollout(ids, self.logp, self.is_truncated, self.text, trajectory=trajectory, env_reward=reward)
-
-
-def concatenate(inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Join inputs of the vision tower, of which some may be empty."""
-    given = [each for each in inputs if each]
-    return {name: torch.cat([each[name] for each in given]) for name in given[0]} if given else {}
+        """What was sampled in all turns, with all of the trajectory, once the episode is over."""
+        trajectory = self.trajectory
+        trajectory.position_ids = self._position_ids()
+        if trajectory.images:
+            trajectory.vision = {name: torch.cat([each[name] for each in self.vision]) for name in self.vision[0]}
+            trajectory.image_digest = digest_of(trajectory.images)
+        ids, end = trajectory.ids[trajectory.sampled], self.is_truncated
+        return Rollout(ids, self.logp, end, self.text, trajectory=trajectory, env_reward=self.reward)

@@ -67,12 +67,11 @@ class Feed:
                 if stopped[b] or not room[b]:
                     ended.append(b)
         with ThreadPoolExecutor(THREADS) as pool:
-            lengths = [len(self.episodes[b].trajectory.ids) + len(self.turns[b]) for b in ended]
             go_on = list(pool.map(lambda b: self._end_turn(b, bool(stopped[b]), int(room[b])), ended))
         over = stopped.clone()
-        for b, length, goes_on in zip(ended, lengths, go_on):
+        for b, goes_on in zip(ended, go_on):
             over[b] = not goes_on
-            self.waiting[b] += self._answer(self.episodes[b], length) if goes_on else ()
+            self.waiting[b] += self._answer(self.episodes[b]) if goes_on else ()
         return over
 
     def _end_turn(self, b: int, stopped: bool, room: int) -> bool:
@@ -81,14 +80,12 @@ class Feed:
         self.turns[b] = []
         return self.episodes[b].step(torch.tensor(ids), torch.tensor(logps), stopped, room)
 
-    def _answer(self, episode: Episode, start: int) -> list[Fed]:
-        """Return the tokens of an episode's trajectory from `start` on."""
-        trajectory = episode.trajectory
-        features = iter(self.features_of(episode.added.vision) if episode.added.vision else ())
-        is_image = torch.zeros(len(trajectory.ids), dtype=torch.bool)
-        is_image[trajectory.image_indices] = True
+    def _answer(self, episode: Episode) -> list[Fed]:
+        """Return the tokens that an episode's last step has added for the model to see."""
+        added = episode.added
+        features = iter(self.features_of(added.vision) if added.vision else ())
+        image_token = episode.trajectory.image_token
         return [
-            Fed(token, trajectory.position_ids[:, i], next(features) if is_image[i] else None)
-            for i, token in enumerate(trajectory.ids.tolist())
-            if i >= start
+            Fed(token, position, next(features) if token == image_token else None)
+            for token, position in zip(added.ids.tolist(), added.position_ids.T)
         ]

@@ -4,20 +4,24 @@ No episode waits for another one's turn: while threads prepare prompts and let e
 others. It computes only what is new in a turn. The rest is in its caches, tokens and images.
 """
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from common.errors import UserError
 from common.records import Prompt
+from sampling.continuation import PAUSE_EVERY
 from sampling.episodes import Episode
 from sampling.vllm_checks import check_expansion
 
 THREADS = 16
+GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
 Index = tuple[int, int]  # of a prompt, and of an episode in its group
 
 
@@ -48,8 +52,10 @@ class EpisodeLoop:
         try:
             for i in sorted(range(len(self.groups)), key=lambda i: -self.groups[i][0].prompt.expected_length):
                 self._submit(pool, self._begin, i)
-            while self.in_threads or self.engine.has_unfinished_requests():
-                self._add_what_is_ready()
+            for iteration in itertools.count():
+                self._add_what_is_ready(iteration)
+                if not (self.in_threads or self.engine.has_unfinished_requests()):
+                    break
                 for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
                     if output.finished:
                         self._submit(pool, self._take_turn, *map(int, output.request_id.split()), output)
@@ -61,19 +67,34 @@ class EpisodeLoop:
         self.in_threads += 1
         pool.submit(*call).add_done_callback(self.ready.put)
 
-    def _add_what_is_ready(self) -> None:
-        """Add the requests of prepared turns. Wait for some if vLLM has nothing else to do."""
+    def _add_what_is_ready(self, iteration: int) -> None:
+        """Add the requests of prepared turns. If vLLM has nothing else to do, wait for some, and for others shortly.
+
+        An iteration in which a request begins takes several times as long as one that only decodes. Therefore, requests
+        are added together, every few iterations.
+        """
+        is_busy = self.engine.has_unfinished_requests()
+        until = time.monotonic() + (0 if is_busy else GATHER)
+        while self.in_threads and not (is_busy and iteration % PAUSE_EVERY):
+            may_wait = max(0.0, until - time.monotonic()) if self.engine.has_unfinished_requests() else None
+            try:
+                turns = self.ready.get(timeout=may_wait).result()
+            except Empty:
+                return
+            self.in_threads -= 1
+            for i, j in turns:
+                self._add(i, j)
+
+    def _add(self, i: int, j: int) -> None:
+        """Let vLLM sample an episode's next turn."""
         from vllm.sampling_params import RequestOutputKind
 
-        while self.in_threads and not (self.engine.has_unfinished_requests() and self.ready.empty()):
-            self.in_threads -= 1
-            for i, j in self.ready.get().result():
-                params = self.params(i, j)
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-                try:
-                    self.engine.add_request(f"{i} {j}", self.inputs[i, j], params)
-                except ValueError as error:
-                    raise UserError(f"{self.groups[i][j].prompt.source}: vLLM refuses a turn: {error}") from error
+        params = self.params(i, j)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        try:
+            self.engine.add_request(f"{i} {j}", self.inputs[i, j], params)
+        except ValueError as error:
+            raise UserError(f"{self.groups[i][j].prompt.source}: vLLM refuses a turn: {error}") from error
 
     def _begin(self, i: int) -> list[Index]:
         """Prepare the first turns of a group, which are the same. Return the episodes that have a turn to sample."""

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,6 +41,7 @@ LONG_FILES = [
     "test_lora",
     "test_merge_lora",
     "test_faults",
+    "test_turns",
     "test_scoring",
     "test_plugins",
     "test_examples",
@@ -101,6 +103,22 @@ def transformers_5_base(tiny_model, tmp_path_factory) -> pathlib.Path:
         (base / name).unlink()
     (base / "processor_config.json").write_text(json.dumps(settings | {"processor_class": "Qwen2_5_VLProcessor"}))
     return base
+
+
+@pytest.fixture(scope="module")
+def environments() -> Iterator[None]:
+    """Add the environments of examples/zoom.py and tests/helpers/environments.py, and forget them afterwards."""
+    from common import plugins
+    from common.environments import ENVIRONMENTS
+    from tests.helpers.scripts import ROOT
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_modules", {})
+        patch.setattr(plugins, "_digests", {})
+        for file in ("examples/zoom.py", "tests/helpers/environments.py"):
+            plugins.import_file(f"{ROOT}/{file}")
+        yield
+        ENVIRONMENTS.clear()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from apps.bench import speed, tail
+from apps.bench import speed, tail, turns
 from tests.helpers.scripts import run_script
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -46,12 +46,12 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         with pytest.raises(ValueError, match=reason):
             speed.Config(shape="tiny", peer=peer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for config in (speed.Config, tail.Config):
+    for config in (speed.Config, tail.Config, turns.Config):
         with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
             config()
 
 
-@pytest.mark.parametrize("bench", [speed, tail])
+@pytest.mark.parametrize("bench", [speed, tail, turns])
 def test_flags_of_a_bench_are_checked_first(bench):
     bench.Config(shape="tiny", flags=("loss_type=dr_grpo", "importance_cap=5"))
     for flag, reason in (
@@ -77,3 +77,17 @@ def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):
     with_and_without = report(tmp_path / "results")["oversample"]
     assert len(with_and_without) == 2
     assert all(result["tokens"] > 0 for result in with_and_without)
+
+
+def test_steps_of_three_turns_are_measured_beside_w1(tmp_path):
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    process = run_script("apps/bench/turns.py", *folders, "--generations=2", "--turn_tokens=6", *SMALL)
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = report(tmp_path / "results")["workloads"]
+    assert [results[name]["completions/mean_length"] for name in ("W1", "plain", "turns")] == [512, 6, 18]
+    episodes, plain = results["turns"], results["plain"]
+    assert (episodes["turns/mean"], episodes["turns/calls"], episodes["turns/calls_failed"]) == (3, 2, 0)
+    assert episodes["turns/image_tokens_seen"] == 2 * 9
+    assert max(episodes[f"sampling/logp_difference_turn_{turn}"] for turn in (1, 2, 3)) < 1e-4
+    assert episodes["rollout/of_plain"] == episodes["time/rollout"] / (3 * plain["time/rollout"])
+    assert results["W1"]["time/train"] > 0

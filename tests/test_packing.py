@@ -99,7 +99,7 @@ def episodes_for(model: torch.nn.Module, family: str) -> list[Group]:
     g = torch.Generator().manual_seed(3)
     groups, with_images = [], family in WITH_IMAGES
     for text, grids, completions in TURNS:
-        group = make_group(model, family, text, grids if with_images else [], [len(turns) for turns in completions], g)
+        group = make_group(model, family, text, grids if with_images else [], [turns[0] for turns in completions], g)
         for i, turns in enumerate(completions):
             turns = [turn if with_images or isinstance(turn, int) else (turn[0], []) for turn in turns]
             if len(turns) > 1:
@@ -119,6 +119,9 @@ def test_several_turns_equal_the_plain_forward(family, keep, monkeypatch):
     groups = episodes_for(plain, family)
     assert sum(bool(each.trajectory) for group in groups for each in group.completions) == 6
     compare(plain, packed, groups, FAMILIES[family].bounds)
+    lengths, has_image = [5, 6, 6, 7, 2, 3, 2], [True, True, True, True, True, False, True]
+    want = torch.tensor(has_image).repeat_interleave(torch.tensor(lengths)) & (family in WITH_IMAGES)
+    assert torch.equal(pack(groups).values.has_image, want)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])

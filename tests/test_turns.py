@@ -21,7 +21,6 @@ import data
 import evaluate
 import grpo
 import rewards
-from common import plugins
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sampling, ScoredGroup, Span, Trajectory
@@ -43,8 +42,10 @@ from training.offsets import in_tokens
 from training.run import check_in_flight
 
 PLUGIN = f"{ROOT}/tests/helpers/environments.py"
-plugins.import_file(PLUGIN)
 TRAINED = [name for name in FAMILIES if find_family(FAMILIES[name].config(TEXT, TOKENS)).turns]
+
+
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,6 +126,30 @@ def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
     assert rebuilt < len(everyone) / 2
 
 
+def test_a_batch_that_was_too_large_begins_its_episodes_again(talker, shapes):
+    """Memory runs out when some sequences have seen a part of an answer."""
+    processor = use_environment(load_processor(talker, "count"), "pictures", 4, 400)
+    samples = data.load_samples(shapes, "count", processor=processor)[:2]
+    prompts = [encode_prompt(sample, processor) for sample in samples]
+    engine, forward, calls = HFEngine(load_model(talker, torch.float32).eval(), processor.tokenizer), None, []
+
+    def sample() -> list[Rollout]:
+        groups = engine.generate(prompts, [3, 4], Sampling(4, 12), episodes=Episodes(samples, processor))
+        return list(itertools.chain(*groups))
+
+    def run_out(**inputs: object) -> tuple:
+        calls.append(inputs)
+        if len(calls) == 30:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(**inputs)
+
+    want, forward = sample(), engine._forward
+    engine._forward = run_out
+    for one, other in zip(want, sample(), strict=True):
+        assert torch.equal(one.trajectory.ids, other.trajectory.ids) and one.env_reward == other.env_reward
+    assert engine.max_sequences == 4 and len(calls) > 60
+
+
 def processor_expands(processor, seen: Trajectory) -> list[int]:
     """Return the tokens of a trajectory, made from what a sampler that takes images gets."""
     ids, images = [], iter(seen.images)
@@ -155,7 +180,7 @@ def loss_and_gradient(cfg: Config, observed: int) -> tuple[torch.Tensor, dict, t
     return loss.detach(), sums, logp.grad
 
 
-@pytest.mark.parametrize("loss_type", list(grpo.LOSSES))
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
 def test_the_gradient_is_that_of_the_sampled_tokens(loss_type, mode):
     """By hand, with two updates per step, a KL term and wide clip bounds. Six observed tokens change nothing."""
@@ -291,11 +316,14 @@ def flags_of(talker: str, shapes: str, output: pathlib.Path, env: str = "picture
 def test_two_processes_take_the_same_turns_as_one(run, talker, shapes, tmp_path):
     done = run_script("grpo.py", *flags_of(talker, shapes, tmp_path / "run"), processes=2)
     assert done.returncode == 0, done.stderr[-2000:]
+    compared = {"reward", "rewards/pictures", "completions/mean_length", "loss", "grad_norm", "eval/reward"}
     for one, two in zip(metrics(run), metrics(tmp_path / "run"), strict=True):
-        for name in ("reward", "rewards/pictures", "completions/mean_length", "eval/reward"):
-            assert one.get(name) == pytest.approx(two.get(name), abs=1e-6), name
+        for name in compared & one.keys():
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+    scored_with = run_flags(tmp_path / "run", set())
+    assert (scored_with["env"], scored_with["plugin"]) == ("pictures", [PLUGIN])
     one, two = weights(run / "final"), weights(tmp_path / "run" / "final")
-    assert max((one[name] - two[name]).abs().max() for name in one) < 3e-4
+    assert max((one[name] - two[name]).abs().max() for name in one) < 1e-3
 
 
 def test_a_run_killed_in_the_middle_of_a_turn_resumes_bit_for_bit(run, talker, shapes, tmp_path):
@@ -359,7 +387,6 @@ def test_an_evaluation_resumes_only_with_the_same_turns(run, shapes):
 
 
 def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shapes):
-    plugins.import_file(f"{ROOT}/examples/zoom.py")
     flags = dict(command="show", row=2, model=tiny_model, data=shapes, max_prompt_length=900)
     with_tool, without = (data.show(data.ShowFlags(**flags, env=env)) for env in ("zoom", None))
     assert '"name": "zoom"' in with_tool and "<tool_call>" in with_tool and "<tool" not in without

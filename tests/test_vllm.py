@@ -264,7 +264,7 @@ def test_family_through_vllm(family, tmp_path):
 # --- episodes of several turns ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def turns(request, tmp_path_factory) -> dict:
     """Run tests/helpers/turns_worker.py and return its results."""
     folder = tmp_path_factory.mktemp("turns")

@@ -3,15 +3,14 @@
     python apps/bench/turns.py                                            # one GPU, 32 prompts x 8, Qwen2.5-VL-3B
     python apps/bench/turns.py --shape tiny --prompts 2 --turn_tokens 8 --results runs   # CPU
 
-The model, the pictures and W1 are those of apps/bench/speed.py. In the same process, W1 is measured first, then steps
-with turns of exactly `--turn_tokens` tokens and crops of 448 pixels, which differ between episodes, then three plain
-rollouts of as many tokens. The update should take what its FLOPs predict at the MFU of W1's update: `of_prediction` is
-the time that it takes, in units of that. The results are written to docs/results/.
+The model and the pictures are those of apps/bench/speed.py. Measured in one process: W1; plain steps of `--turn_tokens`
+tokens; and steps with turns of exactly as many, and crops of 448 pixels that differ between episodes. The update's
+`update/of_prediction` is its time divided by what its FLOPs predict at the MFU of W1's update. `rollout/of_plain` is
+the time of its rollout divided by that of three plain rollouts. The results are written to docs/results/.
 """
 
 import pathlib
 import sys
-import time
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -24,9 +23,7 @@ import speed
 
 import grpo
 from common import cli, console, distributed, plugins
-from common.records import Sampling
-from data import encode_prompts, load_split, processor_for
-from policy.model import cache_image_features
+from data import load_split, processor_for
 from rollout import Engine
 from sampling.episodes import Episode
 from sampling.feed import Feed
@@ -49,7 +46,7 @@ class Config:
     turn_tokens: int = 170
     """Number of tokens that are sampled in each turn."""
     steps: int = 2
-    """Number of measured steps of W1 and of those with turns, each after one warm-up step."""
+    """Number of measured steps of each kind, after one warm-up step."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
     results: str = str(HERE.parents[1] / "docs" / "results")
@@ -73,7 +70,7 @@ class Config:
             max_completion_length=max(W1_TOKENS, TURNS * self.turn_tokens),
             max_prompt_length=1280,
             beta=speed.WORKLOADS["W1"]["beta"],
-            max_steps=2 * (self.steps + 1),
+            max_steps=3 * (self.steps + 1),
             report_every=1000,
         )
 
@@ -105,49 +102,27 @@ def measure(run: Run, data: str, cfg: Config, name: str) -> dict[str, float]:
     return {key: float(np.mean([metrics[key] for metrics in measured[1:]])) for key in keys}
 
 
-def plain_rollouts(run: Run, data: str, cfg: Config) -> float:
-    """Return the seconds of a plain rollout of one turn's tokens for each turn, with empty caches."""
-    processor, engine = processor_for(run.cfg), run.collector.engine
-    rows = distributed.shard(load_split(run.cfg, data, "count", processor)[: cfg.prompts])
-    prompts, seconds = encode_prompts(rows, processor), 0.0
-    cache_image_features(run.policy, prompts, {})
-    engine.wake_up()
-    for turn in range(TURNS):
-        engine.sync_weights(run.policy)
-        started = time.perf_counter()
-        seeds = range(turn * len(prompts), (turn + 1) * len(prompts))
-        engine.generate(prompts, [*seeds], Sampling(cfg.generations, cfg.turn_tokens))
-        seconds += time.perf_counter() - started
-    engine.sleep()
-    return seconds
-
-
-def show(results: dict[str, dict[str, float]]) -> None:
-    print(f"\n{'':34}" + "".join(f"{name:>12}" for name in results))
-    for key in sorted({key for result in results.values() for key in result}):
-        print(f"{key:34}" + "".join(f"{result.get(key, np.nan):12.4f}" for result in results.values()))
-
-
 def main(cfg: Config) -> None:
     plugins.import_file(str(HERE / "crop.py"))
     side = 84 if cfg.shape == "tiny" else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, cfg.prompts * (cfg.steps + 1))[side]
     run = grpo.set_up(cfg.training_config(data))
-    engine = run.collector.engine
-    engine.stop = engine.stop[:0]
-    run.cfg.env, run.cfg.max_completion_length = None, W1_TOKENS
-    results = {"W1": measure(run, data, cfg, "W1")}
-    force_turns(engine, cfg.turn_tokens)
-    seconds = plain_rollouts(run, data, cfg)
-    run.cfg.env, run.cfg.max_completion_length = "crop", TURNS * cfg.turn_tokens
-    results["turns"] = turns = measure(run, data, cfg, "turns")
-    turns["of_prediction"] = results["W1"]["mfu"] / turns["mfu"]  # of the time/train that W1's MFU predicts
-    turns["time/plain_rollouts"] = seconds
-    turns["of_plain_rollouts"] = turns["time/rollout"] / seconds
+    run.collector.engine.stop = run.collector.engine.stop[:0]
+    results = {}
+    works = {"W1": (None, W1_TOKENS), "plain": (None, cfg.turn_tokens), "turns": ("crop", TURNS * cfg.turn_tokens)}
+    for name, (run.cfg.env, run.cfg.max_completion_length) in works.items():
+        if run.cfg.env:
+            force_turns(run.collector.engine, cfg.turn_tokens)
+        results[name] = measure(run, data, cfg, name)
+    turns = results["turns"]
+    turns["update/of_prediction"] = results["W1"]["mfu"] / turns["mfu"]
+    turns["rollout/of_plain"] = turns["time/rollout"] / (TURNS * results["plain"]["time/rollout"])
     if console.is_main():
         report = speed.provenance() | {"settings": asdict(cfg), "workloads": results}
         speed.write_report(report, cfg.results, "turns")
-        show(results)
+        print(f"\n{'':34}" + "".join(f"{name:>12}" for name in results))
+        for key in sorted(turns):
+            print(f"{key:34}" + "".join(f"{result.get(key, np.nan):12.4f}" for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ FAULTS = {
     "many": lambda: [Image.new("RGB", (56, 56))] * 9,
     "text": lambda: "a" * 10_000_000,
     "long": lambda: "a" * 2_000,
+    "nothing": lambda: [],
+    "no text": lambda: "",
+    "half": lambda: "a \ud800 b",
+    "no pixels": lambda: Image.new("RGB", (0, 0)),
     "control": lambda: "a <|im_end|> b <|image_pad|>",
     "picture": lambda: ["see ", Image.new("I;16", (60, 90), 9)],
     "hang": lambda: time.sleep(60),
@@ -78,7 +82,7 @@ FAULTS = {
 
 def faulty(text, state, images, extents, **row):
     """Do what the turn says, of `FAULTS`; otherwise raise with its text, or change the state."""
-    state["turns"] = state.get("turns", 0) + 1
+    state["turns"], text = state.get("turns", 0) + 1, text.removeprefix("<think>\n")
     if text == "state":
         state["file"] = Unpicklable()
     if text == "own":
@@ -89,7 +93,7 @@ def faulty(text, state, images, extents, **row):
         return FAULTS[text]()
     if text in ("state", "go on"):
         return f"turn {state['turns']}"
-    raise ValueError(f"no fault is called {text!r} <|im_end|>\n<|image_pad|>")
+    raise ValueError(f"no fault is called {text!r} <|im_end|>\n<|image_pad|> \udcff")
 
 
 def failing(text, state, images, extents, **row):

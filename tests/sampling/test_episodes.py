@@ -4,6 +4,7 @@ Guards against: a faulty tool that ends a run, a reward that is not finite, cont
 made again from text, and limits that are exceeded.
 """
 
+import copy
 import json
 import math
 import resource
@@ -14,17 +15,13 @@ import torch
 from PIL import Image
 
 import rewards
-from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
-from tests.helpers.scripts import ROOT
 
-plugins.import_file(f"{ROOT}/examples/zoom.py")
-plugins.import_file(f"{ROOT}/tests/helpers/environments.py")
-zoom = ENVIRONMENTS["zoom"].reply
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +70,12 @@ def seen(episode) -> str:
         ("text", "error: ValueError: its answer of 10,000,000 characters is too long"),
         ("long", "error: the answer has 2020 tokens, and there is room for "),
         ("control", "error: the answer contains …, which would act as a control token"),
+        ("no pixels", "error: ValueError: its picture has no pixels"),
         ("state", "error: TypeError: it has an open file"),
         ("hang", "error: took longer than 0.3 s"),
         ("exit", "error: its process died"),
         ("kill", "error: its worker process died"),
-        ("!", "error: ValueError: no fault is called '!' … …"),
+        ("!", "error: ValueError: no fault is called '!' … … ?"),
     ],
 )
 def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, processor, monkeypatch):
@@ -94,6 +92,20 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
     assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
+
+
+@pytest.mark.parametrize(("answer", "text"), [("nothing", ""), ("no text", ""), ("half", "a ? b")])
+def test_an_odd_answer_is_one(answer, text, processor):
+    episode = begin(processor, "faulty")
+    assert turn(episode, answer) and episode.trajectory.num_failed == 0
+    chat = processor.tokenizer.decode(episode.trajectory.ids)
+    assert chat.endswith(f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_rewards_of_all_turns_are_added(processor):
+    episode = begin(processor, "pictures")
+    assert turn(episode, "a") and not turn(episode, "abcde")
+    assert (episode.rollout.env_reward, episode.rollout.truncated) == (0.5 + 1.0, False)
 
 
 def test_a_state_may_hold_the_plugins_own_classes(processor):
@@ -149,8 +161,8 @@ def test_equal_pixels_in_another_shape_are_another_picture(processor):
     episodes = []
     for size in ((56, 84), (84, 56)):
         episodes.append(begin(processor, "faulty"))
-        episodes[-1]._extend([], [], is_sampled=False, images=[Image.new("RGB", size)])
-    assert len({each.trajectory.image_digest for each in episodes}) == 2
+        episodes[-1]._see([Image.new("RGB", size)], 0)
+    assert len({each.rollout.trajectory.image_digest for each in episodes}) == 2
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -201,7 +213,7 @@ def call(arguments: object, name: str = "zoom") -> str:
 
 
 def zoomed(text: str, extent: tuple[int, int]) -> Image.Image | None:
-    return zoom(text, {}, [PICTURE], [extent], answer="3")
+    return ENVIRONMENTS["zoom"].reply(text, {}, [PICTURE], [extent], answer="3")
 
 
 @pytest.mark.parametrize("extent", [(1000, 1000), (56, 28)], ids=["qwen3_vl", "qwen2_5_vl"])
@@ -261,7 +273,7 @@ def test_a_call_that_zoom_cannot_answer_is_explained(text, message):
 
 def test_a_row_without_a_picture_is_explained():
     with pytest.raises(ValueError, match=r"^there is no picture$"):
-        zoom(call(BOX), {}, [], [])
+        ENVIRONMENTS["zoom"].reply(call(BOX), {}, [], [])
 
 
 def test_zoom_answers_a_model(processor):
@@ -287,3 +299,52 @@ def test_a_thin_part_is_explained(processor):
 def test_arguments_are_data():
     text = '<tool_call>{"name": "zoom", "arguments": {"x1": "__import__(\'os\').getpid()"}}'
     assert tool_call(text) == ("zoom", {"x1": "__import__('os').getpid()"})
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+QWEN3 = (  # what matters of Qwen3-VL's: tools, their answers, and a block that it opens
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ 'user\n<tool_response>' if m.role == 'tool' else m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '\n</tool_response>' if m.role == 'tool' else '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+LLAMA3 = (  # Llama 3.1 writes a tool's answer as JSON, which changes many texts
+    "{% if tools is not none %}{% set tools = tools %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(processor, chat_template: str):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = chat_template
+    return replace(processor, tokenizer=tokenizer, system=None)
+
+
+def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
+    """What it opens in each turn begins the turn's text."""
+    episode = begin(with_template(processor, QWEN3), "zoom", max_seen=2000, with_image=False)
+    prompt = processor.tokenizer.decode(episode.prompt.ids)
+    assert prompt.startswith('<|im_start|>system\n# Tools\n{"') and prompt.endswith("assistant\n<think>\n")
+    assert turn(episode, call({}, "crop"))
+    assert seen(episode) == "error: ValueError: there is no tool 'crop', only zoom"
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    want = f"\n<|im_start|>user\n<tool_response>\n{seen(episode)}\n</tool_response><|im_end|>\n"
+    assert answered == f"{want}<|im_start|>assistant\n<think>\n"
+    assert not turn(episode, "3</think>4")
+    assert episode.rollout.text == "<think>\n3</think>4" and episode.trajectory.opening == "<think>\n"
+    episode = begin(with_template(processor, QWEN3), "faulty")
+    assert turn(episode, "picture") and episode.trajectory.num_failed == 0
+    answered = processor.tokenizer.decode(episode.trajectory.engine_ids)
+    assert "user\n<tool_response>\nsee <|vision_start|><|image_pad|><|vision_end|>\n</tool_response>" in answered
+
+
+def test_a_template_that_changes_the_answer_of_a_tool_writes_it_as_the_users(processor):
+    episode = begin(with_template(processor, LLAMA3), "faulty", with_image=False)
+    assert turn(episode, "!")
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    assert answered == f"\n<|im_start|>user\n{seen(episode)}<|im_end|>\n<|im_start|>assistant\n"
+    assert "no fault is called '!'" in answered and episode.trajectory.num_failed == 1
