@@ -27,7 +27,7 @@ from common.errors import require
 
 zoom = plugins.import_file(str(tiny.ROOT / "examples" / "zoom.py")).zoom
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
-SIZE, SCAN, JITTER = 336, 36, 6  # sides of the picture and of the scan in it; how far it is from its cell's centre
+SIZE, SCAN, JITTER = 336, 40, 6  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges
 CELLS = [(x, y) for y in range(0, SEEN, PART) for x in range(0, SEEN, PART)]  # their corners
 AIMED = 0.9  # how often a part that the warm start reads shows the digit
@@ -51,7 +51,7 @@ class Config:
     """Seed for the pictures, the weights and the batches."""
     pictures: int = 4096
     """Number of pictures to train on."""
-    steps: int = 480
+    steps: int = 500
     """Number of warm-start steps, each with a batch of 48 rows."""
 
     def __post_init__(self) -> None:
@@ -137,15 +137,15 @@ def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Gener
             yield chat([tools, question], call(*CELLS[places[i]]), image)
         if i % 4 == 0:
             yield chat([question], reply(digit), image)
-        if i % 2 == 1:
-            yield chat([where], reply("{}, {}".format(*row["cell"])), image)
+        yield chat([where], reply("{}, {}".format(*row["cell"])), image)
         cell = row["cell"] if rng.random() < AIMED else CELLS[rng.integers(len(CELLS))]
         enlarged = zoom(call(*cell), {}, [Image.open(folder / image)], [(SEEN, SEEN)])
         enlarged.resize((SEEN, SEEN), Image.Resampling.BICUBIC).save(folder / part)
         turns = [{"role": "assistant", "content": call(*cell)}, {"role": "user", "content": "<image>"}]
         seen = digit if cell == row["cell"] else NOTHING
         yield chat([tools, question, *turns], reply(seen), image, part)
-        yield chat([question], reply(seen), part)
+        if i % 2 == 1:
+            yield chat([question], reply(seen), part)
 
 
 def build(cfg: Config, folder: pathlib.Path) -> None:
