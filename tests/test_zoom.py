@@ -103,7 +103,7 @@ def test_the_warm_start_reads_what_training_shows(rows, built, tmp_path):
             episode = episodes.begin(row, prompt)
             ids = encode_response(samples[row], sample.turns[1].text, in_training)
             assert episode.step(ids, torch.zeros(len(ids)), stopped=True, room=100)
-            prompt, number = joined(prompt, episode.trajectory), number + 1
+            prompt, number = joined(prompt, episode.rollout.trajectory), number + 1
         elif "tool_call" not in sample.answer:
             continue  # an answer without the tool, whose prompt does not name it
         assert prompt.engine_ids == expected.engine_ids

@@ -86,6 +86,7 @@ def main(cfg: Config) -> None:
     draw(panels[0], "before GRPO", samples[i], before[i])
     draw(panels[1], "after GRPO", samples[i], after[i])
     save_figure(figure, pathlib.Path(cfg.output))
+    Image.open(cfg.output).convert("RGB").quantize(128).save(cfg.output)  # a third of the size
     print(f"strip     {cfg.output}")
 
 
