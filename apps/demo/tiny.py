@@ -19,6 +19,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
@@ -76,19 +77,25 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return with_special_tokens(tokenizer, CHAT_TEMPLATE)
+
+
+def with_special_tokens(tokenizer: Tokenizer, chat_template: str) -> transformers.PreTrainedTokenizerFast:
+    """Return a byte-level `tokenizer` for transformers, with Qwen's special tokens after its own."""
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in SPECIAL])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template
     )
 
 
 def build_model(
-    tokenizer: transformers.PreTrainedTokenizerFast, seed: int, family: str = "qwen2_5_vl"
+    tokenizer: transformers.PreTrainedTokenizerFast, seed: int, family: str = "qwen2_5_vl", patch_size: int = 14
 ) -> transformers.PreTrainedModel:
     """Build a model with 4 decoder layers of width 128, 2 vision blocks of width 64, and random weights.
 
     `family`: qwen2_5_vl or qwen3_5, in which three of the four decoder layers are linear attention.
+    `patch_size`: side of the patches of an image, in pixels.
     """
     token = tokenizer.convert_tokens_to_ids
     text = dict(
@@ -106,12 +113,13 @@ def build_model(
     vision: dict[str, Any] = dict(
         depth=2, hidden_size=64, intermediate_size=128, num_heads=4, out_hidden_size=128, initializer_range=0.08
     )
+    vision |= dict(patch_size=patch_size)
     rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     if family == "qwen3_5":
         rotation |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
         text |= dict(head_dim=32, layer_types=["linear_attention"] * 3 + ["full_attention"])
         text |= dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32)
-        vision |= dict(patch_size=14, num_position_embeddings=36)
+        vision |= dict(num_position_embeddings=36)
         config_class = transformers.Qwen3_5Config
     else:
         vision |= dict(fullatt_block_indexes=[1])
@@ -139,7 +147,8 @@ def save(model: transformers.PreTrainedModel, tokenizer: Any, folder: pathlib.Pa
     """Save weights, configs, tokenizer, chat template and image processor in Hugging Face layout."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    images = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28)
+    patch_size = model.config.vision_config.patch_size
+    images = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28, patch_size=patch_size)
     images.save_pretrained(folder)
     # vLLM always builds a video processor as well. Saving one needs torchvision, so only its settings are written.
     settings = json.loads((folder / "preprocessor_config.json").read_text())
@@ -188,13 +197,18 @@ def write_shapes(folder: pathlib.Path, number: int, seed: list[int]) -> None:
         csv.writer(file).writerows(rows)
 
 
-def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
-    """Write scanned digits as PNG files, and an EasyR1 JSONL that asks which digit each one shows and if it is even.
+def read_scans() -> np.ndarray:
+    """Return 1,797 scans of handwritten digits, (1797, 65): 8 x 8 pixels with values from 0 to 16, and the digit.
 
-    The 1,797 scans of 8 x 8 pixels, with values from 0 to 16, are the test set of "Optical Recognition of Handwritten
-    Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, CC BY 4.0). The last column is the digit.
+    They are the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998, UCI Machine
+    Learning Repository, CC BY 4.0).
     """
-    scans = np.loadtxt(pathlib.Path(__file__).parent / "digits.csv.gz", delimiter=",")
+    return np.loadtxt(pathlib.Path(__file__).parent / "digits.csv.gz", delimiter=",")
+
+
+def write_digits(folder: pathlib.Path, indices: np.ndarray) -> None:
+    """Write scanned digits as PNG files, and an EasyR1 JSONL that asks which digit each one shows and if it is even."""
+    scans = read_scans()
     (folder / "images").mkdir(parents=True)
     with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
         for i in indices.tolist():
@@ -248,10 +262,15 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
             images = [str(image.resolve()) for image in sample.images]
             row = {"prompt": sample.prompt, "answer": noisy_label(cfg.task, sample, flip), "images": images}
             file.write(json.dumps(row) + "\n")
-    flags = dict(task=task, model=folder / "model", data=folder / "noisy.jsonl", output=folder / "sft", seed=cfg.seed)
-    flags |= dict(prompts_per_step=48, max_steps=cfg.steps, max_completion_length=64, learning_rate=2e-3)
-    flags |= dict(lr_schedule="linear", warmup=20, weight_decay=0.01, save_every=0, report_every=0)
-    command = [sys.executable, "sft.py", "--train_vision", *(f"--{name}={value}" for name, value in flags.items())]
+    fine_tune(folder, folder / "noisy.jsonl", task=task, seed=cfg.seed, max_steps=cfg.steps)
+
+
+def fine_tune(folder: pathlib.Path, rows: pathlib.Path, **flags: Any) -> None:
+    """Fine-tune the model in `folder` on the file `rows`, which is then deleted, with sft.py and further `flags`."""
+    settings = dict(model=folder / "model", data=rows, output=folder / "sft", prompts_per_step=48)
+    settings |= dict(max_completion_length=64, learning_rate=2e-3, lr_schedule="linear", warmup=20, weight_decay=0.01)
+    settings |= dict(save_every=0, report_every=0) | flags
+    command = [sys.executable, "sft.py", "--train_vision", *(f"--{name}={value}" for name, value in settings.items())]
     with (folder / "warm_start.txt").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
         while process.poll() is None:
@@ -263,16 +282,15 @@ def warm_start(cfg: Config, folder: pathlib.Path) -> None:
             raise RunStopped(f"the warm start ended with status {process.returncode}: {last_line(log)}", 1)
     (folder / "sft" / "final" / "model.safetensors").replace(folder / "model" / "model.safetensors")
     shutil.rmtree(folder / "sft")
-    for name in ("noisy.jsonl", "warm_start.txt"):
-        (folder / name).unlink()
+    rows.unlink()
+    (folder / "warm_start.txt").unlink()
 
 
-def main(cfg: Config) -> None:
-    """Build the model and data in OUTPUT.partial. The folder is renamed at the end, so OUTPUT is never incomplete."""
-    cfg.steps = cfg.steps or (320 if cfg.family == "qwen3_5" else 160)
-    suffix = "" if cfg.family == "qwen2_5_vl" else f"-{cfg.family}"
-    folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}{suffix}")
-    made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps, "family": cfg.family}
+def build_once(folder: pathlib.Path, made_from: dict[str, Any], build: Callable[[pathlib.Path], None]) -> None:
+    """Call `build` with FOLDER.partial, which is renamed at the end, so that `folder` is never incomplete.
+
+    A folder that was built already from the settings `made_from` is kept.
+    """
     stamp = folder / STAMP
     if stamp.is_file() and json.loads(stamp.read_text())["made_from"] == made_from:
         print(f"{folder}: already exists")
@@ -281,21 +299,34 @@ def main(cfg: Config) -> None:
         raise UserError(f"{folder} holds other files: choose another --output")
     partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    if cfg.task == "count":
-        write_shapes(partial / "train", 4096, [cfg.seed, 0])
-        write_shapes(partial / "test", 256, [cfg.seed, 1])
-    else:
-        order = np.random.default_rng(cfg.seed).permutation(1797)  # no scan is in both folders
-        write_digits(partial / "train", order[:1397])
-        write_digits(partial / "test", order[1397:])
-    tokenizer = byte_tokenizer()
-    model = build_model(tokenizer, cfg.seed, cfg.family)
-    save(model, tokenizer, partial / "model")
-    warm_start(cfg, partial)
+    build(partial)
     (partial / STAMP).write_text(json.dumps({"made_from": made_from}) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    print(f"{folder}: built a model with {model.num_parameters() / 1e6:.1f} M parameters and its data")
+
+
+def build(cfg: Config, folder: pathlib.Path) -> None:
+    """Write the data and the warm-started model to `folder`."""
+    if cfg.task == "count":
+        write_shapes(folder / "train", 4096, [cfg.seed, 0])
+        write_shapes(folder / "test", 256, [cfg.seed, 1])
+    else:
+        order = np.random.default_rng(cfg.seed).permutation(1797)  # no scan is in both folders
+        write_digits(folder / "train", order[:1397])
+        write_digits(folder / "test", order[1397:])
+    tokenizer = byte_tokenizer()
+    model = build_model(tokenizer, cfg.seed, cfg.family)
+    save(model, tokenizer, folder / "model")
+    warm_start(cfg, folder)
+    print(f"built a model with {model.num_parameters() / 1e6:.1f} M parameters and its data")
+
+
+def main(cfg: Config) -> None:
+    cfg.steps = cfg.steps or (320 if cfg.family == "qwen3_5" else 160)
+    suffix = "" if cfg.family == "qwen2_5_vl" else f"-{cfg.family}"
+    folder = pathlib.Path(cfg.output or f"runs/tiny/{cfg.task}-{cfg.seed}{suffix}")
+    made_from = {"version": VERSION, "task": cfg.task, "seed": cfg.seed, "steps": cfg.steps, "family": cfg.family}
+    build_once(folder, made_from, lambda partial: build(cfg, partial))
 
 
 if __name__ == "__main__":
