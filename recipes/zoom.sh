@@ -9,8 +9,8 @@ heading "2/4  GRPO, scored on held-out pictures before, during and after trainin
 show .venv/bin/python grpo.py --plugin examples/zoom.py --env zoom --max_turns 2 --task vqa \
   --template recipes/zoom.jinja --model "$tiny/model" --data "$tiny/train/data.jsonl" \
   --eval_data "$tiny/test/data.jsonl" --output "$run" --overwrite --seed "$seed" --train_vision \
-  --min_pixels 1764 --max_pixels 1764 --max_prompt_length 96 --max_completion_length 32 \
-  --max_steps 100 --eval_every 10 --learning_rate 3e-4 "${given_flags[@]}"
+  --min_pixels 1764 --max_pixels 1764 --max_prompt_length 48 --max_completion_length 24 \
+  --max_steps 50 --eval_every 10 --learning_rate 3e-4 "${given_flags[@]}"
 
 title="3/4  Before and after, on the same held-out pictures" evaluate_run "$run"
 

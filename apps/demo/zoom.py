@@ -3,9 +3,9 @@
     python -m apps.demo.zoom --output runs/tiny/zoom-0
 
 The picture has 336 x 336 pixels, and the model sees it at 42 x 42, where the scan of a handwritten digit is a blob of
-five pixels. The tool of examples/zoom.py enlarges a part of it. The model is that of `tiny.py` with smaller patches,
-and with whole numbers and the text between them as tokens. Its warm start teaches it to call the tool in the right form
-at random places, and to read what it then sees. Where to look is left to GRPO.
+4.5 pixels. The tool of examples/zoom.py enlarges a part of it. The model is that of `tiny.py` with smaller patches, and
+with whole numbers and the text between them as tokens. Its warm start teaches it to call the tool in the right form at
+random places, and to read what it then sees. Where to look is left to GRPO.
 
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
 """
@@ -27,7 +27,7 @@ from common.errors import require
 
 zoom = plugins.import_file(str(tiny.ROOT / "examples" / "zoom.py")).zoom
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
-SIZE, SCAN, JITTER = 336, 40, 6  # sides of the picture and of the scan in it; how far it is from its cell's centre
+SIZE, SCAN, JITTER = 336, 36, 2  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges
 CELLS = [(x, y) for y in range(0, SEEN, PART) for x in range(0, SEEN, PART)]  # their corners
 AIMED = 0.9  # how often a part that the warm start reads shows the digit
@@ -51,7 +51,7 @@ class Config:
     """Seed for the pictures, the weights and the batches."""
     pictures: int = 4096
     """Number of pictures to train on."""
-    steps: int = 500
+    steps: int = 400
     """Number of warm-start steps, each with a batch of 48 rows."""
 
     def __post_init__(self) -> None:
@@ -61,10 +61,14 @@ class Config:
 # --- model and tokenizer ----------------------------------------------------------------------------------------------
 
 
+def box(x: int, y: int) -> dict[str, int]:
+    """Return the corners of the cell whose first corner is (x, y)."""
+    return {"x1": x, "y1": y, "x2": x + PART, "y2": y + PART}
+
+
 def call(x: int, y: int) -> str:
-    """Return the call that enlarges the cell with the corner (x, y)."""
-    part = {"x1": x, "y1": y, "x2": x + PART, "y2": y + PART}
-    return f"<tool_call>{json.dumps({'name': 'zoom', 'arguments': part})}</tool_call>"
+    """Return the call that enlarges this cell."""
+    return f"<tool_call>{json.dumps({'name': 'zoom', 'arguments': box(x, y)})}</tool_call>"
 
 
 def reply(answer: object) -> str:
@@ -78,7 +82,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r" ?\b\d+"), "isolated"), pieces])
     texts = [QUESTION, WHERE, f"system\n{TOOLS}", "user\n", "assistant\n", reply(NOTHING)]
-    texts += [text for n in range(SEEN + 1) for text in (reply(n), reply(f"{n}, {n}"), call(n, n))]
+    texts += [text for n in range(SEEN + 1) for text in (reply(n), json.dumps(box(n, n)), call(n, n))]
     symbols = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=symbols, show_progress=False))
     return tiny.with_special_tokens(tokenizer, CHAT_TEMPLATE)
@@ -88,14 +92,19 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def draw(scan: np.ndarray, cell: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """Return a dark picture with `scan` (64,) in bright ink, near the centre of the `cell` with this corner."""
-    ground = Image.fromarray(rng.integers(0, 60, (21, 21, 3), dtype=np.uint8))
-    picture = ground.resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    """Return a dark picture with `scan` (64,) in bright ink, near the centre of the `cell` with this corner.
+
+    The ground gets redder to the right and greener to the bottom, so that a place is known by its colour.
+    """
+    ground = rng.integers(0, 40, (SIZE // 16, SIZE // 16, 3)).astype(float)
+    ramp = np.linspace(0, 110, len(ground))
+    ground[..., 0] += ramp
+    ground[..., 1] += ramp[:, None]
+    picture = Image.fromarray(ground.astype(np.uint8)).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
     ink = Image.fromarray((scan.reshape(8, 8) * 255 / 16).astype(np.uint8))
     scale, jitter = SIZE // SEEN, rng.integers(-JITTER, JITTER + 1, 2).tolist()
     x, y = (scale * corner + (scale * PART - SCAN) // 2 + shift for corner, shift in zip(cell, jitter))
-    colour = tuple(rng.integers(200, 256, 3).tolist())
-    picture.paste(colour, (x, y), ink.resize((SCAN, SCAN), Image.Resampling.BICUBIC))
+    picture.paste((255, 255, 255), (x, y), ink.resize((SCAN, SCAN), Image.Resampling.BICUBIC))
     return picture
 
 
@@ -137,7 +146,7 @@ def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Gener
             yield chat([tools, question], call(*CELLS[places[i]]), image)
         if i % 4 == 0:
             yield chat([question], reply(digit), image)
-        yield chat([where], reply("{}, {}".format(*row["cell"])), image)
+        yield chat([where], json.dumps(box(*row["cell"])), image)
         cell = row["cell"] if rng.random() < AIMED else CELLS[rng.integers(len(CELLS))]
         enlarged = zoom(call(*cell), {}, [Image.open(folder / image)], [(SEEN, SEEN)])
         enlarged.resize((SEEN, SEEN), Image.Resampling.BICUBIC).save(folder / part)

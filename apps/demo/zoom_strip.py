@@ -45,13 +45,13 @@ class Config:
 def processor_of(model: str) -> Processor:
     """Return the processor of a model of this demo, with the tool."""
     processor = load_processor(model, "vqa", "recipes/zoom.jinja", min_pixels=SEEN**2, max_pixels=SEEN**2)
-    return use_environment(processor, "zoom", max_turns=2, max_seen=96)
+    return use_environment(processor, "zoom", max_turns=2, max_seen=48)
 
 
 def sample_episodes(model: str, samples: Sequence[Sample], processor: Processor) -> list[Rollout]:
     """Return an episode of the model in the folder `model` about each of `samples`, decoded greedily."""
     engine = HFEngine(transformers.AutoModelForImageTextToText.from_pretrained(model), processor.tokenizer)
-    prompts, sampling = encode_prompts(samples, processor), Sampling(n=1, max_tokens=32, temperature=0.0)
+    prompts, sampling = encode_prompts(samples, processor), Sampling(n=1, max_tokens=24, temperature=0.0)
     groups = engine.generate(prompts, [0] * len(samples), sampling, **as_option(samples, processor))
     return [rollout for (rollout,) in groups]
 
