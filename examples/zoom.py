@@ -4,19 +4,11 @@ import math
 
 from common.environments import ENVIRONMENTS, Environment, tool_call
 
-SIDE, NUMBER = 448, {"type": "number"}
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "zoom",
-        "description": "Enlarge the part of the picture from its corner (x1, y1) to its corner (x2, y2).",
-        "parameters": {
-            "type": "object",
-            "properties": {"x1": NUMBER, "y1": NUMBER, "x2": NUMBER, "y2": NUMBER},
-            "required": ["x1", "y1", "x2", "y2"],
-        },
-    },
-}
+SIDE, CORNERS = 448, ("x1", "y1", "x2", "y2")  # the longer side of an enlarged part, in pixels
+DESCRIPTION = "Enlarge the part of the picture from its corner (x1, y1) to its corner (x2, y2)."
+PARAMETERS = {"type": "object", "properties": {corner: {"type": "number"} for corner in CORNERS}}
+PARAMETERS["required"] = list(CORNERS)
+TOOL = {"name": "zoom", "description": DESCRIPTION, "parameters": PARAMETERS}
 
 
 def zoom(text, state, images, extents, **row):
@@ -30,8 +22,8 @@ def zoom(text, state, images, extents, **row):
     if not images:
         raise ValueError("there is no picture")
     (width, height), picture = extents[0], images[0]
-    x1, y1, x2, y2 = corners = [arguments.get(key) for key in ("x1", "y1", "x2", "y2")]
-    are_numbers = all(type(each) in (int, float) for each in corners)  # a bool is an int, too
+    x1, y1, x2, y2 = values = [arguments.get(corner) for corner in CORNERS]
+    are_numbers = all(type(value) in (int, float) for value in values)  # a bool is an int, too
     if not (are_numbers and 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):
         raise ValueError(f"zoom needs numbers with 0 <= x1 < x2 <= {width} and 0 <= y1 < y2 <= {height}")
     across, down = picture.width / width, picture.height / height
@@ -41,4 +33,4 @@ def zoom(text, state, images, extents, **row):
     return part.resize([max(1, round(side * larger)) for side in part.size])
 
 
-ENVIRONMENTS["zoom"] = Environment(zoom, [SCHEMA])
+ENVIRONMENTS["zoom"] = Environment(zoom, [{"type": "function", "function": TOOL}])

@@ -2,7 +2,7 @@
 
 It needs runs/tiny/count-0 and runs/tiny/digits-0, which `python -m apps.demo.tiny` writes. Each function draws one
 figure, lesson/figures/NAME.png; `curves` draws those of lesson/curves.jsonl, which `collect` writes from your own runs.
-`strip digits packed` draw the pictures of README.md in docs/, the first two from the run of `./run.sh digits`.
+`strip digits packed` draw the pictures of README.md in docs/, from the runs of `./run.sh zoom` and `./run.sh digits`.
 """
 
 import copy
@@ -18,13 +18,17 @@ from matplotlib.colors import ListedColormap
 from PIL import Image
 
 import grpo
+from apps.demo import zoom
+from common import plugins
+from common.environments import tool_call
 from common.figures import save_figure
-from common.records import Completion, Group, Sample, Sampling
-from data import Processor, encode_prompts, load_processor, load_samples
+from common.records import Completion, Group, Rollout, Sample, Sampling
+from data import Processor, encode_prompts, load_processor, load_samples, use_environment
 from lesson import grpo_in_one_file as one
 from lesson.check import attention_of
 from packing import PackedBatch, pack
 from rewards import vqa_reward
+from sampling.episodes import as_option
 from sampling.hf_engine import HFEngine
 
 FOLDER = pathlib.Path(__file__).parent
@@ -174,12 +178,13 @@ def importance() -> None:
     save_figure(figure, FOLDER / "figures/importance.png")
 
 
-def greedy(model: str, samples: list[Sample], processor: Processor) -> list[str]:
+def greedy(model: str, samples: list[Sample], processor: Processor) -> list[Rollout]:
     """Return the greedy completion of the model in the folder `model` for each sample."""
     policy = one.transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
     prompts = encode_prompts(samples, processor)
-    rollouts = HFEngine(policy, processor.tokenizer).generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0))
-    return [rollout.text for (rollout,) in rollouts]
+    engine, episodes = HFEngine(policy, processor.tokenizer), as_option(samples, processor)
+    rollouts = engine.generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0), **episodes)
+    return [rollout for (rollout,) in rollouts]
 
 
 def hacking() -> None:
@@ -189,7 +194,8 @@ def hacking() -> None:
     samples = load_samples(f"{folder}/test/data.jsonl", "vqa")
     samples = [sample for sample in samples if sample.prompt.endswith("even?")]
     counts, examples = {"right": [0] * 10, "right by accident": [0] * 10, "wrong": [0] * 10}, {}
-    for sample, text in zip(samples, greedy(f"{folder}/model", samples, processor)):
+    for sample, rollout in zip(samples, greedy(f"{folder}/model", samples, processor)):
+        text = rollout.text
         digit, said = sample.fields["digit"], re.search(r"like a (\d)", text)
         earned = vqa_reward(text, sample.answer) == 1
         kind = "wrong" if not earned else "right" if said and int(said[1]) == digit else "right by accident"
@@ -216,22 +222,29 @@ def hacking() -> None:
 
 @FRONT_STYLE
 def strip() -> None:
-    """Held-out pictures that the model misreads before `./run.sh digits` and reads after it, with its completions."""
-    folder = "runs/tiny/digits-0"
-    processor = load_processor(f"{folder}/model", "vqa")
+    """A held-out picture: what the model enlarges and answers before and after `./run.sh zoom`."""
+    plugins.import_file("examples/zoom.py")
+    folder, side = "runs/tiny/zoom-0", zoom.SEEN**2
+    processor = load_processor(f"{folder}/model", "vqa", "recipes/zoom.jinja", min_pixels=side, max_pixels=side)
+    processor = use_environment(processor, "zoom", max_turns=2, max_seen=48)
     samples = load_samples(f"{folder}/test/data.jsonl", "vqa")[:60]
-    before, after = (greedy(model, samples, processor) for model in (f"{folder}/model", "runs/digits/final"))
-    right = [[vqa_reward(text, sample.answer) == 1 for sample, text in zip(samples, each)] for each in (before, after)]
-    print(f"right before: {sum(right[0])}, after: {sum(right[1])} of {len(samples)}")
-    learned = {samples[i].fields["digit"]: i for i in reversed(range(60)) if right[1][i] and not right[0][i]}
-    figure, panels = plt.subplots(3, 2, figsize=FRONT_SIZE, width_ratios=(1, 2.6))
-    figure.subplots_adjust(left=0.01, right=1, bottom=0.02, top=0.98, hspace=0.12, wspace=0.04)
-    for i, (picture, said) in zip(sorted(learned.values()), panels):
-        picture.imshow(Image.open(samples[i].images[0]), cmap="gray")
-        said.text(0, 0.9, samples[i].prompt.removeprefix("<image>"), va="center", weight="bold")
-        said.text(0, 0.58, before[i], va="center", color=RED)
-        said.text(0, 0.18, after[i], va="center", color=GREEN)
-        for axes in (picture, said):
+    pairs = list(zip(*(greedy(model, samples, processor) for model in (f"{folder}/model", "runs/zoom/final"))))
+    right = [[vqa_reward(each.text, sample.answer) == 1 for each in pair] for pair, sample in zip(pairs, samples)]
+    print("right before, after:", [sum(each) for each in zip(*right)], "of", len(samples))
+    i = right.index([False, True])
+    figure, panels = plt.subplots(2, 3, figsize=FRONT_SIZE, width_ratios=(1, 1, 0.7))
+    figure.subplots_adjust(left=0.01, right=1, bottom=0.02, top=0.9, wspace=0.06, hspace=0.3)
+    for episode, (picture, part, said), when, colour in zip(pairs[i], panels, ("before", "after"), (RED, GREEN)):
+        _, at = tool_call(episode.trajectory.turns[0].text)
+        x, y, width = (zoom.SIZE // zoom.SEEN * value for value in (at["x1"], at["y1"], at["x2"] - at["x1"]))
+        picture.imshow(Image.open(samples[i].images[0]))
+        picture.add_patch(plt.Rectangle((x, y), width, width, fill=False, edgecolor="white", linewidth=2.5))
+        picture.set_title(f"{when}: zoom({at['x1']}, {at['y1']}, …)", loc="left", fontsize=12)
+        part.imshow(episode.trajectory.images[0])
+        said.text(
+            0, 0.5, re.sub(r".*<answer>(.*)</answer>", r"\1", episode.text), color=colour, va="center", weight="bold"
+        )
+        for axes in (picture, part, said):
             axes.axis("off")
     save_figure(figure, DOCS / "strip.png")
 

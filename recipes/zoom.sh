@@ -2,18 +2,14 @@
 # Sourced by run.sh.
 run=runs/zoom tiny=runs/tiny/zoom-$seed
 
-heading "1/4  A tiny model that calls the tool at random places, and its pictures"
+heading "1/3  A tiny model that calls the tool at random places, and its pictures"
 show .venv/bin/python -m apps.demo.zoom --seed "$seed" --output "$tiny"
 
-heading "2/4  GRPO, scored on held-out pictures before, during and after training"
+heading "2/3  GRPO, scored on held-out pictures before, during and after training"
 show .venv/bin/python grpo.py --plugin examples/zoom.py --env zoom --max_turns 2 --task vqa \
   --template recipes/zoom.jinja --model "$tiny/model" --data "$tiny/train/data.jsonl" \
   --eval_data "$tiny/test/data.jsonl" --output "$run" --overwrite --seed "$seed" --train_vision \
   --min_pixels 1764 --max_pixels 1764 --max_prompt_length 48 --max_completion_length 24 \
   --max_steps 50 --eval_every 10 --learning_rate 3e-4 "${given_flags[@]}"
 
-title="3/4  Before and after, on the same held-out pictures" evaluate_run "$run"
-
-heading "4/4  A picture, and the part of it that the model looks at before and after"
-show .venv/bin/python -m apps.demo.zoom_strip --before "$tiny/model" --after "$run/final" \
-  --data "$tiny/test/data.jsonl" --output "$run/strip.png"
+title="3/3  Before and after, on the same held-out pictures" evaluate_run "$run"

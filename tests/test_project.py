@@ -22,7 +22,7 @@ import grpo
 import merge_lora
 import sft
 from apps import fits
-from apps.demo import real, smoke, tiny, zoom, zoom_strip
+from apps.demo import real, smoke, tiny, zoom
 from apps.service import app
 from lesson import grpo_in_one_file
 from tests.helpers.scripts import ROOT, tracked_files
@@ -75,7 +75,6 @@ CONFIGS = {
     "apps.demo.smoke": smoke.Config,
     "apps.demo.real": real.Config,
     "apps.demo.zoom": zoom.Config,
-    "apps.demo.zoom_strip": zoom_strip.Config,
     "apps.service": app.Config,
 }
 TRACKED = tracked_files()  # a plugin of the user's may lie beside them

@@ -10,12 +10,12 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from apps.demo import tiny, zoom, zoom_strip
+from apps.demo import tiny, zoom
+from common import plugins
 from common.files import read_jsonl
 from common.records import Prompt, Trajectory
-from data import encode_prompt, encode_response, load_processor, load_samples
+from data import encode_prompt, encode_response, load_processor, load_samples, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.scripts import ROOT, run_script
 
@@ -92,7 +92,8 @@ def test_the_warm_start_reads_what_training_shows(rows, built, tmp_path):
     chats = [*zoom.warm_start_rows(tmp_path, pictures, np.random.default_rng(0))]
     zoom.write_rows(tmp_path / "chats.jsonl", chats)
     processor = load_processor(f"{built}/model", "vqa", "recipes/zoom.jinja", **SEEN)
-    in_training = zoom_strip.processor_of(f"{built}/model")
+    plugins.import_file(f"{ROOT}/examples/zoom.py")
+    in_training = use_environment(processor, "zoom", max_turns=2, max_seen=48)
     samples = load_samples(str(folder / "data.jsonl"), "vqa", processor=in_training)
     by_name = {sample.images[0].name: i for i, sample in enumerate(samples)}
     episodes, number = Episodes(samples, in_training), 0
@@ -121,7 +122,7 @@ def test_a_call_is_ten_tokens(built):
 
 
 def test_the_demo_runs(built, tmp_path):
-    """A model of few steps goes through GRPO with the tool, as recipes/zoom.sh does it, and the strip is drawn."""
+    """A model of few steps goes through GRPO with the tool, as recipes/zoom.sh does it."""
     recipe = (ROOT / "recipes" / "zoom.sh").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^show .venv/bin/python (grpo.py .*)$", recipe, re.MULTILINE)
     values = {"$tiny": str(built), "$run": str(tmp_path / "run"), "$seed": "3", '"${given_flags[@]}"': ""}
@@ -132,7 +133,3 @@ def test_the_demo_runs(built, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1:]
     assert row["step"] == 1 and row["eval/format_rate"] >= 0
-    models = dict(before=f"{built}/model", after=str(tmp_path / "run" / "final"))
-    strip = tmp_path / "strip.png"
-    zoom_strip.main(zoom_strip.Config(**models, data=f"{built}/test/data.jsonl", output=str(strip)))
-    assert strip.stat().st_size < 80_000 and Image.open(strip).size == (539, 330)

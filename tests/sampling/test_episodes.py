@@ -7,6 +7,7 @@ made again from text, and limits that are exceeded.
 import copy
 import json
 import math
+import re
 import resource
 from dataclasses import replace
 
@@ -15,11 +16,13 @@ import torch
 from PIL import Image
 
 import rewards
+from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
+from tests.helpers.scripts import ROOT
 
 pytestmark = pytest.mark.usefixtures("environments")
 
@@ -163,6 +166,20 @@ def test_equal_pixels_in_another_shape_are_another_picture(processor):
         episodes.append(begin(processor, "faulty"))
         episodes[-1]._see([Image.new("RGB", size)], 0)
     assert len({each.rollout.trajectory.image_digest for each in episodes}) == 2
+
+
+def test_the_environment_of_the_document_runs(processor, tmp_path):
+    """docs/turns.md: two calls, of which the second goes on from the first, and an answer."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 20
+    (tmp_path / "rotate.py").write_text(code)
+    plugins.import_file(str(tmp_path / "rotate.py"))
+    episode, call = begin(processor, "rotate"), '{"name": "rotate", "arguments": {"degrees": 90}}'
+    for _ in range(2):
+        assert turn(episode, f"<tool_call>{call}</tool_call>") and seen(episode) == "Now it is:<image>"
+    assert not turn(episode, "A photo of 3 circles")
+    assert [image.size for image in episode.trajectory.images] == [(112, 84), (84, 112)]
+    assert episode.reward == pytest.approx(-0.04) and not episode.trajectory.num_failed
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
