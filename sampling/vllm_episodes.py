@@ -62,8 +62,8 @@ class EpisodeLoop:
                 for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
                     if output.finished:
                         self.in_threads += 1
-                        call = (self._take_turn, *map(int, output.request_id.split()), output)
-                        pool.submit(*call).add_done_callback(self.answered.put)
+                        i, j = map(int, output.request_id.split())
+                        pool.submit(self._take_turn, i, j, output).add_done_callback(self.answered.put)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self.engine.abort_request([*self.engine.output_processor.request_states], internal=True)
