@@ -75,11 +75,11 @@ def test_a_call_does_not_depend_on_where_the_digit_is(rows, tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "images").symlink_to(rows[0] / "images")
-        moved = [row | {"cell": cell} for row, cell in zip(rows[1] * 8, cells)]
+        moved = [row | {"cell": cell} for row, cell in zip(rows[1] * 16, cells)]
         chats = [*zoom.warm_start_rows(folder, moved, np.random.default_rng(0))]
         return [chat["messages"][-1]["content"] for chat in chats if "tool_call" in chat["messages"][-1]["content"]]
 
-    cells = [zoom.CELLS[i % 9] for i in range(192)]
+    cells = [zoom.CELLS[i % 9] for i in range(384)]
     assert calls("here", cells) == (made := calls("there", cells[1:] + cells[:1]))
     assert {made.count(zoom.call(*cell)) > 0 for cell in zoom.CELLS} == {True}, "the mean is 10"
     assert len(made) == 96

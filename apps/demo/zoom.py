@@ -51,7 +51,7 @@ class Config:
     """Seed for the pictures, the weights and the batches."""
     pictures: int = 4096
     """Number of pictures to train on."""
-    steps: int = 400
+    steps: int = 700
     """Number of warm-start steps, each with a batch of 48 rows."""
 
     def __post_init__(self) -> None:
@@ -142,9 +142,9 @@ def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Gener
 
     for i, row in enumerate(rows):
         (image,), part, digit = row["images"], f"parts/{i:04d}.png", row["answer"]
-        if i % 2 == 0:
-            yield chat([tools, question], call(*CELLS[places[i]]), image)
         if i % 4 == 0:
+            yield chat([tools, question], call(*CELLS[places[i]]), image)
+        if i % 4 == 2:
             yield chat([question], reply(digit), image)
         yield chat([where], json.dumps(box(*row["cell"])), image)
         cell = row["cell"] if rng.random() < AIMED else CELLS[rng.integers(len(CELLS))]
