@@ -1,9 +1,9 @@
 # ./run.sh zoom: a tiny vision-language model learns where to look, with a tool that enlarges a part of its picture.
-# Sourced by run.sh.
-run=runs/zoom tiny=runs/tiny/zoom-$seed
+# Sourced by run.sh. All seeds of GRPO begin at the same warm start.
+run=runs/zoom tiny=runs/tiny/zoom-0
 
 heading "1/3  A tiny model that calls the tool at random places, and its pictures"
-show .venv/bin/python -m apps.demo.zoom --seed "$seed" --output "$tiny"
+show .venv/bin/python -m apps.demo.zoom --output "$tiny"
 
 heading "2/3  GRPO, scored on held-out pictures before, during and after training"
 show .venv/bin/python grpo.py --plugin examples/zoom.py --env zoom --max_turns 2 --task vqa \
