@@ -191,7 +191,9 @@ class Rollout:
 
     def prepared(self, advantage: float | Tensor, token_weight: float) -> Completion:
         """Return the completion for an update, with its advantage, or one for each token, and the weight of a token."""
-        return Completion(self.ids, self.sampling_logp, advantage, token_weight, self.num_stale, self.trajectory)
+        return Completion(
+            self.ids, self.sampling_logp, advantage, token_weight, self.num_stale, trajectory=self.trajectory
+        )
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,11 @@ class Completion:
     advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
     token_weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
     num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
-    trajectory: Trajectory | None = None  # with an environment; all other tensors are of the sampled tokens alone
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
     teacher_logp: Tensor | None = None  # (L,) log-probabilities under the teacher, if there is one
+    trajectory: Trajectory | None = None  # with an environment; all other tensors are of the sampled tokens alone
 
     @property
     def tokens(self) -> int:

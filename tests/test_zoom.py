@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from apps.demo import tiny, zoom
-from common import plugins
 from common.files import read_jsonl
 from common.records import Prompt, Trajectory
 from data import encode_prompt, encode_response, load_processor, load_samples, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.scripts import ROOT, run_script
 
+pytestmark = pytest.mark.usefixtures("environments")
 SEEN = dict(min_pixels=zoom.SEEN**2, max_pixels=zoom.SEEN**2)
 
 
@@ -92,7 +92,6 @@ def test_the_warm_start_reads_what_training_shows(rows, built, tmp_path):
     chats = [*zoom.warm_start_rows(tmp_path, pictures, np.random.default_rng(0))]
     zoom.write_rows(tmp_path / "chats.jsonl", chats)
     processor = load_processor(f"{built}/model", "vqa", "recipes/zoom.jinja", **SEEN)
-    plugins.import_file(f"{ROOT}/examples/zoom.py")
     in_training = use_environment(processor, "zoom", max_turns=2, max_seen=48)
     samples = load_samples(str(folder / "data.jsonl"), "vqa", processor=in_training)
     by_name = {sample.images[0].name: i for i, sample in enumerate(samples)}

@@ -10,6 +10,7 @@ random places, and to read what it then sees. Where to look is left to GRPO.
 Writes OUTPUT/model, OUTPUT/train and OUTPUT/test. A folder that was already built with the same settings is kept.
 """
 
+import importlib
 import json
 import pathlib
 from collections.abc import Iterator
@@ -22,10 +23,10 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from apps.demo import tiny
-from common import cli, plugins
+from common import cli
 from common.errors import require
 
-zoom = plugins.import_file(str(tiny.ROOT / "examples" / "zoom.py")).zoom
+zoom = importlib.import_module("examples.zoom").zoom
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
 SIZE, SCAN, JITTER = 336, 36, 2  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges

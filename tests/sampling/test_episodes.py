@@ -174,7 +174,7 @@ def test_the_environment_of_the_document_runs(processor, tmp_path):
     assert len(code.splitlines()) <= 20
     (tmp_path / "rotate.py").write_text(code)
     plugins.import_file(str(tmp_path / "rotate.py"))
-    episode, call = begin(processor, "rotate"), '{"name": "rotate", "arguments": {"degrees": 90}}'
+    episode, call = begin(processor, "rotate", max_seen=900), '{"name": "rotate", "arguments": {"degrees": 90}}'
     for _ in range(2):
         assert turn(episode, f"<tool_call>{call}</tool_call>") and seen(episode) == "Now it is:<image>"
     assert not turn(episode, "A photo of 3 circles")
