@@ -53,7 +53,7 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     # What the rest asks of a GRPO run:
     default_rates = (2e-5, 2e-4)
     loss_type: str = field(default="sft", init=False)
-    """Not a flag. It is saved with checkpoints, so that no other run goes on with them."""
+    """Not a flag. It is saved with checkpoints, so that no other run continues them."""
     old_logp = "policy"
     engine = ""  # no sampler
     temperature = 1.0

@@ -180,7 +180,8 @@ class Rollout:
     ids: Tensor  # (L,) token ids, including the stop token when one was sampled; with turns, those of all turns
     sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
-    truncated: bool = False  # whether the completion reached the length limit before a stop token
+    truncated: bool = False
+    """Whether the completion reached the length limit before a stop token or, with turns, a limit before its answer."""
     text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token; with turns, of the last turn
     finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)

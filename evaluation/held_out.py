@@ -22,7 +22,7 @@ from evaluation.scorer import Scorer
 from policy.model import Policy
 from rewards import TASKS
 from rollout import Engine, prompt_seed
-from sampling.episodes import as_option
+from sampling.episodes import generate_options
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images
@@ -93,7 +93,7 @@ def sample_rows(
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
         sampling = Sampling(flags.n, flags.max_completion_length, flags.temperature, flags.top_p)
         with distributed.shared_errors():  # vLLM's checks of the prompts
-            episodes = as_option([sample for _, sample in local_rows], processor)
+            episodes = generate_options([sample for _, sample in local_rows], processor)
             groups = engine.generate(prompts, seeds, sampling, **episodes)
         local_outputs = [
             {

@@ -28,7 +28,7 @@ from lesson import grpo_in_one_file as one
 from lesson.check import attention_of
 from packing import PackedBatch, pack
 from rewards import vqa_reward
-from sampling.episodes import as_option
+from sampling.episodes import generate_options
 from sampling.hf_engine import HFEngine
 
 FOLDER = pathlib.Path(__file__).parent
@@ -182,7 +182,7 @@ def greedy(model: str, samples: list[Sample], processor: Processor) -> list[Roll
     """Return the greedy completion of the model in the folder `model` for each sample."""
     policy = one.transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
     prompts = encode_prompts(samples, processor)
-    engine, episodes = HFEngine(policy, processor.tokenizer), as_option(samples, processor)
+    engine, episodes = HFEngine(policy, processor.tokenizer), generate_options(samples, processor)
     rollouts = engine.generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0), **episodes)
     return [rollout for (rollout,) in rollouts]
 

@@ -74,17 +74,15 @@ def _workers(reply: Any) -> tuple[str, WorkerPool]:
     return function, WorkerPool(processes, [function, TAKE_TURN])
 
 
-def as_option(
+def generate_options(
     samples: Sequence[Sample], processor: Processor, add_features: Callable[[list[Prompt]], None] | None = None
 ) -> dict[str, Any]:
-    """Return the argument `episodes` of `Engine.generate` for prompts of `samples`; nothing without an environment."""
+    """Return the arguments that `Engine.generate` needs for an environment, for prompts of `samples`; else nothing."""
     return {"episodes": Episodes(samples, processor, add_features)} if processor.environment else {}
 
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
-    """Return the most images in a prompt and what follows it. Raises UserError for an unfit environment."""
-    if processor.environment:
-        _workers(processor.environment.reply)  # now, before a model is loaded
+    """Return the largest number of images in a prompt and what follows it."""
     return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
 
 
@@ -106,7 +104,7 @@ class Episode:
         )
 
     def step(self, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
-        """Take a turn of the model: its tokens `ids` (L,) and their log-probabilities. Return whether it goes on.
+        """Take a turn of the model: its tokens `ids` (L,) and their log-probabilities. Return whether another follows.
 
         The trajectory then ends with what the environment has answered. `stopped`: whether the turn ended with a stop
         token; `room`: how many tokens may still be sampled.
@@ -183,7 +181,8 @@ class Episode:
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False)
         trajectory.images = [*trajectory.images, *images]
-        self.added = Prompt(torch.tensor(ids), engine_ids, torch.empty(0), images, source=self.prompt.source)
+        unplaced = torch.empty(0)  # samplers that need `position_ids` ask for them
+        self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images, source=self.prompt.source)
         if images:
             self.added.vision, self.added.image_digest = processor.vision_inputs(images), digest_of(images)
             self.added.image_token = trajectory.image_token

@@ -10,7 +10,7 @@ Shapes: B sequences, R position axes (3 with M-RoPE, otherwise 1).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ class Feed:
         self.waiting: list[deque[Fed]] = [deque() for _ in episodes]
         self.turns: list[list[tuple[int, float]]] = [[] for _ in episodes]  # tokens of the turn that is being sampled
 
-    def insert(self, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor]:
+    def insert(self, token: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """Return `token` (B,) and `position` (R, B) or (B,) with the next token of each sequence that gets one.
 
-        Also returns which those are, (B,), and the features of those that are an image's, with their indices.
+        Also returns which those are, (B,), and the images among them, as `next_token_logits` takes them.
         """
         is_fed = torch.tensor([bool(each) for each in self.waiting], device=token.device)
         token, position = token.clone(), position.clone()
@@ -54,7 +54,8 @@ class Feed:
                 if fed.features is not None:
                     features[b] = fed.features
         vision = {"features": torch.stack(list(features.values()))} if features else {}
-        return token, position, is_fed, vision, torch.tensor(list(features), dtype=torch.long, device=token.device)
+        places = torch.tensor(list(features), dtype=torch.long, device=token.device)
+        return token, position, is_fed, {"vision": vision, "image_tokens": places}
 
     def take(self, token: Tensor, logp: Tensor, running: Tensor, stopped: Tensor, room: Tensor) -> Tensor:
         """Record the tokens that the sequences in `running` have sampled; return which are over, of those `stopped`.
@@ -67,6 +68,8 @@ class Feed:
                 self.turns[b].append(tuple(pair))
                 if stopped[b] or not room[b]:
                     ended.append(b)
+        if not ended:
+            return stopped
         with ThreadPoolExecutor(THREADS) as pool:
             go_on = list(pool.map(lambda b: self._end_turn(b, bool(stopped[b]), int(room[b])), ended))
         over = stopped.clone()
@@ -78,7 +81,7 @@ class Feed:
         return over
 
     def _end_turn(self, b: int, stopped: bool, room: int) -> bool:
-        """Let an episode take the turn that its sequence has sampled; return whether it goes on."""
+        """Let an episode take the turn that its sequence has sampled; return whether it has another one."""
         ids, logps = zip(*self.turns[b])
         self.turns[b] = []
         return self.episodes[b].step(torch.tensor(ids), torch.tensor(logps), stopped, room)

@@ -167,8 +167,7 @@ class HFEngine:
         ended with a stop token, as (B,), all in host memory, and whether it was paused.
         """
         logits, cache, mask, position = self._prefill(prefixes)
-        vision: dict[str, Tensor] = {}
-        image_tokens = None
+        images: dict[str, Any] = {"vision": {}, "image_tokens": None}
         ids: list[Tensor] = []
         logps, paused = [], False
         stop = self.stop.to(logits.device)
@@ -178,7 +177,7 @@ class HFEngine:
             uniform = uniforms.gather(1, lengths[:, None].clamp(max=uniforms.shape[1] - 1))[:, 0]
             token, logp = sample(logits, uniform, sampling.temperature, sampling.top_p)
             if feed:
-                token, position, is_fed, vision, image_tokens = feed.insert(token, position)
+                token, position, is_fed, images = feed.insert(token, position)
             ids.append(token)
             logps.append(logp)
             running = ~stopped & ~is_fed & (lengths < limits)
@@ -194,11 +193,10 @@ class HFEngine:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
-                vision=vision,
-                image_tokens=image_tokens,
                 position_ids=position[..., None],
                 attention_mask=mask,
                 past_key_values=cache,
+                **images,
             )
             position = position + 1
 

@@ -1,7 +1,7 @@
 """Episodes of several turns in vLLM, each turn in a request of its own.
 
-No episode waits for another one's turn: while threads prepare prompts and let environments answer, vLLM decodes the
-others. It computes only what is new in a turn. The rest is in its caches, tokens and images.
+No episode waits for another one's turn: while threads let environments answer and encode what they answer, vLLM decodes
+the others. It computes only what is new in a turn. The rest is in its caches, tokens and images.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from sampling.continuation import PAUSE_EVERY
 from sampling.episodes import Episode
 from sampling.vllm_checks import check_expansion
 
-THREADS = 16
+THREADS = 16  # episodes that ask their environment at the same time
 GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
 Index = tuple[int, int]  # of a prompt, and of an episode in its group
 
@@ -109,7 +109,7 @@ class EpisodeLoop:
             raise UserError(f"{self.groups[i][j].prompt.source}: vLLM refuses a turn: {error}") from error
 
     def _take_turn(self, i: int, j: int, output: Any) -> Index | None:
-        """Let the environment answer a turn; return the episode's index if it goes on."""
+        """Let the environment answer a turn; return the episode's index if it has another turn."""
         episode, (sampled,) = self.groups[i][j], output.outputs
         seen = replace(episode.prompt, ids=torch.cat([episode.prompt.ids, episode.trajectory.ids]))
         check_expansion(seen, output.prompt_token_ids)

@@ -6,6 +6,7 @@ trainer, and runs that depend on the number of processes or on when they were ki
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -40,6 +41,7 @@ from tests.helpers.scripts import ROOT, run_script
 from training.collect import Collector
 from training.offsets import in_tokens
 from training.run import check_in_flight
+from training.turns import difference_by_turn, turn_metrics
 
 PLUGIN = f"{ROOT}/tests/helpers/environments.py"
 TRAINED = [name for name in FAMILIES if find_family(FAMILIES[name].config(TEXT, TOKENS)).turns]
@@ -244,6 +246,50 @@ def test_spans_are_those_of_the_last_turn(talker, opening):
     assert (first.start, first.end, second.start, second.end) == (3, 5, 6, 11)
 
 
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_by_hand():
+    """Two completions: three turns with a picture of two tokens and a failed call, and a turn without a call."""
+    sampled = torch.tensor([True, True, False, False, False, True, False, True])
+    ids = torch.tensor([1, 1, 7, 9, 9, 1, 7, 1])
+    first = Trajectory(ids, [], ids[None], image_token=9, sampled=sampled, turn_lengths=[2, 1, 1])
+    first.num_calls, first.num_failed = 2, 1
+    second = Trajectory(ids[:2], [], ids[None, :2], image_token=9, sampled=sampled[:2], turn_lengths=[2])
+    logp = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    rollouts = [Rollout(ids[sampled], logp, trajectory=first), Rollout(ids[:2], logp[:2], trajectory=second)]
+    assert turn_metrics(rollouts) == {
+        "turns/mean": 2.0,
+        "turns/calls": 1.0,
+        "turns/with_call": 0.5,
+        "turns/calls_failed": 0.5,
+        "turns/text_tokens_seen": 1.0,
+        "turns/image_tokens_seen": 1.0,
+    }
+    one, other = (rollout.prepared(1.0, 1.0) for rollout in rollouts)
+    other = replace(other, trainer_logp=torch.tensor([-1.0, -1.5]))  # as with dropout
+    groups = [Group(Prompt(ids, [], ids[None]), [one]), Group(Prompt(ids, [], ids[None]), [other])]
+    found = difference_by_turn(groups, [torch.tensor([-1.5, -1.0, -2.0, -1.0]), torch.full((2,), -9.0)], max_turns=4)
+    assert [*found] == [f"sampling/logp_difference_turn_{turn}" for turn in (1, 2, 3, 4)]
+    assert [*found.values()][:3] == [(0.5 + 0.5) / 4, 1.0, 0.0] and math.isnan([*found.values()][3])
+
+
+def test_the_page_and_the_metrics_of_a_run_show_its_turns(run):
+    (group, *_) = read_jsonl(run / "completions.jsonl")
+    turns = [turn for completion in group["completions"] for turn in completion["turns"]]
+    seen = [turn for turn in turns if turn["role"] == "tool"]
+    assert len(seen) > 4 and all([*part] == ["text"] for turn in turns if turn not in seen for part in turn["parts"])
+    pictures = [part["image"] for turn in seen for part in turn["parts"] if "image" in part]
+    page = (run / "completions.html").read_text()
+    assert len(pictures) == 2 * len(seen) and all(picture in page for picture in pictures)
+    assert '<div class="tool">Look: <img alt="what the model saw" src="data:image/png;base64,' in page
+    for row in read_jsonl(run / "metrics.jsonl")[1:]:
+        assert row["turns/mean"] == pytest.approx(row["turns/calls"] + 1, abs=0.5) and row["turns/with_call"] > 0.5
+        assert min(row["turns/image_tokens_seen"], row["turns/text_tokens_seen"]) > 0 == row["turns/calls_failed"]
+        assert max(row[f"sampling/logp_difference_turn_{turn}"] for turn in (1, 2, 3)) < 1e-4
+        assert row["sampling/logp_difference_turn_4"] is None, "the third turn is the last"
+
+
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 TURNS = {"env": "pictures", "max_completion_length": 16, "max_prompt_length": 400}
@@ -253,7 +299,11 @@ TURNS = {"env": "pictures", "max_completion_length": 16, "max_prompt_length": 40
 def run(talker, shapes, tmp_path_factory) -> pathlib.Path:
     """Return the folder of a run of three steps with a checkpoint after each."""
     output = tmp_path_factory.mktemp("turns") / "run"
-    grpo.main(config(talker, shapes, output, max_steps=3, save_every=1, eval_data=shapes, eval_every=3, **TURNS))
+    grpo.main(
+        config(
+            talker, shapes, output, max_steps=3, save_every=1, eval_data=shapes, eval_every=3, report_every=1, **TURNS
+        )
+    )
     return output
 
 

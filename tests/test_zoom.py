@@ -131,4 +131,5 @@ def test_the_demo_runs(built, tmp_path):
     done = run_script(*shlex.split(command), *small)
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1:]
-    assert row["step"] == 1 and row["eval/format_rate"] >= 0
+    assert row["step"] == 1 and row["turns/mean"] >= 1
+    assert row["sampling/logp_difference_turn_1"] < 1e-4

@@ -23,7 +23,7 @@ from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
 from rollout import Engine, prompt_seed
 from sampling.continuation import Continuation
-from sampling.episodes import as_option
+from sampling.episodes import generate_options
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
@@ -171,7 +171,7 @@ class Collector:
         """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
-        episodes = as_option(self.stream.rows(drawn), self.stream.processor, self.add_features)
+        episodes = generate_options(self.stream.rows(drawn), self.stream.processor, self.add_features)
         return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> GroupRewards:

@@ -20,11 +20,11 @@ def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]
     """Return the spans of each completion of `group`, counted in its tokens. Those without a token are left out."""
     found = []
     for rollout, rewards in zip(group.rollouts, group.rewards):
-        first, last = 0, group.prompt
-        if last_turn := rollout.trajectory:  # rewards see the text of the last turn
-            first, last = len(rollout.ids) - last_turn.turn_lengths[-1], last_turn
-        of_text = replace(rollout, ids=rollout.ids[first:])
-        starts = token_starts(of_text, last.opening, processor) if rewards.spans else []
+        first, opening = 0, group.prompt.opening
+        if seen := rollout.trajectory:  # rewards see the text of the last turn
+            first, opening = len(rollout.ids) - seen.turn_lengths[-1], seen.opening
+        last_turn = replace(rollout, ids=rollout.ids[first:])
+        starts = token_starts(last_turn, opening, processor) if rewards.spans else []
         edges = [(first + bisect_left(starts, s.start), first + bisect_left(starts, s.end)) for s in rewards.spans]
         tokens = [replace(span, start=start, end=end) for span, (start, end) in zip(rewards.spans, edges)]
         found.append(tuple(span for span in tokens if span.start < span.end))

@@ -30,13 +30,15 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def difference_by_turn(groups: Sequence[Group], logps: Sequence[Tensor], max_turns: int) -> dict[str, float]:
     """Return the mean |log π_trainer − log π_sampler| of the trained tokens of each turn, in nats.
 
-    `logps` has the trainer's log-probabilities (L,) of each completion of `groups`, in order.
+    `logps` has the log-probabilities (L,) of each completion of `groups` in the first update, in order. If dropout made
+    them differ from the trainer's, the completions have those of a pass without it (`trainer_logp`).
     """
     sums = torch.zeros(2, max_turns, dtype=torch.float64)
     for completion, logp in zip((each for group in groups for each in group.completions), logps):
         lengths = torch.tensor(completion.trajectory.turn_lengths)
         turn = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
-        difference = (logp.cpu() - completion.sampling_logp).abs().double()
+        trainer_logp = logp.cpu() if completion.trainer_logp is None else completion.trainer_logp
+        difference = (trainer_logp - completion.sampling_logp).abs().double()
         sums.index_add_(1, turn, torch.stack([difference, torch.ones_like(difference)]))
     difference, tokens = distributed.all_sum(sums)
     means = (difference / tokens).tolist()  # NaN: no completion has that many turns

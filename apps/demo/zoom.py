@@ -26,7 +26,7 @@ from apps.demo import tiny
 from common import cli
 from common.errors import require
 
-zoom = importlib.import_module("examples.zoom").zoom
+zoom = importlib.import_module("examples.zoom").zoom  # a plain import would have the type checker check the examples
 VERSION = 1  # increase this when the model or the data changes, so that existing folders are built again
 SIZE, SCAN, JITTER = 336, 36, 2  # sides of the picture and of the scan in it; how far it is from its cell's centre
 SEEN, PART = 42, 14  # sides of the picture as the model sees it, and of a cell in it, which a call enlarges
