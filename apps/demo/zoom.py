@@ -127,11 +127,11 @@ def write_pictures(folder: pathlib.Path, scans: np.ndarray, number: int, rng: np
 
 
 def warm_start_rows(folder: pathlib.Path, rows: list[dict], rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Yield chats about the pictures in `folder`: calls, what is read after a call, and answers without the tool.
+    """Yield chats about the pictures in `folder`, whose last turns are trained on.
 
-    A call is at a random place, whatever the picture shows. If the part that was enlarged, which is written to parts/,
-    does not show the digit, the answer is `NOTHING`. In chats without the tool, the model learns to say where a digit
-    is, as pretrained models can, and, for comparison, which it is.
+    They are calls at random places, whatever the picture shows; what is read in a part, which is written to parts/, or
+    `NOTHING` if the digit is elsewhere (the call before is part of the prompt); and, without the tool, where the digit
+    is, as pretrained models can say, and which, for comparison.
     """
     (folder / "parts").mkdir()
     places = rng.integers(len(CELLS), size=len(rows)).tolist()  # drawn before anything that depends on a picture
