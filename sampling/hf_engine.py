@@ -260,16 +260,9 @@ class PolicyEngine(HFEngine):
     def wake_up(self) -> None:
         torch.cuda.empty_cache()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        continuation: Continuation | None = None,
-        episodes: Episodes | None = None,
-    ) -> list[list[Rollout]]:
+    def generate(self, *args: Any, **options: Any) -> list[list[Rollout]]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
-            return super().generate(prompts, seeds, sampling, continuation, episodes)
+            return super().generate(*args, **options)
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return self.policy.next_token_logits(**inputs)

@@ -66,35 +66,52 @@ WORKLOADS = {
 
 
 @dataclass
-class Config:
-    """Measure the speed of training steps on this machine."""
+class BenchFlags:
+    """The settings of every bench of training steps."""
 
     shape: Shape = "3b"
     """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; 4b: Qwen3.5-4B, with two layers in its
     vision tower."""
-    workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
-    """Workloads to measure."""
     steps: int = 2
-    """Number of measured steps per workload, after one warm-up step."""
+    """Number of measured steps of each kind, after those that warm up."""
     prompts: int = 32
     """Number of prompts per step, over all processes."""
     generations: int = 8
     """Number of completions per prompt."""
-    peer: str | None = None
-    """Another trainer to run on W1 afterwards: trl (peer_trl.py), verl (peer_verl.py), or a script. The
-    script gets the model's folder, --steps and --prompts, and must print "STEP seconds GiB" after each step, and may
-    add its parts as JSON."""
     folder: str = "runs/bench"
     """Folder for the model, the data and the runs."""
     results: str = str(HERE.parents[1] / "docs" / "results")
     """Folder for the JSON file with the results, which is named after the GPU and the time."""
     flags: tuple[str, ...] = ()
     """Further flags for grpo.py, as NAME=VALUE."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for bad settings; without a GPU, for any `shape` but "tiny": others need hours there."""
+        known = {field.name for field in fields(grpo.Config)}
+        for flag in self.flags:
+            if "=" not in flag or flag.split("=")[0] not in known:
+                raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
+        if min(self.steps, self.prompts, self.generations) < 1:
+            raise ValueError("steps, prompts and generations must be at least 1")
+        if self.shape != "tiny" and not torch.cuda.is_available():
+            raise ValueError(f"shape: {self.shape} needs a GPU, and there is none: use --shape tiny")
+
+
+@dataclass
+class Config(BenchFlags):
+    """Measure the speed of training steps on this machine."""
+
+    workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
+    """Workloads to measure."""
+    peer: str | None = None
+    """Another trainer to run on W1 afterwards: trl (peer_trl.py), verl (peer_verl.py), or a script. The
+    script gets the model's folder, --steps and --prompts, and must print "STEP seconds GiB" after each step, and may
+    add its parts as JSON."""
     checkpoint: bool = False
     """After the last workload, also save a checkpoint, and measure a training step while it is written."""
 
     def __post_init__(self) -> None:
-        check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
+        super().__post_init__()
         if not self.workloads:
             raise ValueError("workloads: name at least one")
         self.training_config("rows")
@@ -117,21 +134,6 @@ class Config:
             max_steps=len(workloads) * (self.steps + 1) + 1,  # with a warm-up, and that of --checkpoint
             report_every=1000,
         )
-
-
-def check_config(shape: Shape, flags: tuple[str, ...], *counts: int) -> None:
-    """Raise ValueError if one of `flags` is not a flag of grpo.py, or if one of the `counts` of a bench is below 1.
-
-    Without a GPU, any `shape` but "tiny" is refused, too: such models need hours there, or more memory than there is.
-    """
-    known = {field.name for field in fields(grpo.Config)}
-    for flag in flags:
-        if "=" not in flag or flag.split("=")[0] not in known:
-            raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
-    if min(counts) < 1:
-        raise ValueError("steps, prompts and generations must be at least 1")
-    if shape != "tiny" and not torch.cuda.is_available():
-        raise ValueError(f"shape: {shape} needs a GPU, and there is none: use --shape tiny")
 
 
 def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
@@ -256,8 +258,8 @@ def parse_flags(flags: tuple[str, ...]) -> dict[str, Any]:
     return settings
 
 
-def training_config(cfg: Any, data: str, **settings: Any) -> grpo.Config:
-    """Return the settings of a run on the rows `data`, with coin flips as rewards. `cfg`: the settings of a bench.
+def training_config(cfg: BenchFlags, data: str, **settings: Any) -> grpo.Config:
+    """Return the settings of a run on the rows `data`, with coin flips as rewards.
 
     Raises ValueError if `cfg.flags`, which override `settings`, have a bad value.
     """

@@ -38,15 +38,11 @@ from training.run import Run
 
 
 @dataclass
-class Config:
+class Config(speed.BenchFlags):
     """Measure steps whose completions differ much in length."""
 
-    shape: speed.Shape = "3b"
-    """Shape of the model; see apps/bench/speed.py."""
     prompts: int = 64
     """Number of prompts per step, over all processes."""
-    generations: int = 8
-    """Number of completions per prompt."""
     oversample: tuple[float, ...] = (1.0, 1.5)
     """The values of grpo.py's --oversample to measure."""
     median: float = 700.0
@@ -59,17 +55,11 @@ class Config:
     """Number of steps before those that are measured, for each value above 1. They sample, but do not train."""
     steps: int = 4
     """Number of measured steps, for each value."""
-    folder: str = "runs/bench"
-    """Folder for the model, the data and the runs."""
-    results: str = str(HERE.parents[1] / "docs" / "results")
-    """Folder for the JSON file with the results."""
     draw: str | None = None
     """Also draw the timelines of the last two steps of the first and the last value to this PNG file."""
-    flags: tuple[str, ...] = ()
-    """Further flags for grpo.py, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
-        speed.check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
+        super().__post_init__()
         if not self.oversample:
             raise ValueError("oversample needs at least one value")
         for oversample in self.oversample:

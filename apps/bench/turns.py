@@ -34,28 +34,14 @@ TURNS, W1_TOKENS = 3, 512
 
 
 @dataclass
-class Config:
+class Config(speed.BenchFlags):
     """Measure steps with completions of three turns."""
 
-    shape: speed.Shape = "3b"
-    """Shape of the model; see apps/bench/speed.py."""
-    prompts: int = 32
-    """Number of prompts per step, over all processes."""
-    generations: int = 8
-    """Number of completions per prompt."""
     turn_tokens: int = 170
     """Number of tokens that are sampled in each turn."""
-    steps: int = 2
-    """Number of measured steps of each kind, after one warm-up step."""
-    folder: str = "runs/bench"
-    """Folder for the model, the data and the runs."""
-    results: str = str(HERE.parents[1] / "docs" / "results")
-    """Folder for the JSON file with the results."""
-    flags: tuple[str, ...] = ()
-    """Further flags for grpo.py, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
-        speed.check_config(self.shape, self.flags, self.steps, self.prompts, self.generations)
+        super().__post_init__()
         if self.turn_tokens < 2:
             raise ValueError("turn_tokens must be at least 2")
         self.training_config("rows")
