@@ -45,15 +45,7 @@ from grading.sandbox import parameters
 from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
-from policy.families import (
-    FAMILIES,
-    Family,
-    ImageLimits,
-    ImagePreparation,
-    ImageProcessor,
-    find_family,
-    load_preprocessors,
-)
+from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
 
 
@@ -70,6 +62,7 @@ class Processor:
     template: jinja2.Template
     chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
     environment: Environment | None = None  # that of `--env`
+    columns: frozenset[str] = frozenset()  # of the rows, which the environment's function requires
     tools: str = ""  # describes its tools at the end of the system prompt, if the chat template cannot
     max_turns: int = 1  # of the model in an episode
     max_seen: int = 0  # maximum number of tokens that the model sees in an episode, with the prompt
@@ -157,32 +150,31 @@ def processor_for(cfg: Any, task: str | None = None) -> Processor:
 def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
     """Return `processor` with the entry `name` of `ENVIRONMENTS`, whose tools its prompts then describe.
 
-    `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if the family cannot be
-    trained on several turns.
+    `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if it does not work with
+    the model.
     """
     if name not in ENVIRONMENTS:
         raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
     if not processor.family.turns:
-        able = ", ".join(family.title for family in FAMILIES if family.turns)
         title = processor.family.title
-        raise UserError(f"--env {name}: {title} cannot be trained on several turns yet: use one of {able}")
+        raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")
     environment, tools, variables = ENVIRONMENTS[name], "", processor.chat_variables
-    function = plugins.name_of(environment.reply)
-    names, _, accepts_any = parameters(function) if function else ([], [], False)
+    function = plugins.name_of(environment.reply) if isinstance(environment, Environment) else None
+    names, required, accepts_any = parameters(function) if function else ([], [], False)
     if not (accepts_any or "text" in names):
-        raise UserError(f"--env {name}: it must be a function (text, state, **fields) with a name in the plugin")
-    if "tools" in variable_names(processor.tokenizer.chat_template):
-        variables = variables | {"tools": environment.tools}
-    else:
+        form = "Environment(FUNCTION) of a function (text, state, **fields)"
+        raise UserError(f"--env {name}: it must be {form} with a name in the plugin")
+    if variables.get("add_vision_id"):
+        raise UserError(
+            f"--env {name}: --chat_template_kwargs add_vision_id does not count later pictures: leave it out"
+        )
+    if "tools" not in variable_names(processor.tokenizer.chat_template):
         tools = describe_tools(environment.tools)
-    return replace(
-        processor,
-        environment=environment,
-        chat_variables=variables,
-        tools=tools,
-        max_turns=max_turns,
-        max_seen=max_seen,
-    )
+    elif environment.tools:  # a template may describe even an empty list
+        variables = variables | {"tools": environment.tools}
+    columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
+    processor = replace(processor, environment=environment, columns=columns, max_turns=max_turns, max_seen=max_seen)
+    return replace(processor, chat_variables=variables, tools=tools)
 
 
 def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
@@ -493,6 +485,9 @@ def _check_row(
         return row.message, "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
+    columns = {name for name, value in row.fields.items() if value is not None}
+    if processor and (missing := sorted(processor.columns - columns)):
+        return f"no {missing[0]!r}, which the function of --env requires", "", 0
     try:
         for image in row.teacher_images:
             _check_image(image, image_sizes)

@@ -286,16 +286,8 @@ def load_baseline(cfg: Config) -> Policy:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
-    names += [
-        "task",
-        "model",
-        "adapter",
-        "load_in_4bit",
-        "engine",
-        "env",
-        "max_turns",
-        *plugins.record()["plugin_flags"],
-    ]
+    names += ["task", "model", "adapter", "load_in_4bit", "engine", "env", "max_turns"]
+    names += plugins.record()["plugin_flags"]
     key = {name: getattr(cfg, name) for name in names} | plugins.record()
     key["baseline"] = None if cfg.baseline_is_saved else cfg.baseline
     if cfg.template:

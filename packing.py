@@ -99,7 +99,7 @@ class PackedBatch:
     lengths: list[int]  # length of each completion in tokens, on the host, in packed order
     values: TokenValues  # the values of each completion token for the loss
     vision: dict[str, Tensor]
-    """The concatenated vision inputs of the prompts, or only `features` if a frozen vision tower's output is cached.
+    """The concatenated vision inputs of all images, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images. A blank image without image tokens (see `micro_batches`) changes nothing."""
     image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
     flop: float = 0.0  # floating-point operations of the language model's forward and backward pass, for the metrics

@@ -28,19 +28,31 @@ class Environment:
     """`reply(text, state, images, extents, **fields)` gets the text of the model's turn, and returns what the model
     sees next, or None if the episode is over. `state` is a dict of the episode's own, at first empty, which the
     function may change. `images` are those of the row, and `extents` the largest (x, y) in each, in the coordinates
-    that the model uses. `fields` are the row's question, answer and other columns. What it raises is told the model."""
+    that the model uses. `fields` are the row's question, answer and other columns. What it raises is told the model;
+    the state is then as it was before."""
     tools: list[dict[str, Any]] = field(default_factory=list)  # their JSON schemas, for the chat template
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if `tools` are no schemas as chat templates take them."""
+        try:
+            assert isinstance(self.tools, list) and all(tool["function"]["name"] for tool in self.tools)
+            json.dumps(self.tools)
+        except (AssertionError, TypeError, KeyError, ValueError):
+            expected = '[{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
+            raise ValueError(f"tools: expected JSON schemas, {expected}") from None
 
 
 ENVIRONMENTS: dict[str, Environment] = {}
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name and the arguments of the tool call in a turn, in the format of Qwen; None if there is no call.
+    """Return the name and the arguments of the tool call in a turn; None if there is no call.
 
-    The call is JSON between <tool_call> and </tool_call>. Raises ValueError if it is not, or if there are several.
+    The call is JSON between <tool_call> and </tool_call>, as Qwen writes it, or the whole turn, as Llama 3 does. Raises
+    ValueError if it is no JSON of a call, or if there are several.
     """
     calls = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
+    calls = calls or re.findall(r'^\s*(\{\s*"name":.*"parameters":.*\})\s*$', text, re.DOTALL)
     if not calls:
         return None
     if len(calls) > 1:
@@ -49,6 +61,8 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
         call = json.loads(calls[0])
     except (ValueError, RecursionError):
         call = None
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
+    call = call if isinstance(call, dict) else {}
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
         raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')
-    return call["name"], call["arguments"]
+    return name, arguments

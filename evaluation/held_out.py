@@ -4,6 +4,7 @@ Each process samples and judges its share of the rows and then receives the resu
 call these functions together.
 """
 
+import itertools
 import json
 import math
 import pathlib
@@ -122,8 +123,11 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     is_exact = TASKS[name].exact_match
     local_samples, local_outputs = distributed.shard(samples), distributed.shard(outputs)
     rollouts = [
-        [Rollout(empty, empty, text=text, env_reward=reward) for text, reward in zip(o["responses"], _env_rewards(o))]
-        for o in local_outputs
+        [
+            Rollout(empty, empty, text=text, env_reward=env_reward)
+            for text, env_reward in zip(output["responses"], output.get("env_rewards") or itertools.repeat(0.0))
+        ]
+        for output in local_outputs
     ]
     rewards, error = scorer(local_samples, rollouts)
     distributed.raise_first_error(error, UserError)
@@ -140,10 +144,6 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
         sample.fields | {"source": sample.source, "prompt": sample.prompt, "answer": sample.answer} | output | judgement
         for sample, output, judgement in zip(samples, outputs, judgements)
     ]
-
-
-def _env_rewards(output: dict) -> list[float]:
-    return output.get("env_rewards") or [0.0] * len(output["responses"])
 
 
 def score_policy(

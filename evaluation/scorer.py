@@ -20,10 +20,20 @@ from grading import answers
 from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
-from inputs.images import decoded_images
+from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
+
+
+def _decoded_images(sample: Sample) -> list[Image.Image]:
+    """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
+    if "\n".join(sample.texts).count(TAG) != len(sample.images):
+        raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
+    try:
+        return [decode_image(source) for source in sample.images]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
 
 
 @dataclass(frozen=True)
@@ -198,7 +208,7 @@ class Scorer:
             if isinstance(fields["question"], str):
                 fields["question"] = fields["question"].replace(TAG, "").strip()
             if name in self.sees_images:
-                fields["images"] = images.get(sample.source) or decoded_images(sample)
+                fields["images"] = images.get(sample.source) or _decoded_images(sample)
                 images[sample.source] = fields["images"]
             if self.flags.env:
                 fields["env_reward"] = rollout.env_reward

@@ -18,8 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from common.errors import UserError
-from common.records import TAG, Cell, ImageSource, Sample
+from common.records import Cell, ImageSource
 
 UNREADABLE: tuple[type[Exception], ...] = (OSError, SyntaxError, ValueError, TypeError, EOFError, RuntimeError)
 UNREADABLE += (struct.error, AssertionError, LookupError, ArithmeticError, Image.DecompressionBombError)
@@ -73,16 +72,6 @@ def decode_image(source: ImageSource) -> Image.Image:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
-
-
-def decoded_images(sample: Sample) -> list[Image.Image]:
-    """Decode the images of a row. Raises UserError if one can no longer be read, or if they were not kept."""
-    if "\n".join(sample.texts).count(TAG) != len(sample.images):
-        raise UserError(f"{sample.source}: saved predictions hold no images, which a reward needs: sample again")
-    try:
-        return [decode_image(source) for source in sample.images]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{sample.source}: an image can no longer be read ({error}): restore or replace it") from None
 
 
 def _rescale(image: Image.Image) -> Image.Image:

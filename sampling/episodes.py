@@ -63,7 +63,7 @@ def _report(reason: str) -> None:
     """Print why a call has failed, once, and not too many of the reasons: they may quote the model."""
     if len(_reported) < MAX_REPORTS and reason not in _reported:
         _reported.add(reason)
-        console.log(f"note: --env answered a turn with what went wrong: {reason}")
+        console.log(f"note: a call of --env failed, and the model was told: {reason}")
 
 
 @functools.cache
@@ -160,7 +160,9 @@ class Episode:
         """
         processor, trajectory = self.episodes.processor, self.trajectory
         num_images = sum(isinstance(part, Image.Image) for part in content)
-        if num_images > (MAX_IMAGES if processor.preparation else 0):
+        if num_images and not processor.preparation:
+            return "the model is text-only, and the answer has a picture"
+        if num_images > MAX_IMAGES:
             return f"{num_images} pictures are too many"
         try:
             fitted = [
@@ -176,7 +178,7 @@ class Episode:
         ids = expand_images(engine_ids, images, processor)
         left = processor.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
         if len(ids) > left:
-            return f"the answer has {len(ids)} tokens, and there is room for {left}"
+            return f"the answer has {len(ids)} tokens, and max_prompt_length leaves room for {left}"
         trajectory.opening = opening
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False)

@@ -87,7 +87,7 @@ def test_a_run_leaves_what_the_documents_say(run):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (run / "completions.html").read_text()
     assert page.count("<caption>") == 4 * 3
-    assert "data:image/png;base64," in page
+    assert "data:image/webp;base64," in page
     assert "How many shapes?" in page
     assert not list(run.glob("**/*.partial"))
 

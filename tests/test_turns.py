@@ -22,6 +22,7 @@ import data
 import evaluate
 import grpo
 import rewards
+from common.environments import Environment
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sampling, ScoredGroup, Span, Trajectory
@@ -282,7 +283,7 @@ def test_the_page_and_the_metrics_of_a_run_show_its_turns(run):
     pictures = [part["image"] for turn in seen for part in turn["parts"] if "image" in part]
     page = (run / "completions.html").read_text()
     assert len(pictures) == 2 * len(seen) and all(picture in page for picture in pictures)
-    assert '<div class="tool">Look: <img alt="what the model saw" src="data:image/png;base64,' in page
+    assert '<div class="tool">Look: <img alt="what the model saw" src="data:image/webp;base64,' in page
     for row in read_jsonl(run / "metrics.jsonl")[1:]:
         assert row["turns/mean"] == pytest.approx(row["turns/calls"] + 1, abs=0.5) and row["turns/with_call"] > 0.5
         assert min(row["turns/image_tokens_seen"], row["turns/text_tokens_seen"]) > 0 == row["turns/calls_failed"]
@@ -337,12 +338,17 @@ def test_a_run_takes_turns_with_every_loss(flags, talker, shapes, tmp_path, monk
         return gather(self, groups, rows)
 
     monkeypatch.setattr(Collector, "_gather", recorded)
-    grpo.main(config(talker, shapes, tmp_path, max_steps=1, **TURNS | flags))
+    grpo.main(config(talker, shapes, tmp_path, max_steps=1, report_every=1, **TURNS | flags))
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert row["sampling/logp_difference_max"] < 1e-4 and row["loss"] is not None and row["grad_norm"] > 0
     kept = collected[-16:] if row["groups_drawn"] == 4 else collected
     assert row["completions/max_length"] <= max(len(rollout.ids) for rollout in kept) <= 16
     assert sum(len(rollout.trajectory.ids) > 60 for rollout in collected) > 4
+    shown = [completion for group in read_jsonl(tmp_path / "completions.jsonl") for completion in group["completions"]]
+    seen = sum(turn["role"] == "tool" for completion in shown for turn in completion["turns"])
+    page = (tmp_path / "completions.html").read_text()
+    assert seen == page.count('<div class="tool">') > 4
+    assert ("background: hsl" in page) == ("reward" in flags), "tokens with advantages of their own are coloured"
     assert row["rewards/pictures"] == pytest.approx(
         sum(rollout.env_reward for rollout in collected) / len(collected), abs=1e-6
     )
@@ -350,9 +356,10 @@ def test_a_run_takes_turns_with_every_loss(flags, talker, shapes, tmp_path, monk
 
 def test_faulty_tools_end_no_run(talker, shapes, tmp_path, monkeypatch, capsys):
     flags = TURNS | {"env": "failing", "max_prompt_length": 600, "max_turns": 2}
+    monkeypatch.setattr("sampling.episodes._reported", set())
     grpo.main(config(talker, shapes, tmp_path, max_steps=1, beta=0.01, **flags))  # all rewards are equal
     printed = capsys.readouterr().err
-    assert printed.count("note: --env answered a turn with what went wrong: ") > 4
+    assert printed.count("note: a call of --env failed, and the model was told: ") > 4
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert row["rewards/failing"] == 0 and row["sampling/logp_difference_max"] < 1e-4
 
@@ -464,7 +471,9 @@ def test_settings_that_do_not_go_together_are_refused(flags, message):
     ("flags", "message"),
     [
         ({"env": "walk"}, r"^--env walk: choose one of .*\bpictures\b"),
-        ({"env": "nameless"}, "^--env nameless: it must be a function .* with a name in the plugin"),
+        ({"env": "nameless"}, r"^--env nameless: it must be Environment\(FUNCTION\) .* with a name in the plugin"),
+        ({"env": "function"}, r"^--env function: it must be Environment\(FUNCTION\) .* with a name in the plugin"),
+        ({"env": "hint"}, "^12 of 12 rows cannot be used: .*: no 'hint', which the function of --env requires"),
         ({"env": "vqa"}, "^--env vqa: a reward has this name; rename the entry of ENVIRONMENTS"),
         ({"env": "over", "reward": ("own.py:over",)}, "^--reward own.py:over: a reward named 'over' already exists"),
     ],
@@ -481,10 +490,27 @@ def test_the_name_of_an_environment_is_missing_without_its_plugin(monkeypatch, t
         use_environment(load_processor(tiny_model, "count"), "zoom", 4, 400)
 
 
+def test_pictures_are_not_counted_in_the_prompt_alone(tiny_model):
+    processor = replace(load_processor(tiny_model, "count"), chat_variables={"add_vision_id": True})
+    with pytest.raises(
+        UserError, match=r"^--env over: --chat_template_kwargs add_vision_id does not count later pictures"
+    ):
+        use_environment(processor, "over", 4, 400)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [{"type": "function"}, [{"name": "zoom"}], ["zoom"], [{"function": {"name": "a", "parameters": {1, 2}}}], 3],
+)
+def test_tools_that_are_no_schemas_are_refused(tools):
+    with pytest.raises(ValueError, match=r"^tools: expected JSON schemas, "):
+        Environment(print, tools)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TRAINED])
 def test_families_without_a_test_of_turns_are_refused(family, tmp_path):
     processor = load_processor(save_tiny(family, tmp_path), "count")
-    with pytest.raises(UserError, match=r"^--env over: .* cannot be trained on several turns yet: use one of .*Qwen3-"):
+    with pytest.raises(UserError, match=r"^--env over: .* cannot be trained on several turns yet; docs/turns.md says"):
         use_environment(processor, "over", 4, 400)
 
 

@@ -5,7 +5,7 @@ not affect the result: gradients are sums over completions, regardless of which 
 """
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from common import distributed
 from common.records import Group, Prompt
 
-T = TypeVar("T", bound=Prompt)
 MIN_GAIN = 0.02  # a transfer itself takes time, so it must save at least this fraction of the mean load
 
 
@@ -111,14 +110,16 @@ def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
 def _without_images(group: Group) -> Group:
     """Return `group` without the data that training does not use: images and, if features are cached, patches."""
 
-    def light(part: T) -> T:
-        return replace(part, images=[], vision=part.vision if part.features is None else {})
+    def unused(part: Prompt) -> dict[str, Any]:
+        return {"images": [], "vision": part.vision if part.features is None else {}}
 
-    prompt = light(group.prompt)
+    prompt = replace(group.prompt, **unused(group.prompt))
     if prompt.for_teacher:
         prompt = replace(prompt, for_teacher=replace(prompt.for_teacher, images=[]))
     completions = [
-        replace(each, trajectory=replace(light(each.trajectory), turns=[])) if each.trajectory else each
+        replace(each, trajectory=replace(each.trajectory, turns=[], **unused(each.trajectory)))
+        if each.trajectory
+        else each
         for each in group.completions
     ]
     return replace(group, prompt=prompt, completions=completions)

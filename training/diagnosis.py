@@ -18,12 +18,14 @@ WARNINGS = {
     "format is wrong, completions are cut off, or all rows are too hard or too easy. The first completion: {example}",
     "format": "no completion has the format that the task asks for: start from a model that follows instructions, show "
     "the format in --template, or give it a --reward; if it was there before, lower --learning_rate",
-    "cut off": "most completions are cut off before their answer: raise --max_completion_length",
+    "cut off": "most completions are cut off before their answer: raise --max_completion_length (with --env, also "
+    "--max_turns or --max_prompt_length)",
     "length": "completions have gone from {before:.0f} to {now:.0f} tokens: look whether the scores gain by it, too",
     "entropy": "the entropy is near zero, so that completions hardly differ: if the scores are not good enough yet, "
     "start again with a lower --learning_rate or a higher --temperature",
-    "calls": "hardly any completion calls the environment ({calls:.0%} in the last {recent} steps, {called:.0%} in the "
-    "first ones): look at completions.html; if calls should pay, start from a model that makes them, or reward them",
+    "calls": "hardly any completion has called the environment for {recent} steps: look at completions.html; if calls "
+    "should pay, start from a model that makes them, or reward them",
+    "failed calls": "every call of the environment has failed for {recent} steps; completions.html shows why",
     "reward": "the reward has stayed below half of its first steps' for {fallen} steps: the rate is too high. Start "
     "again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
     "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "
@@ -55,13 +57,12 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
         "length": len(later) >= RECENT and (now < COLLAPSED * before or now > GROWN * before),
         "entropy": always("entropy", 0, NEAR_ZERO),
         "calls": always("turns/with_call", 0, FEW_CALLS),
+        "failed calls": always("turns/calls_failed", 1, 1),
         "reward": falls and all(row["reward"] < half for row in later[-FALLEN:]) and half > 0,
         "memory": always("memory_flushes", 1, math.inf),
         "exact match": rises and len(scores) >= 3 and max(scores[1:]) <= scores[0] < NEARLY_ALL,
     }
     values = {"recent": RECENT, "fallen": FALLEN, "before": before, "now": now, "example": example}
-    for name, rows in (("called", first), ("calls", recent)):
-        values[name] = fmean(row.get("turns/with_call") or 0.0 for row in rows)
     return {name: line.format(**values) for name, line in WARNINGS.items() if holds[name]}
 
 

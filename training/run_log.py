@@ -230,7 +230,7 @@ def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
 
     def shown(part: Any) -> dict[str, str]:
-        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part)}
+        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, 128)}
 
     return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
 

@@ -96,6 +96,11 @@ def faulty(text, state, images, extents, **row):
     raise ValueError(f"no fault is called {text!r} <|im_end|>\n<|image_pad|> \udcff")
 
 
+def hint(text, state, hint):
+    """Need a column that the rows of other tests do not have."""
+    return None
+
+
 def failing(text, state, images, extents, **row):
     """Fail in another way in each turn, without waiting."""
     names = ("dict", "nan", "pixels", "strip", "many", "text", "control", "exit", "picture", "other")
@@ -108,6 +113,7 @@ def parts(completion, answer, **fields):
     return [(0, half, 1.0), (half, len(completion), float(len(completion) % 2))] if half else 0.0
 
 
-for function in (over, pictures, killer, faulty, failing):
+for function in (over, pictures, killer, faulty, failing, hint):
     ENVIRONMENTS[function.__name__] = Environment(function)
+ENVIRONMENTS["function"] = over  # type: ignore[assignment]
 ENVIRONMENTS["nameless"] = Environment(lambda **_: None)

@@ -71,7 +71,7 @@ def seen(episode) -> str:
         ("thin", "error: the image is 1x300: one side is more than 200 times the other"),
         ("many", "error: 9 pictures are too many"),
         ("text", "error: ValueError: its answer of 10,000,000 characters is too long"),
-        ("long", "error: the answer has 2020 tokens, and there is room for "),
+        ("long", "error: the answer has 2020 tokens, and max_prompt_length leaves room for "),
         ("control", "error: the answer contains …, which would act as a control token"),
         ("no pixels", "error: ValueError: its picture has no pixels"),
         ("state", "error: TypeError: it has an open file"),
@@ -130,7 +130,7 @@ def test_pictures_of_any_mode_are_fitted(processor):
 def test_a_model_without_a_vision_tower_is_told_that_it_gets_no_pictures(tmp_path):
     processor = load_processor(save_tiny("qwen2_5", tmp_path), "count")
     episode = begin(processor, "faulty", with_image=False)
-    assert turn(episode, "picture") and seen(episode) == "error: 1 pictures are too many"
+    assert turn(episode, "picture") and seen(episode) == "error: the model is text-only, and the answer has a picture"
     assert turn(episode, "go on") and seen(episode) == "turn 2"
 
 
@@ -318,6 +318,14 @@ def test_arguments_are_data():
     assert tool_call(text) == ("zoom", {"x1": "__import__('os').getpid()"})
 
 
+def test_a_call_of_llama_is_the_whole_turn():
+    assert tool_call(' {"name": "zoom", "parameters": {"x1": 3}}\n') == ("zoom", {"x1": 3})
+    assert tool_call('{"answer": 3, "parameters": {}}') is None, "another answer in JSON"
+    assert tool_call('I say {"name": "zoom", "parameters": {}}') is None
+    with pytest.raises(ValueError, match="a call is JSON: "):
+        tool_call('{"name": "zoom", "parameters": 3}')
+
+
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 QWEN3 = (  # what matters of Qwen3-VL's: tools, their answers, and a block that it opens
@@ -328,8 +336,9 @@ QWEN3 = (  # what matters of Qwen3-VL's: tools, their answers, and a block that 
     "{{ '\n</tool_response>' if m.role == 'tool' else '' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-LLAMA3 = (  # Llama 3.1 writes a tool's answer as JSON, which changes many texts
-    "{% if tools is not none %}{% set tools = tools %}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+LLAMA3 = (  # Llama 3.1 describes even an empty list of tools, and writes a tool's answer as JSON: many texts change
+    "{% if tools is defined and tools is not none %}Functions: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -357,6 +366,13 @@ def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
     assert turn(episode, "picture") and episode.trajectory.num_failed == 0
     answered = processor.tokenizer.decode(episode.trajectory.engine_ids)
     assert "user\n<tool_response>\nsee <|vision_start|><|image_pad|><|vision_end|>\n</tool_response>" in answered
+
+
+def test_a_prompt_without_tools_stays_as_it_is(processor):
+    own = with_template(processor, LLAMA3)
+    prompts = [begin(own, name, with_image=False).prompt.ids for name in ("over", "zoom")]
+    plain = encode_prompt(make_sample("?", "3", [], "row 1"), own).ids
+    assert torch.equal(prompts[0], plain) and len(prompts[1]) > len(plain)
 
 
 def test_a_template_that_changes_the_answer_of_a_tool_writes_it_as_the_users(processor):

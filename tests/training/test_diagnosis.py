@@ -54,6 +54,7 @@ APPEARS = {
     "length": history(*lasting(RECENT, completions__mean_length=COLLAPSED * 30 - 1), steps=FIRST),
     "entropy": history(*lasting(RECENT, entropy=NEAR_ZERO / 2)),
     "calls": history(*lasting(FIRST, turns__with_call=0.8), *lasting(RECENT, turns__with_call=FEW_CALLS / 2)),
+    "failed calls": history(*lasting(RECENT, turns__with_call=1.0, turns__calls_failed=1.0)),
     "reward": history(*lasting(FALLEN, reward=0.19), steps=FIRST),
     "memory": history(*lasting(RECENT, memory_flushes=4)),
     "exact match": history(*rising({0: 0.5, 4: 0.5, 9: 0.4})),
@@ -85,6 +86,10 @@ DOES_NOT = {
         history(*lasting(FIRST, turns__with_call=0.8), *lasting(RECENT, turns__with_call=FEW_CALLS * 2)),
         history(*lasting(RECENT - 1, turns__with_call=0.0), steps=RECENT),
         history(steps=FIRST + RECENT),  # without an environment
+    ],
+    "failed calls": [
+        history(*lasting(RECENT, turns__with_call=1.0, turns__calls_failed=0.99)),
+        history(*lasting(RECENT - 1, turns__with_call=1.0, turns__calls_failed=1.0), steps=RECENT),
     ],
     "reward": [
         history(*lasting(FALLEN, reward=0.21), steps=FIRST),
