@@ -38,6 +38,7 @@ FLAGS = {
     "losses": ["--loss_type=sapo", "--num_iterations=2", "--advantage=maxrl"],
     "best_and_worst": ["--advantage=best_and_worst", "--num_generations=10"],
 }
+WITH_STATE = ("curriculum", "muon", "moving_reference")  # in checkpoints
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def run(name: str, model: str, data: str, output, *flags: str, processes: int = 
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in WITH_STATE)) for n in FLAGS])
 def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path):
     run(name, tiny_model, shapes, tmp_path / "plain", processes=processes)
     (tmp_path / "resumed").mkdir()
@@ -73,6 +74,14 @@ def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path)
     folders = tmp_path / "plain", tmp_path / "resumed"
     assert difference(*(folder / "checkpoint-2" for folder in folders), tmp_path) == 0.0
     assert metrics(folders[0])[1:] == metrics(folders[1])
+
+
+def test_several_plugins_make_one_run(tiny_model, shapes, tmp_path):
+    others = [
+        flag for name in ("best_and_worst", "step_rewards") for flag in (f"--plugin=examples/{name}.py", *FLAGS[name])
+    ]
+    run("entropy_bonus", tiny_model, shapes, tmp_path, *others)
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
 def test_the_entropy_is_added_to_the_objective(example, monkeypatch):

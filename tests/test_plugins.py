@@ -65,7 +65,7 @@ def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: i
     return run_script("grpo.py", *arguments(**flags, max_steps=steps, **SMALL), *more, processes=processes)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_path, processes):
     shutil.copytree(trained, tmp_path / "run")
     done = resume(tmp_path / "run", tiny_model, shapes, "--resume", steps=3, processes=processes)

@@ -1164,7 +1164,7 @@ LOCKS = [
 ]
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", [LOCKS[0], *(pytest.param(lock, marks=pytest.mark.slow) for lock in LOCKS[1:])])
 def test_a_locked_database_refuses_uploads_soon(service, archive, lock):
     kept = service.upload(archive)
     with contextlib.closing(sqlite3.connect(service.folder / "service.sqlite", isolation_level=None)) as other:

@@ -36,7 +36,9 @@ def run_parts(parts: str, processes: int, *flags: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "processes", "more"),
     [
-        ("two_optimizers,moving_average", 0, ["--lr_schedule=linear", "--warmup=2"]),
+        pytest.param(
+            "two_optimizers,moving_average", 0, ["--lr_schedule=linear", "--warmup=2"], marks=pytest.mark.slow
+        ),
         ("two_optimizers,moving_average", 2, ["--train_vision"]),
         pytest.param("two_optimizers,copy_every_second", 2, ["--sharding=none"], marks=pytest.mark.slow),
         pytest.param("two_optimizers,moving_average", 2, ["--offload_optimizer"], marks=pytest.mark.slow),
