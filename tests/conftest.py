@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -53,6 +54,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run it with ./run.sh test --slow"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_groups() -> Iterator[None]:
+    """Leave the process groups of a file's runs: each has a thread that wakes a hundred times a second."""
+    yield
+    torch = sys.modules.get("torch")  # tests of the service do not load it
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
