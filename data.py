@@ -62,7 +62,7 @@ class Processor:
     template: jinja2.Template
     chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
     environment: Environment | None = None  # that of `--env`
-    columns: frozenset[str] = frozenset()  # of the rows, which the environment's function requires
+    columns: frozenset[str] = frozenset()  # columns that every row must have, for the environment's function
     tools: str = ""  # describes its tools at the end of the system prompt, if the chat template cannot
     max_turns: int = 1  # of the model in an episode
     max_seen: int = 0  # maximum number of tokens that the model sees in an episode, with the prompt
@@ -173,8 +173,15 @@ def use_environment(processor: Processor, name: str, max_turns: int, max_seen: i
     elif environment.tools:  # a template may describe even an empty list
         variables = variables | {"tools": environment.tools}
     columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
-    processor = replace(processor, environment=environment, columns=columns, max_turns=max_turns, max_seen=max_seen)
-    return replace(processor, chat_variables=variables, tools=tools)
+    return replace(
+        processor,
+        chat_variables=variables,
+        environment=environment,
+        columns=columns,
+        tools=tools,
+        max_turns=max_turns,
+        max_seen=max_seen,
+    )
 
 
 def describe_tools(tools: Sequence[dict[str, Any]]) -> str:

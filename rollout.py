@@ -88,7 +88,7 @@ class EngineEntry:
     needs_gpu: bool = False
     needs_copy: bool = True  # of the weights; on a GPU, memory is planned for it (`--vllm_memory`)
     uses_trainer: bool = False  # it samples from the trainer's own model: only in training, and in one process
-    has_turns: bool = False  # whether it goes on after an environment's answer (`--env`)
+    has_turns: bool = False  # whether it can continue after an environment's answer (`--env`)
 
     def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
         """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
@@ -116,7 +116,7 @@ def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
     if engine and engine.uses_trainer and processes > 1:
         raise UserError(f"--engine {flags.engine} works in one process only: leave it out, or set --nproc_per_node 1")
     if engine and not engine.has_turns and getattr(flags, "env", None):
-        raise UserError(f"--engine {flags.engine} does not go on after an environment's answer: leave --env out")
+        raise UserError(f"--engine {flags.engine} cannot continue after an environment's answer: leave --env out")
     if processes % flags.tensor_parallel:
         raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the number of processes ({processes})")
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from PIL import Image
 
+from common.errors import require
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -27,19 +29,19 @@ class Environment:
     reply: Callable[..., Reply | str | Image.Image | list[str | Image.Image] | None]
     """`reply(text, state, images, extents, **fields)` gets the text of the model's turn, and returns what the model
     sees next, or None if the episode is over. `state` is a dict of the episode's own, at first empty, which the
-    function may change. `images` are those of the row, and `extents` the largest (x, y) in each, in the coordinates
-    that the model uses. `fields` are the row's question, answer and other columns. What it raises is told the model;
-    the state is then as it was before."""
+    function may change; if it raises, its changes are lost. `images` are those of the row, and `extents` the largest
+    (x, y) in each, in the coordinates that the model uses. `fields` are the row's question, answer and other columns.
+    What it raises is told the model."""
     tools: list[dict[str, Any]] = field(default_factory=list)  # their JSON schemas, for the chat template
 
     def __post_init__(self) -> None:
         """Raise ValueError if `tools` are no schemas as chat templates take them."""
         try:
-            assert isinstance(self.tools, list) and all(tool["function"]["name"] for tool in self.tools)
-            json.dumps(self.tools)
-        except (AssertionError, TypeError, KeyError, ValueError):
-            expected = '[{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
-            raise ValueError(f"tools: expected JSON schemas, {expected}") from None
+            are_schemas = all(tool["function"]["name"] for tool in json.loads(json.dumps(self.tools)))
+        except (TypeError, KeyError, ValueError):
+            are_schemas = False
+        expected = '[{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
+        require(are_schemas, f"tools: expected JSON schemas, {expected}")
 
 
 ENVIRONMENTS: dict[str, Environment] = {}
@@ -61,8 +63,8 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
         call = json.loads(calls[0])
     except (ValueError, RecursionError):
         call = None
-    call = call if isinstance(call, dict) else {}
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-    if not (isinstance(name, str) and isinstance(arguments, dict)):
-        raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')
-    return name, arguments
+    if isinstance(call, dict):
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return name, arguments
+    raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')

@@ -530,7 +530,7 @@ def test_a_sampler_without_turns_is_refused_in_one_line(talker, shapes, tmp_path
         "grpo.py", *flags_of(talker, shapes, tmp_path), "--plugin=examples/http_sampler.py", "--engine=http"
     )
     assert done.returncode == 2
-    assert re.search("^error: --engine http does not go on after an environment's answer: ", done.stderr, re.MULTILINE)
+    assert re.search("^error: --engine http cannot continue after an environment's answer: ", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
 
 

@@ -36,6 +36,9 @@ from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
+TURN_SIDE = (
+    128  # length of the longer side of a picture that a later turn has seen, in pixels: there are many on a page
+)
 
 
 class RunLog:
@@ -230,7 +233,7 @@ def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
 
     def shown(part: Any) -> dict[str, str]:
-        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, 128)}
+        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, TURN_SIDE)}
 
     return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
 
