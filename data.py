@@ -492,8 +492,7 @@ def _check_row(
         return row.message, "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
-    columns = {name for name, value in row.fields.items() if value is not None}
-    if processor and (missing := sorted(processor.columns - columns)):
+    if processor and (missing := sorted(name for name in processor.columns if row.fields.get(name) is None)):
         return f"no {missing[0]!r}, which the function of --env requires", "", 0
     try:
         for image in row.teacher_images:
