@@ -22,6 +22,7 @@ from packing import pack
 from policy import optimizer as optimizers
 from policy import sharding
 from rollout import ENGINES
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, difference, metrics, tensors, weights
 from tests.helpers.scripts import ROOT, run_script
@@ -64,7 +65,7 @@ def run(name: str, model: str, data: str, output, *flags: str, processes: int = 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [0, *slow(2)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in WITH_STATE)) for n in FLAGS])
 def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path):
     run(name, tiny_model, shapes, tmp_path / "plain", processes=processes)
@@ -217,7 +218,7 @@ def test_the_cookbook_names_every_example_and_short_ones_are_short():
         assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 20
 
 
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [0, *slow(2)])
 def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, tiny_model, shapes, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

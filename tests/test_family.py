@@ -35,6 +35,7 @@ from policy.forward import enable_packed_forward, token_logprobs
 from policy.lora import adapted_layers, adapted_weights
 from policy.model import Policy, auto_class, load_config, load_policy
 from tests.helpers import models
+from tests.helpers.marks import slow
 from tests.helpers.models import RECORD, WITH_IMAGES, plain_logprobs, record, save_tiny, write_rows
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, weights
@@ -145,7 +146,7 @@ def test_family_trains_whole(family, tiny_family, rows, tmp_path, capsys):
     record(family, "sampler", mismatch)
 
 
-@pytest.mark.parametrize("four_bit", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("four_bit", [*slow(False), True])
 @pytest.mark.parametrize("family", MODELS)
 def test_family_trains_an_adapter(family, four_bit, tiny_family, rows, tmp_path):
     """The adapter reaches every linear layer of the decoder but the router; the base stays; PEFT loads the adapter."""

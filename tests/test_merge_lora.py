@@ -16,6 +16,7 @@ from merge_lora import merge_lora
 from policy.lora import adapted_layers
 from policy.model import load_model
 from tests.helpers.adapters import LANGUAGE_TARGETS, copy_adapter, plain_logits, save_random_adapter
+from tests.helpers.marks import slow
 from tests.helpers.models import save_tiny
 from tests.helpers.scripts import run_script
 
@@ -57,7 +58,7 @@ def untied(tiny_model, tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("base", ["tiny_model", "untied"])
+@pytest.mark.parametrize("base", [*slow("tiny_model"), "untied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_equals_adapted(kind, base, prompt, tmp_path, request, capsys):
     base = request.getfixturevalue(base)

@@ -20,6 +20,7 @@ from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
 from evaluation.scorer import Scorer
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT, run_script
@@ -65,7 +66,7 @@ def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: i
     return run_script("grpo.py", *arguments(**flags, max_steps=steps, **SMALL), *more, processes=processes)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [*slow(0), 2])
 def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_path, processes):
     shutil.copytree(trained, tmp_path / "run")
     done = resume(tmp_path / "run", tiny_model, shapes, "--resume", steps=3, processes=processes)

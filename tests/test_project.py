@@ -25,6 +25,7 @@ from apps import fits
 from apps.demo import real, smoke, tiny, zoom
 from apps.service import app
 from lesson import grpo_in_one_file
+from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, tracked_files
 from tests.helpers.versions import normalise
 from training import checkpoint, report
@@ -223,7 +224,7 @@ def test_every_flag_is_explained():
                 assert explained, f"{script}: {field.target.id} has no docstring"
 
 
-@pytest.mark.parametrize("script", ["merge_lora.py", pytest.param("-m training.checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["merge_lora.py", *slow("-m training.checkpoint")])
 def test_a_script_starts_by_itself_and_imports_nothing_it_does_not_need(script):
     """Run each script in a new interpreter, because other tests start only some of the scripts."""
     command = [sys.executable, "-X", "importtime", *script.split(), "--help"]

@@ -15,6 +15,7 @@ from data import load_processor
 from evaluation.scorer import Scorer
 from packing import pack
 from policy.forward import _from_logits, _TokenLogprobs
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics
 from tests.helpers.scripts import run_script
@@ -240,7 +241,7 @@ def is_even(completion, answer="", **_):
 """
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes, tmp_path):
     """The first character should be even. What it earns is taken back from the rest, so that the sum is always 0."""
     (tmp_path / "own.py").write_text(CREDIT)

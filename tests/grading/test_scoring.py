@@ -23,6 +23,7 @@ from evaluation.benchmarks import judge_math
 from evaluation.scorer import Scorer
 from grading import answers, math_workers
 from grading.sandbox import WorkerPool
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS
 
@@ -637,7 +638,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("texts", ["random bytes", pytest.param("10,000 characters", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("texts", ["random bytes", *slow("10,000 characters")])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_text_makes_a_reward_fail_or_wait(name, texts):
     """Use each text as a completion, as the answer block of a well-formed completion, and as the gold answer. The

@@ -44,6 +44,7 @@ from apps.service.middleware import AccessMiddleware, OncePerSecond
 from apps.service.schema import LoraConfig, TrainingConfig
 from common.errors import UserError
 from common.files import release_locks
+from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, free_port
 from tests.service.clients import call_nine_endpoints, run_documented_client
 from training.report import write_page
@@ -575,7 +576,7 @@ HALF_OPEN = [
 ]
 
 
-@pytest.mark.parametrize("file_limit", [256, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file_limit", [256, *slow(1024)])
 def test_half_open_requests_lock_nobody_out(tmp_path, tiny_model, file_limit):
     """300 requests that are never finished keep no other call waiting, and are closed after ten seconds."""
     service = Service(tmp_path / "service", tiny_model, file_limit=file_limit)
@@ -981,12 +982,12 @@ LOST: dict[str, Callable[[pathlib.Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
-def test_a_database_that_lost_its_rows_costs_no_upload(service, archive, lose):
+@pytest.mark.parametrize("loss", ["a new database", *slow(*list(LOST)[:-1])])
+def test_a_database_that_lost_its_rows_costs_no_upload(service, archive, loss):
     file_ids = {service.upload(archive)["file_id"] for _ in range(3)}
     before = uploads(service)
     service.kill()
-    lose(service.folder)
+    LOST[loss](service.folder)
     service.start()
     assert uploads(service) == before and before.keys() == file_ids
     assert service.call("GET", "/files", 200).json() == []
@@ -1049,7 +1050,7 @@ def test_a_malformed_database_ends_in_one_line(tmp_path, tiny_model, archive, da
     assert before is None or path.read_bytes() == before
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("seconds", [0.02, 0.2, *slow(0.0, 0.05, 0.1, 0.4)])
 def test_a_kill_during_an_upload_costs_no_earlier_one(service, archive, seconds):
     """The kill comes while bodies arrive, or while ZIPs are checked or stored."""
     file = service.upload(archive)
@@ -1176,7 +1177,7 @@ LOCKS = [
 ]
 
 
-@pytest.mark.parametrize("lock", [LOCKS[0], *(pytest.param(lock, marks=pytest.mark.slow) for lock in LOCKS[1:])])
+@pytest.mark.parametrize("lock", [LOCKS[0], *slow(*LOCKS[1:])])
 def test_a_locked_database_refuses_uploads_soon(service, archive, lock):
     kept = service.upload(archive)
     with contextlib.closing(sqlite3.connect(service.folder / "service.sqlite", isolation_level=None)) as other:
@@ -1279,7 +1280,7 @@ BAD_LINES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", [1, 4, 8])
+@pytest.mark.parametrize("place", [*slow(1, 4), 8])
 @pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: repr(line[:20]))
 def test_a_damaged_line_of_metrics_leaves_the_others(finished, line, place):
     service, damaged, whole = finished
@@ -1302,7 +1303,8 @@ def test_half_a_surrogate_pair_in_a_name_is_answered(finished):
         assert (job["current_step"], job["loss"], job["reward"], len(rows)) == (2, None, None, 2)
 
 
-GARBAGE = [b"garbage", b"", b"\0" * 4000, b"\xff\xfe", b"[1]", b"5", b"null", b'{"total_steps": "many"}', None]
+NO_NUMBER = b'{"total_steps": "many"}'
+GARBAGE = [b"garbage", b"", NO_NUMBER, None, *slow(b"\0" * 4000, b"\xff\xfe", b"[1]", b"5", b"null")]
 NAMES = ["config.json", "metrics.jsonl", "completions.jsonl", "final/adapter_config.json"]
 
 
@@ -1310,7 +1312,7 @@ NAMES = ["config.json", "metrics.jsonl", "completions.jsonl", "final/adapter_con
 @pytest.mark.parametrize("name", [*NAMES, "completions.html", "final/adapter_model.safetensors", "../log.txt"])
 def test_any_damaged_file_of_a_job_leaves_the_rest(finished, name, content):
     service, damaged, whole = finished
-    is_valid = name.endswith("config.json") and content == GARBAGE[-2]  # the number of steps is not taken from it
+    is_valid = name.endswith("config.json") and content == NO_NUMBER  # the number of steps is not taken from it
     status = 409 if name.startswith("final/") and not is_valid else 200
     with damaged_file(service.folder / "jobs" / damaged / "run" / name, content):
         job, _ = check_job(service, damaged, status)

@@ -29,6 +29,7 @@ from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
 from policy.optimizer import ShardAdamW
+from tests.helpers.marks import slow
 from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, loop, run_folder
@@ -290,7 +291,7 @@ def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [*slow(0), 2])
 def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shapes, tmp_path):
     """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
     sizes = dict(prompts_per_step=12 if processes else 4, num_generations=8, micro_batch_tokens=60)
@@ -331,7 +332,7 @@ def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterato
         yield script, int(children.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *slow(signal.SIGSTOP)])
 def test_a_process_that_dies_or_hangs_ends_the_job(how, tiny_model, shapes, tmp_path):
     """If a process dies, the job ends within 30 seconds, and torchrun names the process. If a process hangs, the job
     ends within `distributed.TIMEOUT` plus torchrun's 30 seconds."""
