@@ -168,7 +168,7 @@ def _pop_output(row: dict) -> dict:
     if not all(isinstance(response, str | int | float | None) for response in responses):
         raise RowError("a response is neither text nor null")
     output: dict[str, Any] = {"responses": ["" if response is None else str(response) for response in responses]}
-    for name in ("lengths", "truncated"):
+    for name in ("lengths", "truncated", "calls", "failed_calls"):
         numbers = row.pop(name, None)
         is_valid = isinstance(numbers, list) and len(numbers) == len(responses)
         if is_valid and all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):

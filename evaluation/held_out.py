@@ -16,7 +16,7 @@ import torch
 from common import console, distributed
 from common.errors import UserError
 from common.files import atomic_write, read_jsonl
-from common.records import Rollout, Sample, Sampling
+from common.records import Prompt, Rollout, Sample, Sampling
 from data import Processor, encode_prompts
 from evaluation.metrics import summarise
 from evaluation.scorer import Scorer
@@ -79,8 +79,8 @@ def sample_rows(
     """Sample responses to every row.
 
     Returns {responses, lengths, truncated, image_digest} for each row, in order and on every process; `image_digest` is
-    a hash of the row's images. The main process appends the outputs to the file `progress`; rows already in this file
-    are not sampled again.
+    a hash of the row's images. With an environment, also {env_rewards, calls, failed_calls}. The main process appends
+    the outputs to the file `progress`; rows already in this file are not sampled again.
     """
     outputs = distributed.all_gather(read_jsonl(progress)[1:] if progress else [])[0]
     if outputs:
@@ -96,22 +96,27 @@ def sample_rows(
         with distributed.shared_errors():  # vLLM's checks of the prompts
             episodes = generate_options([sample for _, sample in local_rows], processor)
             groups = engine.generate(prompts, seeds, sampling, **episodes)
-        local_outputs = [
-            {
-                "responses": [rollout.text for rollout in rollouts],
-                "lengths": [len(rollout.ids) for rollout in rollouts],
-                "truncated": [rollout.truncated for rollout in rollouts],
-                "image_digest": prompt.image_digest.hex(),
-            }
-            | ({"env_rewards": [rollout.env_reward for rollout in rollouts]} if episodes else {})
-            for prompt, rollouts in zip(prompts, groups)
-        ]
-        new_outputs = distributed.gather_shards(local_outputs)
+        new_outputs = distributed.gather_shards([*map(_output, prompts, groups)])
         outputs += new_outputs
         if progress and console.is_main():
             with progress.open("a", encoding="utf-8") as file:
                 file.write(_json_lines(new_outputs))
     return outputs
+
+
+def _output(prompt: Prompt, rollouts: list[Rollout]) -> dict[str, Any]:
+    """Return what is saved of the completions of a row."""
+    output = {
+        "responses": [rollout.text for rollout in rollouts],
+        "lengths": [len(rollout.ids) for rollout in rollouts],
+        "truncated": [rollout.truncated for rollout in rollouts],
+        "image_digest": prompt.image_digest.hex(),
+    }
+    if trajectories := [rollout.trajectory for rollout in rollouts if rollout.trajectory]:
+        output["env_rewards"] = [rollout.env_reward for rollout in rollouts]
+        output["calls"] = [trajectory.num_calls for trajectory in trajectories]
+        output["failed_calls"] = [trajectory.num_failed for trajectory in trajectories]
+    return output
 
 
 def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> list[dict]:

@@ -1,8 +1,9 @@
 """Scores of predictions with bootstrap intervals, summaries of a task and of a benchmark, and two models side by side.
 
 A prediction is a dict with the row's columns, its `responses`, and whether each response is correct (`exact`). If
-known, it also holds each response's length in tokens (`lengths`) and whether it was cut off (`truncated`). For
-benchmarks, it also holds the answer read from each response (`answers`) and further numbers about it (`measures`).
+known, it also holds each response's length in tokens (`lengths`), whether it was cut off (`truncated`), and how often
+an environment has answered (`calls`) or has only said what went wrong (`failed_calls`). For benchmarks, it also holds
+the answer read from each response (`answers`) and further numbers about it (`measures`).
 """
 
 import json
@@ -186,7 +187,7 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
 
 
 def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows: list[dict]) -> dict:
-    """Return the score, its interval, pass@k and the lengths.
+    """Return the score, its interval, pass@k, the lengths and, with an environment, the calls.
 
     pass@k is given for k = 1, 2, 4, … and for the largest k for which every row has k completions. Each value is a mean
     over the entries of `exact_by_row` that have at least k verdicts. A score that is a plain mean is pass@1 itself.
@@ -204,9 +205,10 @@ def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows
     for k in sorted(ks):
         scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
     scores["mean_characters"] = mean([len(response) for row in rows for response in row["responses"]])
-    for length, column in (("mean_length", "lengths"), ("truncated", "truncated")):
+    columns = {"mean_length": "lengths", "truncated": "truncated", "calls": "calls", "failed_calls": "failed_calls"}
+    for mean_name, column in columns.items():
         if values := [value for row in rows for value in row.get(column) or []]:
-            scores[length] = mean(values)
+            scores[mean_name] = mean(values)
     return scores
 
 

@@ -420,13 +420,19 @@ def test_an_evaluation_takes_turns_as_the_run_did(evaluated):
     assert len({reward for row in predictions for reward in row["env_rewards"]}) > 2
     scores = json.loads((evaluated / "scores.json").read_text())
     assert scores["reward"] == pytest.approx(sum(sum(row["rewards"]) for row in predictions) / 24)
+    calls = [number for row in predictions for number in row["calls"]]
+    assert len(calls) == 24 and {1, 2} <= set(calls)
+    assert scores["calls"] == pytest.approx(sum(calls) / 24)
+    failed = [number for row in predictions for number in row["failed_calls"]]
+    assert scores["failed_calls"] == pytest.approx(sum(failed) / 24)
 
 
 def test_saved_predictions_keep_what_the_environment_gave(evaluated, tmp_path):
     flags = dict(predictions=str(evaluated / "predictions.jsonl"), output=str(tmp_path / "again"))
     evaluate.main(evaluate.Config(env="pictures", **flags))
     again, before = (read_jsonl(folder / "predictions.jsonl") for folder in (tmp_path / "again", evaluated))
-    assert [row["rewards"] for row in again] == [row["rewards"] for row in before]
+    for column in ("rewards", "calls", "failed_calls"):
+        assert [row[column] for row in again] == [row[column] for row in before]
     lines = [json.dumps({"prompt": "q", "answer": "3", "response": "3"}) + "\n"]
     (tmp_path / "old.jsonl").write_text("".join(lines))
     flags = dict(predictions=str(tmp_path / "old.jsonl"), output=str(tmp_path / "old"))
