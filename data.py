@@ -33,15 +33,14 @@ from PIL import Image
 from torch import Tensor
 
 import rewards
-from common import cli, console, distributed, plugins
-from common.environments import ENVIRONMENTS, Environment
+from common import cli, console, distributed
 from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
-from common.templates import parse_template, read_template, template_variables, variable_names, write_chat
+from common.templates import parse_template, read_template, template_variables, write_chat
 from config import Columns, DataFlags, RowFlags, with_recipe
 from config import Config as RunConfig
-from grading.sandbox import parameters
+from inputs.environment import RunEnvironment, find_environment
 from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
 from policy.base_files import reading
@@ -61,11 +60,7 @@ class Processor:
     system: str | None
     template: jinja2.Template
     chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
-    environment: Environment | None = None  # that of `--env`
-    columns: frozenset[str] = frozenset()  # columns that every row must have, for the environment's function
-    tools: str = ""  # describes its tools at the end of the system prompt, if the chat template cannot
-    max_turns: int = 1  # of the model in an episode
-    max_seen: int = 0  # maximum number of tokens that the model sees in an episode, with the prompt
+    environment: RunEnvironment | None = None  # that of `--env`
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -82,18 +77,6 @@ class Processor:
     def image_token_id(self) -> int:
         """The token that stands for an image; −1 if the model is text-only."""
         return self.tokenizer.convert_tokens_to_ids(self.family.vision.token) if self.family.vision else -1
-
-    @functools.cached_property
-    def reply_role(self) -> str:
-        """Whose turn an environment's answer is: the tool's or, if the chat template changes that, the user's."""
-        image = self.family.vision.token if self.family.vision else ""
-        answer: list[str | ImageSource | None] = ['an "answer"\nof two lines', *([None] if image else [])]
-        try:
-            turns = [Turn("user", ["question"]), Turn("assistant", ["call"]), Turn("tool", answer)]
-            chat = write_chat(turns, self.tokenizer, self.chat_variables)
-        except ValueError:
-            return "user"
-        return "tool" if "tools" in variable_names(self.tokenizer.chat_template) and image in chat else "user"
 
     def vision_inputs(self, images: list[Image.Image]) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for `images`, which are fitted already."""
@@ -148,47 +131,18 @@ def processor_for(cfg: Any, task: str | None = None) -> Processor:
 
 
 def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
-    """Return `processor` with the entry `name` of `ENVIRONMENTS`, whose tools its prompts then describe.
+    """Return `processor` with the environment `name`, whose tools its prompts then describe.
 
-    `max_turns`, `max_seen`: see `Processor`. Raises UserError if there is no such entry, or if it does not work with
-    the model.
+    `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
     """
-    if name not in ENVIRONMENTS:
-        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
+    environment = find_environment(name, processor.tokenizer.chat_template, max_turns, max_seen)
     if not processor.family.turns:
         title = processor.family.title
         raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")
-    environment, tools, variables = ENVIRONMENTS[name], "", processor.chat_variables
-    function = plugins.name_of(environment.reply) if isinstance(environment, Environment) else None
-    names, required, accepts_any = parameters(function) if function else ([], [], False)
-    if not (accepts_any or "text" in names):
-        form = "Environment(FUNCTION) of a function (text, state, **fields)"
-        raise UserError(f"--env {name}: it must be {form} with a name in the plugin")
-    if variables.get("add_vision_id"):
-        raise UserError(
-            f"--env {name}: --chat_template_kwargs add_vision_id does not count later pictures: leave it out"
-        )
-    if "tools" not in variable_names(processor.tokenizer.chat_template):
-        tools = describe_tools(environment.tools)
-    elif environment.tools:  # a template may describe even an empty list
-        variables = variables | {"tools": environment.tools}
-    columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
-    return replace(
-        processor,
-        chat_variables=variables,
-        environment=environment,
-        columns=columns,
-        tools=tools,
-        max_turns=max_turns,
-        max_seen=max_seen,
-    )
-
-
-def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
-    """Return a description for the system prompt, in the format of Qwen; for chat templates that describe no tools."""
-    schemas = "\n".join(map(json.dumps, tools))
-    call = '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
-    return f"You have these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write\n{call}" if tools else ""
+    if processor.chat_variables.get("add_vision_id"):
+        problem = "--chat_template_kwargs add_vision_id does not count later pictures: leave it out"
+        raise UserError(f"--env {name}: {problem}")
+    return replace(processor, environment=environment, chat_variables=processor.chat_variables | environment.variables)
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
@@ -305,7 +259,7 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
     What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
     empty, contains a control token or does not begin with that opening, or if the template ends it with no token.
     """
-    turns, mark = _turns(sample, processor), "the answer"
+    turns, mark = prompt_turns(sample, processor), "the answer"
     write = functools.partial(write_chat, tokenizer=processor.tokenizer, variables=processor.chat_variables)
     after = write([*turns, Turn("assistant", [mark])], is_answered=True).rpartition(mark)[2]
     ends = [(after.index(token), token) for token in processor.control_tokens if token in after]
@@ -313,35 +267,12 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
         raise ValueError("its answer is empty" if ends else "the chat template ends an answer with no control token")
     if any(token in response for token in processor.control_tokens):
         raise ValueError("its answer contains a control token: remove it")
-    if opening := _opening(write(turns), processor.control_tokens).strip():
+    if opening := opening_of(write(turns), processor.control_tokens).strip():
         if not response.lstrip().startswith(opening):
             raise ValueError(f"its answer does not begin with {opening!r}, which the chat template opens")
         response = response.lstrip().removeprefix(opening).lstrip()
     place, token = min(ends)
     return torch.tensor(processor.tokenizer(response + after[:place] + token, add_special_tokens=False).input_ids)
-
-
-def encode_reply(
-    sample: Sample, content: list[str | ImageSource | None], last: int, processor: Processor
-) -> tuple[list[int], str]:
-    """Return the sampler's token ids of what a model sees between two turns, and what opens the second (`opening`).
-
-    It is what the chat template writes after the model's turn, whose last token is `last`: its end, unless that is
-    `last`, a turn with `content` (`Processor.reply_role`), and how the next turn begins. Raises ValueError if a text
-    contains a control token, or if the template refuses the turns.
-    """
-    text, mark = "".join(piece for piece in content if isinstance(piece, str)), "the answer"
-    for token in processor.control_tokens:
-        if token in text:
-            raise ValueError(f"the answer contains {token}, which would act as a control token")
-    while mark in text:
-        mark += "."
-    turns = [*_turns(sample, processor), Turn("assistant", [mark]), Turn(processor.reply_role, content)]
-    after = write_chat(turns, processor.tokenizer, processor.chat_variables).rpartition(mark)[2]
-    ids = processor.tokenizer(after, add_special_tokens=False).input_ids
-    if ids.count(processor.image_token_id) != sum(not isinstance(piece, str) for piece in content):
-        raise ValueError("the chat template leaves out an image")
-    return ids[1:] if ids[0] == last else ids, _opening(after, processor.control_tokens)
 
 
 def expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:
@@ -362,7 +293,7 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor, teacher: Pro
         return list(pool.map(lambda sample: encode_prompt(sample, processor, teacher), samples))
 
 
-def _turns(sample: Sample, processor: Processor) -> list[Turn]:
+def prompt_turns(sample: Sample, processor: Processor) -> list[Turn]:
     """Return the turns of a prompt, with the template around the question. Raises ValueError for a control token."""
     for token in processor.control_tokens:
         if any(token in text for text in (*sample.texts, sample.system or "")):
@@ -372,23 +303,24 @@ def _turns(sample: Sample, processor: Processor) -> list[Turn]:
         text = processor.template.render(content=text)  # the question itself is never used as a template
     pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
-    if system := "\n\n".join(filter(None, [sample.system or processor.system, processor.tools])):
+    tools = processor.environment.description if processor.environment else ""
+    if system := "\n\n".join(filter(None, [sample.system or processor.system, tools])):
         turns.insert(0, Turn("system", [system]))
     return turns
 
 
 def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
     """Return the sampler's token ids, and `Prompt.opening`."""
-    chat = write_chat(_turns(sample, processor), processor.tokenizer, processor.chat_variables)
+    chat = write_chat(prompt_turns(sample, processor), processor.tokenizer, processor.chat_variables)
     ids = processor.tokenizer(chat, add_special_tokens=False).input_ids
     num_placeholders = ids.count(processor.image_token_id)
     if num_placeholders != len(sample.images):
         problem = f"{len(sample.images)} images but {num_placeholders} image placeholders in the templated prompt"
         raise ValueError(f"{problem}: does the template or the question contain {TAG} or a special token?")
-    return ids, _opening(chat, processor.control_tokens)
+    return ids, opening_of(chat, processor.control_tokens)
 
 
-def _opening(chat: str, control_tokens: list[str]) -> str:
+def opening_of(chat: str, control_tokens: list[str]) -> str:
     """Return the end of a prompt from a `<think>` or `<answer>` that is still open, else "".
 
     The chat template has opened it only if no control token follows, since such a token ends the user's turn.
@@ -492,7 +424,8 @@ def _check_row(
         return row.message, "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
-    if processor and (missing := sorted(name for name in processor.columns if row.fields.get(name) is None)):
+    needed = processor.environment.columns if processor and processor.environment else ()
+    if missing := sorted(name for name in needed if row.fields.get(name) is None):
         return f"no {missing[0]!r}, which the function of --env requires", "", 0
     try:
         for image in row.teacher_images:

@@ -16,13 +16,14 @@ from PIL import Image
 from torch import Tensor
 
 import rewards
-from common import console, distributed, plugins
+from common import console, distributed
 from common.errors import CallFailed
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
-from data import Processor, digest_of, encode_reply, expand_images, max_images, prompt_position_ids
+from data import Processor, digest_of, expand_images, max_images, prompt_position_ids
 from grading.sandbox import ROOT, WorkerPool
 from inputs import images as image_files
 from inputs.images import fit_image, read_source
+from sampling.replies import encode_reply, reply_role
 
 MAX_IMAGES = 8  # in an answer
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
@@ -40,7 +41,8 @@ class Episodes:
     ):
         """`add_features` adds the features of a frozen vision tower to prompts; None: samplers compute them."""
         self.samples, self.processor, self.add_features = samples, processor, add_features
-        self.function, self.workers = _workers(processor.environment.reply)
+        self.environment, self.reply_role = processor.environment, reply_role(processor)
+        self.workers = _workers(self.environment.function)
 
     def begin(self, row: int, prompt: Prompt) -> "Episode":
         """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
@@ -48,10 +50,10 @@ class Episodes:
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
-        call: dict[str, Any] = {"function": self.function, "state": state, "fields": fields}
-        call |= {"max_text": self.processor.max_seen * self.processor.longest_token}
+        call: dict[str, Any] = {"function": self.environment.function, "state": state, "fields": fields}
+        call |= {"max_text": self.environment.max_seen * self.processor.longest_token}
         call |= {"max_megapixels": image_files.max_megapixels}
-        call |= {"max_reward": rewards.MAX_REWARD / self.processor.max_turns}
+        call |= {"max_reward": rewards.MAX_REWARD / self.environment.max_turns}
         (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [call])
         return answer
 
@@ -67,11 +69,10 @@ def _report(reason: str) -> None:
 
 
 @functools.cache
-def _workers(reply: Any) -> tuple[str, WorkerPool]:
-    """Return an environment's function, file.py:function, and the workers that call it."""
-    function = plugins.name_of(reply)
+def _workers(function: str) -> WorkerPool:
+    """Return the workers that call an environment's `function`, file.py:function."""
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
-    return function, WorkerPool(processes, [function, TAKE_TURN])
+    return WorkerPool(processes, [function, TAKE_TURN])
 
 
 def generate_options(
@@ -83,7 +84,8 @@ def generate_options(
 
 def max_images_seen(samples: list[Sample], processor: Processor) -> int:
     """Return the largest number of images in a prompt and what follows it."""
-    return max_images(samples) + MAX_IMAGES * (processor.max_turns - 1)
+    answers = processor.environment.max_turns - 1 if processor.environment else 0
+    return max_images(samples) + MAX_IMAGES * answers
 
 
 class Episode:
@@ -119,7 +121,7 @@ class Episode:
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
         # A sampler that takes images would take a sampled placeholder for one.
-        can_go_on = room > 0 and len(trajectory.turns) < 2 * self.episodes.processor.max_turns - 1
+        can_go_on = room > 0 and len(trajectory.turns) < 2 * self.episodes.environment.max_turns - 1
         if content is None or not can_go_on or trajectory.image_token in ids:
             return False
         problem = self._see(content, last)
@@ -172,11 +174,11 @@ class Episode:
                 for part in content
             ]
             images = [part for part in fitted if isinstance(part, Image.Image)]
-            engine_ids, opening = encode_reply(self.sample, [*fitted], last, processor)
+            engine_ids, opening = encode_reply(self.sample, Turn(self.episodes.reply_role, [*fitted]), last, processor)
         except ValueError as error:
             return str(error)
         ids = expand_images(engine_ids, images, processor)
-        left = processor.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
+        left = self.episodes.environment.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
         if len(ids) > left:
             return f"the answer has {len(ids)} tokens, and max_prompt_length leaves room for {left}"
         trajectory.opening = opening

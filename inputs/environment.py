@@ -1,0 +1,51 @@
+"""The environment of a run: which it is, and what prompts say of its tools (docs/turns.md)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common import plugins
+from common.environments import ENVIRONMENTS, Environment
+from common.errors import UserError
+from common.templates import variable_names
+from grading.sandbox import parameters
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """The environment that `--env` names, as a run uses it."""
+
+    function: str  # file.py:function, which answers a turn
+    columns: frozenset[str]  # columns that every row must have for it
+    variables: dict[str, Any]  # of the chat template: `tools`, if it can describe them
+    description: str  # of the tools, at the end of the system prompt, if it cannot
+    max_turns: int  # of the model in an episode
+    max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
+
+
+def find_environment(name: str, chat_template: str, max_turns: int, max_seen: int) -> RunEnvironment:
+    """Return the entry `name` of `ENVIRONMENTS` for a model with this `chat_template`.
+
+    `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
+    """
+    if name not in ENVIRONMENTS:
+        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
+    environment = ENVIRONMENTS[name]
+    function = plugins.name_of(environment.reply) if isinstance(environment, Environment) else None
+    names, required, accepts_any = parameters(function) if function else ([], [], False)
+    if not function or not (accepts_any or "text" in names):
+        form = "Environment(FUNCTION) of a function (text, state, **fields)"
+        raise UserError(f"--env {name}: it must be {form} with a name in the plugin")
+    columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
+    can_describe = "tools" in variable_names(chat_template)
+    variables = {"tools": environment.tools} if can_describe and environment.tools else {}  # it may describe even []
+    description = "" if can_describe else describe_tools(environment.tools)
+    return RunEnvironment(function, columns, variables, description, max_turns, max_seen)
+
+
+def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
+    """Return a description for the system prompt, in the format of Qwen; for chat templates that describe no tools."""
+    schemas = "\n".join(map(json.dumps, tools))
+    call = '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    return f"You have these tools:\n<tools>\n{schemas}\n</tools>\nTo call one, write\n{call}" if tools else ""
