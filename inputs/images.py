@@ -71,7 +71,9 @@ def decode_image(source: ImageSource) -> Image.Image:
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
+        image = image.convert("RGB")
+        image.info.clear()  # copies would keep the orientation, and be turned once more
+        return image
 
 
 def _rescale(image: Image.Image) -> Image.Image:

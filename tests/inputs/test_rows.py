@@ -619,6 +619,16 @@ def test_sizes_are_those_of_the_upright_picture(folder, tiny_model):
             load_samples(path, "math", processor=processor, max_prompt_length=length - 1)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_part_of_an_upright_picture_is_not_turned_again(kind):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 90)).save(file := io.BytesIO(), kind, exif=exif)
+    upright = decode_image(file.getvalue())
+    assert upright.size == (90, 40)
+    assert decode_image(upright.crop((0, 0, 80, 20))).size == (80, 20)
+
+
 def test_max_side_bounds_the_longest_side():
     for size in ((512, 2000), (3000, 40), (513, 513), (100, 100), (28, 5000)):
         h, w = fitted_size(*size, 3136, 10**7, 28, 512)
