@@ -9,6 +9,7 @@ not import the training script. Workers exit when the process that started them 
 """
 
 import contextlib
+import ctypes
 import inspect
 import multiprocessing.connection as connection
 import os
@@ -28,6 +29,7 @@ from common.plugins import import_file
 
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
 
 
@@ -150,6 +152,8 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
         child_end.close()
         return pid, parent_end
     parent_end.close()
+    with contextlib.suppress(AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a call does not outlive a worker that was killed
     while True:
         try:
             name, fields = child_end.recv()

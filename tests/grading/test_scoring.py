@@ -356,6 +356,23 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     assert not os.path.exists(f"/proc/{worker}")
 
 
+def test_a_call_ends_with_its_worker(tmp_path):
+    lines = "import os, time", "def hang(path):", " open(path, 'w').write(str(os.getpid()))", " time.sleep(60)"
+    (tmp_path / "t.py").write_text("\n".join(lines))
+    name, pid = f"{tmp_path}/t.py:hang", tmp_path / "pid"
+    pool = WorkerPool(1, [name])
+    worker, pipe = pool.idle.get()
+    pipe.send((name, 60.0, [{"path": str(pid)}]))
+    deadline = time.time() + 10
+    while not (pid.is_file() and pid.read_text()) and time.time() < deadline:
+        time.sleep(0.01)
+    worker.kill()
+    worker.wait()
+    while os.path.exists(f"/proc/{pid.read_text()}") and time.time() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid.read_text()}")
+
+
 # --- user-defined rewards ---------------------------------------------------------------------------------------------
 
 USER_REWARDS = """
