@@ -50,9 +50,10 @@ ENVIRONMENTS: dict[str, Environment] = {}
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of the tool call in a turn; None if there is no call.
 
-    The call is JSON between <tool_call> and </tool_call>, as Qwen writes it, or the whole turn, as Llama 3 does. Raises
-    ValueError if it is no JSON of a call, or if there are several.
+    It is JSON between <tool_call> and </tool_call>, as Qwen writes it, or the whole turn, as Llama 3 does. What is only
+    thought is no call. Raises ValueError if it is no JSON of a call, or if there are several.
     """
+    text = text.rpartition("</think>")[2]
     calls = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
     calls = calls or re.findall(r'^\s*(\{\s*"name":.*"parameters":.*\})\s*$', text, re.DOTALL)
     if not calls:

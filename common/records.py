@@ -56,7 +56,7 @@ ImageSource: TypeAlias = AnyPath | bytes | dict | Image.Image | Cell  # decoded 
 class Turn(NamedTuple):
     """One turn of a prompt."""
 
-    role: str  # "system", "user" or "assistant"
+    role: str  # "system", "user", "assistant" or "tool"
     content: list[str | ImageSource | None]  # texts and images, in order; None: an image that is still to be found
 
     @property

@@ -24,14 +24,19 @@ class RunEnvironment:
     max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
 
 
+def environment_named(name: str) -> Environment:
+    """Return the entry `name` of `ENVIRONMENTS`. Raises UserError if there is none."""
+    if name not in ENVIRONMENTS:
+        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
+    return ENVIRONMENTS[name]
+
+
 def find_environment(name: str, chat_template: str, max_turns: int, max_seen: int) -> RunEnvironment:
     """Return the entry `name` of `ENVIRONMENTS` for a model with this `chat_template`.
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
     """
-    if name not in ENVIRONMENTS:
-        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
-    environment = ENVIRONMENTS[name]
+    environment = environment_named(name)
     function = plugins.name_of(environment.reply) if isinstance(environment, Environment) else None
     names, required, accepts_any = parameters(function) if function else ([], [], False)
     if not function or not (accepts_any or "text" in names):

@@ -25,6 +25,7 @@ from inputs import images as image_files
 from inputs.images import fit_image, read_source
 from sampling.replies import encode_reply, reply_role
 
+THREADS = 16  # episodes that ask their environment at the same time
 MAX_IMAGES = 8  # in an answer
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
 TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
@@ -117,7 +118,7 @@ class Episode:
         trajectory.turns.append(Turn("assistant", [self.text]))
         trajectory.turn_lengths.append(len(ids))
         self._extend(ids.tolist(), ids.tolist(), is_sampled=True)
-        failed_before = trajectory.num_failed
+        before, failed_before = (self.state, self.reward), trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
         # A sampler that takes images would take a sampled placeholder for one.
@@ -126,6 +127,7 @@ class Episode:
             return False
         problem = self._see(content, last)
         if problem and trajectory.num_failed == failed_before:  # otherwise, the answer already says what went wrong
+            self.state, self.reward = before
             problem = self._see(self._failed(problem), last)
         self.is_truncated = problem is not None
         return problem is None

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from packing import vision_inputs
-from sampling.episodes import Episode
-
-THREADS = 16  # episodes that ask their environment at the same time
+from sampling.episodes import THREADS, Episode
 
 
 class Fed(NamedTuple):
@@ -63,10 +61,11 @@ class Feed:
         Those that have ended a turn ask their environment. `room`: how many tokens each may still sample. All are (B,).
         """
         ended = []
-        for b, (is_running, *pair) in enumerate(zip(running.tolist(), token.tolist(), logp.tolist())):
+        columns = (each.tolist() for each in (running, token, logp, stopped, room))
+        for b, (is_running, *pair, has_stopped, has_room) in enumerate(zip(*columns)):
             if is_running:
                 self.turns[b].append(tuple(pair))
-                if stopped[b] or not room[b]:
+                if has_stopped or not has_room:
                     ended.append(b)
         if not ended:
             return stopped

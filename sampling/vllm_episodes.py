@@ -17,10 +17,9 @@ import torch
 from common.errors import UserError
 from common.records import Prompt
 from sampling.continuation import PAUSE_EVERY
-from sampling.episodes import Episode
+from sampling.episodes import THREADS, Episode
 from sampling.vllm_checks import check_expansion
 
-THREADS = 16  # episodes that ask their environment at the same time
 GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
 Index = tuple[int, int]  # of a prompt, and of an episode in its group
 

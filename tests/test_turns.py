@@ -433,6 +433,8 @@ def test_saved_predictions_keep_what_the_environment_gave(evaluated, tmp_path):
     again, before = (read_jsonl(folder / "predictions.jsonl") for folder in (tmp_path / "again", evaluated))
     for column in ("rewards", "calls", "failed_calls"):
         assert [row[column] for row in again] == [row[column] for row in before]
+    with pytest.raises(UserError, match="--env nope: choose one of"):
+        evaluate.main(evaluate.Config(env="nope", **flags))
     lines = [json.dumps({"prompt": "q", "answer": "3", "response": "3"}) + "\n"]
     (tmp_path / "old.jsonl").write_text("".join(lines))
     flags = dict(predictions=str(tmp_path / "old.jsonl"), output=str(tmp_path / "old"))

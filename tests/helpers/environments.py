@@ -67,7 +67,7 @@ FAULTS = {
     "thin": lambda: Image.new("RGB", (1, 300)),
     "many": lambda: [Image.new("RGB", (56, 56))] * 9,
     "text": lambda: "a" * 10_000_000,
-    "long": lambda: "a" * 2_000,
+    "long": lambda: Reply("a" * 2_000, 1.0),
     "nothing": lambda: [],
     "no text": lambda: "",
     "half": lambda: "a \ud800 b",

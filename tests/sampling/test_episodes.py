@@ -82,14 +82,14 @@ def seen(episode) -> str:
     ],
 )
 def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, processor, monkeypatch):
-    """The next one works: the state is that from before."""
+    """The next one works. The state and the reward are those from before."""
     monkeypatch.setattr(rewards, "REWARD_TIMEOUT", 0.3 if fault == "hang" else 20)
     episode = begin(processor, "faulty")
     assert turn(episode, fault)
     assert seen(episode).startswith(message)
     assert (episode.trajectory.num_calls, episode.trajectory.num_failed, episode.reward) == (1, 1, 0.0)
     assert turn(episode, "go on")
-    assert seen(episode).startswith("turn ") and len(episode.trajectory.turns) == 4
+    assert seen(episode) == "turn 1" and len(episode.trajectory.turns) == 4
     assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (2, 1)
     assert math.isfinite(episode.rollout.env_reward) and not episode.trajectory.images
     text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
@@ -131,7 +131,7 @@ def test_a_model_without_a_vision_tower_is_told_that_it_gets_no_pictures(tmp_pat
     processor = load_processor(save_tiny("qwen2_5", tmp_path), "count")
     episode = begin(processor, "faulty", with_image=False)
     assert turn(episode, "picture") and seen(episode) == "error: the model is text-only, and the answer has a picture"
-    assert turn(episode, "go on") and seen(episode) == "turn 2"
+    assert turn(episode, "go on") and seen(episode) == "turn 1"
 
 
 def test_no_trajectory_is_longer_than_its_limits(processor):
@@ -324,6 +324,13 @@ def test_a_call_of_llama_is_the_whole_turn():
     assert tool_call('I say {"name": "zoom", "parameters": {}}') is None
     with pytest.raises(ValueError, match="a call is JSON: "):
         tool_call('{"name": "zoom", "parameters": 3}')
+
+
+def test_what_is_thought_is_no_call():
+    thought = "<think>I could use <tool_call> here, or <tool_call>{}</tool_call>.</think>"
+    assert tool_call(thought + "<answer>3</answer>") is None
+    assert tool_call(thought + call(BOX)) == ("zoom", BOX)
+    assert tool_call(thought + '{"name": "zoom", "parameters": {"x1": 3}}') == ("zoom", {"x1": 3})
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
