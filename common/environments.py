@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from common.errors import require
+from common.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class Environment:
 
 
 ENVIRONMENTS: dict[str, Environment] = {}
+
+
+def get_environment(name: str) -> Environment:
+    """Return the entry `name` of `ENVIRONMENTS`. Raises UserError if there is none."""
+    if name not in ENVIRONMENTS:
+        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
+    return ENVIRONMENTS[name]
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:

@@ -96,7 +96,7 @@ def sample_rows(
         with distributed.shared_errors():  # vLLM's checks of the prompts
             episodes = generate_options([sample for _, sample in local_rows], processor)
             groups = engine.generate(prompts, seeds, sampling, **episodes)
-        new_outputs = distributed.gather_shards([*map(_output, prompts, groups)])
+        new_outputs = distributed.gather_shards(list(map(_output, prompts, groups)))
         outputs += new_outputs
         if progress and console.is_main():
             with progress.open("a", encoding="utf-8") as file:

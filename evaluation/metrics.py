@@ -205,10 +205,9 @@ def _shared_scores(name: str, score: Score, exact_by_row: list[list[bool]], rows
     for k in sorted(ks):
         scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
     scores["mean_characters"] = mean([len(response) for row in rows for response in row["responses"]])
-    columns = {"mean_length": "lengths", "truncated": "truncated", "calls": "calls", "failed_calls": "failed_calls"}
-    for mean_name, column in columns.items():
+    for column in ("lengths", "truncated", "calls", "failed_calls"):
         if values := [value for row in rows for value in row.get(column) or []]:
-            scores[mean_name] = mean(values)
+            scores["mean_length" if column == "lengths" else column] = mean(values)
     return scores
 
 

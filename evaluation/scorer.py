@@ -13,6 +13,7 @@ from PIL import Image
 
 import rewards
 from common import console, plugins
+from common.environments import get_environment
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags
@@ -20,7 +21,6 @@ from grading import answers
 from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
 from grading.verifier import CONCURRENCY, Verifier, make_verifier
-from inputs.environment import environment_named
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
@@ -60,7 +60,7 @@ class Scorer:
         if flags.env in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
-            environment_named(flags.env)  # raises UserError if there is none
+            get_environment(flags.env)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import plugins
-from common.environments import ENVIRONMENTS, Environment
+from common.environments import Environment, get_environment
 from common.errors import UserError
 from common.templates import variable_names
 from grading.sandbox import parameters
@@ -24,19 +24,12 @@ class RunEnvironment:
     max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
 
 
-def environment_named(name: str) -> Environment:
-    """Return the entry `name` of `ENVIRONMENTS`. Raises UserError if there is none."""
-    if name not in ENVIRONMENTS:
-        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
-    return ENVIRONMENTS[name]
-
-
 def find_environment(name: str, chat_template: str, max_turns: int, max_seen: int) -> RunEnvironment:
     """Return the entry `name` of `ENVIRONMENTS` for a model with this `chat_template`.
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
     """
-    environment = environment_named(name)
+    environment = get_environment(name)
     function = plugins.name_of(environment.reply) if isinstance(environment, Environment) else None
     names, required, accepts_any = parameters(function) if function else ([], [], False)
     if not function or not (accepts_any or "text" in names):

@@ -493,7 +493,7 @@ def test_an_environment_that_cannot_be_used_is_refused(flags, message, tiny_mode
 
 
 def test_the_name_of_an_environment_is_missing_without_its_plugin(monkeypatch, tiny_model):
-    monkeypatch.setattr("inputs.environment.ENVIRONMENTS", {})
+    monkeypatch.setattr("common.environments.ENVIRONMENTS", {})
     with pytest.raises(UserError, match=r"^--env zoom: choose one of those that a --plugin FILE adds$"):
         use_environment(load_processor(tiny_model, "count"), "zoom", 4, 400)
 

@@ -36,9 +36,7 @@ from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
 GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
-TURN_SIDE = (
-    128  # length of the longer side of a picture that a later turn has seen, in pixels: there are many on a page
-)
+TURN_SIDE = 128  # pixels of the longer side of a picture of a later turn: there are many on a page
 
 
 class RunLog:
