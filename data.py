@@ -37,7 +37,14 @@ from common import cli, console, distributed
 from common.errors import UserError
 from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
-from common.templates import parse_template, read_template, template_variables, write_chat
+from common.templates import (
+    answer_end,
+    control_tokens,
+    parse_template,
+    read_template,
+    template_variables,
+    write_chat,
+)
 from config import Columns, DataFlags, RowFlags, with_recipe
 from config import Config as RunConfig
 from inputs.environment import RunEnvironment, find_environment
@@ -65,8 +72,7 @@ class Processor:
     @functools.cached_property
     def control_tokens(self) -> list[str]:
         """The tokenizer's special tokens. In a question, such a token would end the turn or stand for an image."""
-        tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return [token for token in tokens if token != TAG]  # a tag is always replaced by an image
+        return control_tokens(self.tokenizer)
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -259,20 +265,21 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
     What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
     empty, contains a control token or does not begin with that opening, or if the template ends it with no token.
     """
-    turns, mark = prompt_turns(sample, processor), "the answer"
-    write = functools.partial(write_chat, tokenizer=processor.tokenizer, variables=processor.chat_variables)
-    after = write([*turns, Turn("assistant", [mark])], is_answered=True).rpartition(mark)[2]
-    ends = [(after.index(token), token) for token in processor.control_tokens if token in after]
-    if not response.strip() or not ends:
-        raise ValueError("its answer is empty" if ends else "the chat template ends an answer with no control token")
+    chat = write_chat(prompt_turns(sample, processor), processor.tokenizer, processor.chat_variables)
+    space, end = answer_end(processor.tokenizer)
+    if not response.strip() or not end:
+        raise ValueError("its answer is empty" if end else "the chat template ends an answer with no control token")
     if any(token in response for token in processor.control_tokens):
         raise ValueError("its answer contains a control token: remove it")
-    if opening := opening_of(write(turns), processor.control_tokens).strip():
+    if opening := opening_of(chat, processor.control_tokens).strip():
         if not response.lstrip().startswith(opening):
             raise ValueError(f"its answer does not begin with {opening!r}, which the chat template opens")
         response = response.lstrip().removeprefix(opening).lstrip()
-    place, token = min(ends)
-    return torch.tensor(processor.tokenizer(response + after[:place] + token, add_special_tokens=False).input_ids)
+    answer, encode = response + space + end, functools.partial(processor.tokenizer, add_special_tokens=False)
+    prompt, whole = encode(chat).input_ids, encode(chat + answer).input_ids
+    # Alone, an answer may begin with another token (SentencePiece: "▁3"); in the chat, with the end of the prompt.
+    begins_anew = whole[: len(prompt)] == prompt
+    return torch.tensor(whole[len(prompt) :] if begins_anew else encode(answer).input_ids)
 
 
 def expand_images(engine_ids: list[int], images: list[Image.Image], processor: Processor) -> list[int]:

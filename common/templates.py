@@ -11,7 +11,7 @@ import jinja2
 import jinja2.meta
 
 from common.errors import UserError
-from common.records import Turn
+from common.records import TAG, Turn
 
 
 def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Template:
@@ -86,6 +86,28 @@ def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, An
         if all(piece.strip() in chat for turn in turns for piece in turn.content if isinstance(piece, str)):
             return chat
     raise ValueError("the model's chat template leaves out a part of a turn or of the system prompt")
+
+
+def control_tokens(tokenizer: Any) -> list[str]:
+    """Return the special tokens of a Hugging Face `tokenizer`, but for the tag, which always becomes an image."""
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return [token for token in tokens if token != TAG]
+
+
+def answer_end(tokenizer: Any) -> tuple[str, str]:
+    """Return the text that the chat template writes between an answer and the token that ends it, and that token.
+
+    It is the first control token after the answer: that of its end or, in templates that write none (GLM), that of the
+    next turn's role. The token is "" if there is neither. Raises ValueError if the template refuses an answer.
+    """
+    mark, control = "the answer", control_tokens(tokenizer)
+    chat = [Turn("user", ["question"]), Turn("assistant", [mark])]
+    for turns in (chat, [*chat, Turn("user", ["question"])]):
+        after = write_chat(turns, tokenizer, {}, is_answered=True).rpartition(mark)[2]
+        if ends := [(after.index(token), -len(token), token) for token in control if token in after]:
+            place, _, token = min(ends)
+            return after[:place], token
+    return "", ""
 
 
 def _content(turn: Turn, as_parts: bool) -> str | list[dict]:

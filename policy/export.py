@@ -2,6 +2,7 @@
 
 An exported model is the folder of its base with other weights. Its files are the base's, byte for byte, and so are the
 names, shapes, dtypes and files of its tensors. Other programs then read it as they read the base, in whatever release.
+Only generation_config.json changes if it lacks the token with which the chat template ends an answer.
 `save_pretrained` would write what only its own release of transformers reads.
 
 `grpo.py` exports to `final` at the end of a run, `python -m training.checkpoint` exports a saved checkpoint, and
@@ -26,8 +27,9 @@ from common import console, distributed
 from common.errors import RunStopped, UserError
 from common.files import partial_path
 from policy.base_files import Layout, copy_settings, settings_folder, stored_tensors, weight_files
+from policy.families import load_tokenizer
 from policy.lora import POLICY, has_adapter, load_adapter, read_adapter, write_adapter
-from policy.model import Policy, check_saved_model, empty_model, ties_lm_head
+from policy.model import Policy, check_saved_model, empty_model, end_token, stop_tokens, ties_lm_head
 
 
 def export(policy: Policy, source: str, folder: str, run: str) -> None:
@@ -91,6 +93,7 @@ def write_model(
                 layout.add_lm_head()
             copy_settings(settings_folder(source, run), folder)
             _edit_config(folder / "config.json", dtype, unties)
+            _add_end_token(folder, layout.model.config)
             plan = layout.parameters
     for path, names in console.progress(distributed.all_gather(plan)[0].items(), "exporting", unit="file"):
         weights = {}
@@ -118,6 +121,16 @@ def _edit_config(path: Path, dtype: torch.dtype | None, unties: bool) -> None:
     if config != json.loads(text):
         indent = re.search(r"\n( +)", text)
         path.write_text(json.dumps(config, indent=len(indent[1]) if indent else None, ensure_ascii=False) + "\n")
+
+
+def _add_end_token(folder: Path, config: transformers.PreTrainedConfig) -> None:
+    """Let other programs stop, too, at the token with which the chat template ends an answer."""
+    path, tokenizer = folder / "generation_config.json", load_tokenizer(str(folder))
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    stops = settings.get("eos_token_id", config.get_text_config().eos_token_id)
+    if end_token(tokenizer) not in (None, stops, *(stops if isinstance(stops, list) else ())):
+        settings["eos_token_id"] = stop_tokens(settings, config, tokenizer)
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _write_weights(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common import console
 from common.errors import UserError
 from common.records import Prompt
+from common.templates import answer_end
 from config import PolicyFlags
 from packing import PackedBatch
 from policy.base_files import LM_HEAD, Layout, reading, stored_tensors
@@ -393,7 +394,8 @@ def stop_tokens(
 ) -> list[int]:
     """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer.
 
-    Raises UserError if one of them is not a number.
+    The token with which the chat template ends an answer is one of them, too: a base model may list only another one,
+    at which nothing that is trained here ends (Qwen2.5: <|im_end|>). Raises UserError if one of them is not a number.
     """
     tokens = [tokenizer.eos_token_id]
     for source in (generation, config, getattr(config, "text_config", None)):
@@ -403,4 +405,12 @@ def stop_tokens(
         raise UserError(
             f"the model's eos_token_id {odd[0]!r} is no token: correct generation_config.json or config.json"
         )
-    return sorted({token for token in tokens if token is not None})
+    return sorted({token for token in (*tokens, end_token(tokenizer)) if token is not None})
+
+
+def end_token(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
+    """Return the token with which the chat template ends an answer; None if there is no template, or no such token."""
+    with contextlib.suppress(ValueError):  # it refuses answers
+        end = tokenizer.chat_template and answer_end(tokenizer)[1]
+        return tokenizer.convert_tokens_to_ids(end) if end else None
+    return None

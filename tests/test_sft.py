@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import tokenizers
 import torch
+import transformers
+from tokenizers import AddedToken, decoders, models, normalizers
 from transformers import AutoModelForImageTextToText
 
 import data
@@ -12,8 +15,13 @@ import sft
 from common.distributed import local_tensor
 from common.errors import UserError
 from common.files import read_jsonl
+from common.records import Sampling
 from data import encode_prompt, encode_response, load_processor, load_samples
 from policy.batches import micro_batches
+from policy.model import load_config, load_model, stop_tokens
+from sampling.hf_engine import HFEngine
+from tests.helpers.models import end_with, save_tiny
+from tests.helpers.rows import make_sample
 from tests.helpers.runs import config
 from tests.helpers.scripts import run_script
 
@@ -165,3 +173,57 @@ def test_rows_that_cannot_be_trained_on_are_named(tiny_model, rows, tmp_path):
         file.write(json.dumps({"messages": turns}) + "\n")
     with pytest.raises(UserError, match="row 7: its answer contains a control token"):
         sft.main(sft_config(tiny_model, rows, tmp_path / "b"))
+
+
+NEXT_ROLE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
+ROLES = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"  # noqa: E501
+
+
+def test_a_base_model_learns_an_end_at_which_it_stops(tmp_path):
+    """As of Qwen2.5 and Qwen3 bases: the chat template ends an answer with <|im_end|>, but only another token stops."""
+    base = end_with(save_tiny("qwen2_5", tmp_path / "base"), "<|vision_end|>")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Say 4.", "answer": "4"}) + "\n")
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ content }}")
+    flags = dict(template=str(template), prompts_per_step=1, max_completion_length=4, learning_rate=1e-2, max_steps=25)
+    sft.main(sft_config(base, tmp_path / "rows.jsonl", tmp_path / "sft", **flags))
+    end = transformers.AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|im_end|>")
+    final = tmp_path / "sft" / "final"
+    assert end in transformers.GenerationConfig.from_pretrained(final).eos_token_id
+    processor = load_processor(str(final), "vqa", str(template))
+    engine = HFEngine(load_model(str(final), torch.float32).eval(), processor.tokenizer)
+    prompt = encode_prompt(make_sample("Say 4.", "4", [], "row 1"), processor)
+    ((rollout,),) = engine.generate([prompt], [0], Sampling(n=1, temperature=0, max_tokens=4))
+    assert rollout.finished and processor.tokenizer.decode(rollout.ids) == "4<|im_end|>"
+
+
+def test_where_the_next_role_ends_a_turn_answers_end_with_it(tmp_path):
+    """As of GLM, whose end tokens are <|user|> and <|observation|>."""
+    folder, names = save_tiny("glm4v", tmp_path / "m"), ["<|user|>", "<|assistant|>"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.chat_template = NEXT_ROLE
+    tokenizer.save_pretrained(folder)
+    processor = load_processor(folder, "vqa")
+    ids = encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)
+    assert processor.tokenizer.decode(ids) == "3<|user|>"
+    assert ids[-1] in stop_tokens(None, load_config(folder), processor.tokenizer)
+    processor.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ValueError, match="ends an answer with no control token"):
+        encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)
+
+
+def test_an_answer_has_the_tokens_that_it_has_in_the_chat(tmp_path):
+    """Guards against `▁3` for `3`: a SentencePiece tokenizer puts a blank before a text that begins."""
+    folder = save_tiny("llama", tmp_path / "m")
+    names = ["<unk>", "<s>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate([*names, *map(chr, range(32, 127)), "\n", "▁", "▁3"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "3")], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    ends = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>", "chat_template": ROLES}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
+    processor = load_processor(folder, "vqa")
+    ids = encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)
+    assert processor.tokenizer.convert_ids_to_tokens(ids) == ["3", "</s>"]

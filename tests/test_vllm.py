@@ -24,7 +24,15 @@ import pytest
 import torch
 
 from common.files import read_jsonl
-from tests.helpers.models import FAMILIES, WITH_IMAGES, record, save_tiny, skip_without_linear_attention, write_rows
+from tests.helpers.models import (
+    FAMILIES,
+    WITH_IMAGES,
+    end_with,
+    record,
+    save_tiny,
+    skip_without_linear_attention,
+    write_rows,
+)
 from tests.helpers.scripts import ROOT
 from tests.helpers.versions import loaded_packages
 
@@ -213,6 +221,22 @@ def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5
     process = run("evaluate.py", *flags, "--max_completion_length=16", "--engine=vllm")
     assert process.returncode == 0, process.stderr[-3000:]
     assert (tmp_path / "eval" / "scores.json").is_file()
+
+
+def test_vllm_stops_where_the_chat_template_ends_an_answer(tmp_path):
+    """Also if no file of the model lists this token, as in bases of Qwen2.5."""
+    base = end_with(save_tiny("qwen2_5", tmp_path / "base", wide_heads=True), "<|vision_end|>")
+    settings = (tmp_path / "base" / "generation_config.json").read_text()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Say 4.", "answer": "4"}) + "\n")
+    common = ["--task=vqa", f"--data={tmp_path}/rows.jsonl", "--max_completion_length=4"]
+    flags = ["--prompts_per_step=1", "--learning_rate=1e-2", "--max_steps=25", f"--output={tmp_path}/sft"]
+    process = run("sft.py", f"--model={base}", *common, *flags, "--no_compile")
+    assert process.returncode == 0, process.stderr[-3000:]
+    (tmp_path / "sft" / "final" / "generation_config.json").write_text(settings)
+    flags = ["--engine=vllm", "--vllm_memory=0.1", "--temperature=0", f"--output={tmp_path}/eval"]
+    process = run("evaluate.py", f"--model={tmp_path}/sft/final", *common, *flags)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads((tmp_path / "eval" / "scores.json").read_text())["truncated"] == 0
 
 
 @gpu_only

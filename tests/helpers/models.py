@@ -272,6 +272,22 @@ def save_tiny(family: str, folder: pathlib.Path, wide_heads: bool = False) -> st
     return str(folder)
 
 
+def end_with(folder: str, token: str, template: str | None = None) -> str:
+    """Make `token` the only one that ends the answers of a saved model, wherever models name it. Return `folder`.
+
+    `template`: another chat template.
+    """
+    path = pathlib.Path(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token, tokenizer.chat_template = token, template or tokenizer.chat_template
+    if tokenizer.eos_token_id >= json.loads((path / "config.json").read_text())["vocab_size"]:
+        raise ValueError(f"{token} is not in the vocabulary")
+    tokenizer.save_pretrained(folder)
+    for file in (path / "config.json", path / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
+    return folder
+
+
 def _write_settings_for_vllm(row: Tiny, folder: pathlib.Path) -> None:
     """Write the settings with which vLLM builds the processor of transformers, with a video processor.
 
