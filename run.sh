@@ -42,8 +42,25 @@ export TOKENIZERS_PARALLELISM=false
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
 heading() { if [ -t 1 ]; then printf '\n\033[1m%s\033[0m\n' "$*"; else printf '\n%s\n' "$*"; fi; }
-show() { printf '+ %s\n' "$*"; "$@"; }
+show() { printf '+ %s\n' "$*"; run "$@"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+# Run a command to its end. SIGTERM is passed on to it, and nothing runs after it. While bash runs a command in the
+# foreground, it handles no signal; alone it would die and, as a container's first process, ignore SIGTERM.
+child='' stopped=''
+trap 'stopped=143; [ -n "$child" ] || exit 143; kill -TERM "$child" 2> /dev/null || true' TERM
+run() {
+  local status=0
+  trap : INT  # Ctrl-C reaches the command by itself
+  (trap - INT QUIT; exec "$@") <&0 &  # which would ignore Ctrl-C and read nothing, as all that is in the background
+  child=$!
+  while kill -0 "$child" 2> /dev/null; do wait "$child" || true; done  # a signal ends wait, too
+  wait "$child" || status=$?
+  child=''
+  trap - INT
+  [ -z "$stopped" ] || exit $((status ? status : stopped))
+  return "$status"
+}
 
 require_number() {  # VARIABLE MINIMUM DEFAULT: check an environment variable and normalise it, for example 08 to 8
   local value=${!1:-$3}
@@ -90,12 +107,13 @@ set_up() {
   local quiet=--quiet
   [ -t 1 ] && quiet=  # show pip's progress bars on a terminal; elsewhere, print a line every 30 s, until this ends
   while sleep 30 3>&- && kill -0 $$; do [ -t 3 ] || echo "still installing, after $SECONDS s" >&3; done 3>&1 > /dev/null 2>&1 &
-  trap "kill $! 2> /dev/null || true" EXIT
+  local alive=$!
+  trap "kill $alive 2> /dev/null || true" EXIT
   .venv/bin/pip install --disable-pip-version-check -qU pip || true  # an old pip needs four times as long
-  .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
+  run .venv/bin/pip install --disable-pip-version-check $quiet --no-compile --requirement $file
   # compile here on all cores, because pip uses only one; leave out the packages' own tests
   .venv/bin/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null 2>&1 || true
-  kill $! 2> /dev/null || true
+  kill $alive 2> /dev/null || true
   trap - EXIT
   echo "$stamp" > .venv/installed
 }
@@ -250,7 +268,7 @@ case $recipe in
     .venv/bin/python -m evaluation.lmms_eval "$run" "$@" ;;
   fits)
     set_up
-    .venv/bin/python -m apps.fits "$@" ;;
+    exec .venv/bin/python -m apps.fits "$@" ;;
   serve)
     set_up
     show .venv/bin/python -m apps.service "$@" ;;
@@ -272,7 +290,7 @@ case $recipe in
     .venv/bin/ruff check "${sources[@]:-.}"
     .venv/bin/ruff format --check "${sources[@]:-.}"
     .venv/bin/mypy
-    OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
+    OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" ;;
   setup)
     set_up
     echo ".venv is ready" ;;

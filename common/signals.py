@@ -10,7 +10,7 @@ from common import console, distributed
 from common.errors import Interrupted
 
 SAME_REQUEST = 5.0
-"""Seconds within which signals count as one: schedulers signal all processes, and torchrun passes its signal on."""
+"""Seconds within which signals count as one: schedulers signal all processes; torchrun and run.sh pass theirs on."""
 
 
 def defer_signals(received: list[int]) -> None:
@@ -22,7 +22,7 @@ def defer_signals(received: list[int]) -> None:
     under_torchrun = "GROUP_RANK" in os.environ
 
     def record(number: int, _: object) -> None:
-        if not under_torchrun:
+        if number == signal.SIGINT and not under_torchrun:
             signal.signal(number, signal.SIG_DFL)  # a second one ends the process
         if number not in first_at:
             first_at[number] = time.monotonic()

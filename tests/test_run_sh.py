@@ -1,12 +1,18 @@
 """run.sh: the recipes run offline, and each mistake gets a one-line error message."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,8 +22,9 @@ from apps.demo import tiny
 from common.errors import UserError
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ROOT, free_port
 
+SLOW = pytest.mark.slow
 RECIPES = ["count"]
 SLOW_RECIPES = ["math mixed", "vqa", "geo3k", "math text", "math image"]
 
@@ -190,6 +197,125 @@ def test_eval_scores_a_run_as_its_recipe_did(sh):
     other = sh("eval", "runs/geo3k", "--benchmark", "mmstar").stdout
     assert "--benchmark mmstar" in other and "--benchmark geometry3k" not in other and "--data rows" not in other
     assert f"{scored} --data others" in sh("eval", "runs/geo3k", TEST_DATA="others").stdout
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+AS_FIRST = ["unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]  # as the first process of a container
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts run.sh in a copy of the project, whose .venv is this Python.
+
+    All that it has started is killed afterwards.
+    """
+    stamp = b"".join((ROOT / name).read_bytes() for name in ("requirements.txt", "requirements-gpu.txt"))
+    stamp = subprocess.run(["cksum"], input=stamp, capture_output=True, check=True).stdout
+    started = []
+
+    def run(name: str, *arguments: str, before: list[str] = (), **options) -> tuple[subprocess.Popen, pathlib.Path]:
+        folder = tmp_path / name
+        (folder / ".venv/bin").mkdir(parents=True)
+        (folder / ".venv/installed").write_bytes(stamp)
+        (folder / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (folder / ".venv/bin/python").chmod(0o755)
+        for path in ROOT.iterdir():
+            if path.name not in (".venv", ".git", "runs", "run.sh"):
+                (folder / path.name).symlink_to(path)
+        shutil.copy(ROOT / "run.sh", folder)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*before, "./run.sh", *arguments]
+        options["start_new_session"] = command[0] != "setsid"
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, **options))
+        return started[-1], folder
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(what: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert what(), "it did not happen in time"
+
+
+def terminate(process: subprocess.Popen, before: list[str]) -> None:
+    """Send SIGTERM to run.sh alone."""
+    if before:  # from outside, its process id is that of the only child
+        (pid,) = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(pid), signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+
+
+def group(process: subprocess.Popen) -> list[str]:
+    """Return the process ids of all that a process has started, and its own."""
+    return subprocess.run(["pgrep", "-g", f"{process.pid}"], capture_output=True, text=True, check=False).stdout.split()
+
+
+def skip_without_namespaces() -> None:
+    done = subprocess.run([*AS_FIRST, "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a namespace of processes is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to the first process", pytest.param("Ctrl-C", marks=SLOW)])
+def test_a_stopped_recipe_saves_a_checkpoint_and_evaluates_nothing(start, how):
+    """The signal reaches the training behind run.sh, which waits for it and ends with its status."""
+    before, terminal, stdin, out = [], None, subprocess.DEVNULL, subprocess.PIPE
+    if how == "Ctrl-C":
+        terminal, stdin = os.openpty()
+        before = ["setsid", "--ctty"]
+    elif "first" in how:
+        skip_without_namespaces()
+        before = AS_FIRST
+    flags = ["--max_steps=100000", "--report_every=0"]
+    process, folder = start(
+        "a", "vqa", "--smoke", *flags, before=before, stdin=stdin, stdout=out, stderr=out, text=True
+    )
+    run = folder / "runs/smoke/vqa"
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and len(read_jsonl(run / "metrics.jsonl")) >= 2)
+    os.write(terminal, b"\x03") if terminal else terminate(process, before)
+    said, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err[-3000:]
+    (checkpoint,) = run.glob("checkpoint-*")
+    assert f"{checkpoint.name} is complete: continue with --resume" in err and err.count("stopping and saving") == 1
+    assert "evaluate.py" not in said and "run.sh: line" not in err
+    wait_for(lambda: not group(process), 10)
+
+
+def test_ctrl_c_ends_a_command_that_has_nothing_to_save(start):
+    terminal, stdin = os.openpty()
+    before, out = ["setsid", "--ctty"], subprocess.PIPE
+    process, _ = start("a", "vqa", "--smoke", before=before, stdin=stdin, stdout=out, stderr=out, text=True)
+    command = ["pgrep", "-g", f"{process.pid}", "-f", "apps.demo.smoke"]
+    wait_for(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0)
+    os.write(terminal, b"\x03")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode and "apps.demo.smoke" in said and "grpo.py" not in said
+
+
+@pytest.mark.parametrize("before", [[], AS_FIRST], ids=["", "as the first process"])
+def test_the_service_ends_with_run_sh(start, before):
+    if before:
+        skip_without_namespaces()
+    port = free_port()
+    process, _ = start("a", "serve", f"--port={port}", before=before)
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_for(answers)
+    terminate(process, before)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not answers()
+    wait_for(lambda: not group(process), 10)
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "01", "MASTER_ADDR": "10.0.0.1"}

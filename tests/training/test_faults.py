@@ -663,12 +663,13 @@ def test_a_signal_after_a_steps_first_update_lets_the_step_end(tiny_model, shape
         run.loop.train(run, grpo.train_step)
 
 
-def test_a_signal_that_torchrun_forwards_is_no_second_one():
+@pytest.mark.parametrize("environment", [{}, {"GROUP_RANK": "0"}], ids=["run.sh", "torchrun"])
+def test_a_signal_that_is_passed_on_is_no_second_one(environment):
     code = "import os, signal, time; from common import signals; received = []; signals.defer_signals(received)\n"
     code += "for _ in range(2): os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
     code += "print(received == [signal.SIGTERM], flush=True)\n"
     code += "signals.SAME_REQUEST = 0.1; os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)"
-    environment = os.environ | {"GROUP_RANK": "0"}
+    environment = os.environ | environment
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("True\n", -signal.SIGTERM), done.stderr
 
